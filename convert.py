@@ -39,7 +39,7 @@ from sdbench.datasets.job import (
 )
 from sdbench.datasets.output import Output, part_name
 from sdbench.datasets.sources import Found, find_files, join_neighbours
-from sdbench.datasets.tables import TABLE_SUFFIXES, Columns, read_rows
+from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, TABLE_SUFFIXES, Columns, read_rows
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, one_line, plural
 from sdbench.inputs.images import formats
@@ -109,14 +109,16 @@ def convert(settings: Convert) -> int:
         is_new = write_index(outputs[0], joined, **sides[0])
 
     # say what was made
-    warn(joined, sorted(done[0].keys() - set(names)), settings)
+    unread_tables = [line for line in found.left_out if line['reason'].startswith(NO_TABLE)]
+    warn(joined, unread_tables, sorted(done[0].keys() - set(names)), settings)
     if is_new:
         size = f'{joined.bytes / 1e6:,.1f} MB' if joined.bytes >= 1e6 else f'{joined.bytes / 1e3:,.1f} kB'
         print(f'converted  {plural(joined.samples, "sample")}, {size} in {plural(len(joined.shards), "shard")}')
     else:
         print(done_already(outputs[0], joined, 'SOURCE'))
     print_summary(joined, held_out, found, settings)
-    return 1 if joined.damaged else 0
+    is_unread = any(os.path.basename(line['source']).lower() == OWN_TABLE for line in unread_tables)
+    return 1 if joined.damaged or is_unread else 0
 
 
 def addresses_of_outputs(settings: Convert) -> list[str]:
@@ -185,11 +187,14 @@ def what_was_skipped(joined: Joined, settings: Convert) -> str:
     return listed
 
 
-def warn(joined: Joined, unused: list[str], settings: Convert) -> None:
-    """Name the files that could not be read to their end, and the parts of OUT that are no longer in use."""
+def warn(joined: Joined, unread_tables: list[dict], unused: list[str], settings: Convert) -> None:
+    """Name the files that could not be read to their end, tables of other columns, and unused parts of OUT."""
     for line in joined.damaged:
         print(f'{PROGRAM}: warning: {one_line(ValueError(line["source"]))} is {line["reason"]}; its whole samples are '
               'kept; fetch it again, and the same command converts it again', file=sys.stderr)
+    for line in unread_tables:
+        print(f'{PROGRAM}: warning: {one_line(ValueError(line["source"]))} is {line["reason"]}; rename the columns, or '
+              'the file if it is of something else', file=sys.stderr)
     if unused:
         names = ' '.join(unused[:3]) + (' ...' if len(unused) > 3 else '')
         print(f'{PROGRAM}: warning: {plural(len(unused), "folder")} in OUT {settings.out} no longer in use, since '

@@ -53,7 +53,7 @@ def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_pa
     (photos / 'deep/er/b.txt').write_text('\n')  # empty, as some downloaders leave it
     (photos / 'deep/er/b.json').write_text('{"caption": "caption 2"}')
     (photos / 'kohya.jpg').write_bytes(shaded(4))
-    (photos / 'kohya.caption').write_text('caption 4\n')
+    (photos / 'kohya.caption').write_text('caption 4\n', 'utf-16')
     (photos / 'IMG_5.JPG').write_bytes(shaded(5))
     (photos / 'img_5.txt').write_text('caption 5\n')
     (photos / 'lonely.webp').write_bytes(shaded(3, 'WEBP'))

@@ -22,7 +22,7 @@ from sdbench.datasets.sources import (
     split_name,
     why_not_read,
 )
-from sdbench.datasets.tables import USUAL_COLUMNS, Columns, NoSuchColumn, Unread, captions_in
+from sdbench.datasets.tables import USUAL_COLUMNS, Columns, NoSuchColumn, Unread, captions_in, encoding_of
 from sdbench.errors import DataError, one_line
 from sdbench.inputs.images import decode_whole_image
 from sdbench.inputs.stores import open_file
@@ -286,12 +286,12 @@ def read_caption(fields: Fields, clean: Callable[[str], str]) -> str:
             if suffix.lower() == '.json':
                 caption = json.loads(content)['caption'].encode().decode()  # JSON can hold what UTF-8 cannot
             else:
-                caption = content.decode('utf-8-sig').rstrip('\r\n')
+                caption = content.decode(encoding_of(content)).rstrip('\r\n')
         except UnicodeError:
             raise ValueError('caption is not UTF-8') from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # a .json of something else
-        if '\0' in caption:  # which UTF-16 is full of
+        if '\0' in caption:  # which UTF-16 without its mark is full of
             raise ValueError('caption is not UTF-8')
         caption = clean(caption)
         if caption.strip():

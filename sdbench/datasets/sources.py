@@ -25,7 +25,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore
 
-from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, Captions, Columns, names_by_form
+from sdbench.datasets.tables import TABLE_SUFFIXES, TABLES, USUAL_COLUMNS, Captions, Columns, names_by_form
 from sdbench.errors import DataError, one_line
 from sdbench.inputs.images import formats
 from sdbench.inputs.stores import open_store, reach, store_error
@@ -130,9 +130,9 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
     if captions is not None:
         tables.add_named(captions)
     for folder in folders:
-        for name in TABLES:
-            if name in folder.present and folder.find(name):
-                tables.add_found(os.path.join(folder.path, name))
+        found = [name for name in folder.present if name.lower() in TABLES and folder.find(name)]
+        for name in sorted(found, key=lambda name: (TABLES.index(name.lower()), name)):
+            tables.add_found(os.path.join(folder.path, name))
 
     # sort what is converted from what is left out; of the names of a file, the first in this order counts
     found = [pair for folder in folders for pair in search.files(folder, tables)]
@@ -404,6 +404,8 @@ def why_not_read(suffix: str) -> str:
     """Say why a file of this suffix is neither image, caption, tar nor Parquet."""
     if suffix.lower() in HEIF_SUFFIXES:
         return f'{suffix} needs a package (pip install pillow-heif)'
+    if suffix.lower() in TABLE_SUFFIXES:
+        return f'{suffix} of this name is read where --captions names it'
     return f'{suffix or "a file without a suffix"} is not read'
 
 

@@ -1,4 +1,5 @@
 """Tables that have captions of images: their names, their columns and their rows."""
+import codecs
 import csv
 import json
 import os
@@ -7,12 +8,14 @@ import sys
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from sdbench.errors import one_line
 
+OWN_TABLE = 'captions.csv'  # whose name says that it has captions
 # names of the tables that are found in SOURCE: the first three are those of Hugging Face's ImageFolder
-TABLES = ('metadata.csv', 'metadata.jsonl', 'metadata.parquet', 'captions.csv')
+TABLES = ('metadata.csv', 'metadata.jsonl', 'metadata.parquet', OWN_TABLE)
+NO_TABLE = 'no table of captions'  # how the reason begins for which a table of one of these names was not read
 TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.parquet')  # of those that --captions may name
 IMAGE_COLUMNS = ('file_name', 'filename')  # of paths of images
 CAPTION_COLUMNS = ('text', 'caption')
@@ -62,7 +65,8 @@ class Columns(NamedTuple):
         if not found_captions:
             missing.append(f'no {" or ".join(captions)} for --caption_column')
         if missing:
-            raise NoSuchColumn(f'{" and ".join(missing)} among its columns {", ".join(names)}')
+            listed = ', '.join(name or '(no name)' for name in names)
+            raise NoSuchColumn(f'{" and ".join(missing)} among its columns {listed}')
         for found, flag in ((found_images, '--image_column'), (found_captions, '--caption_column')):
             if len(set(found)) > 1:
                 raise ValueError(f'the table {path} has the columns {" and ".join(sorted(set(found)))}; name one of '
@@ -125,7 +129,7 @@ class Captions:
         except OSError as error:
             raise ValueError(f'--captions {path} cannot be read ({error.strerror})') from None
         except NoSuchColumn as error:
-            raise ValueError(f'--captions {path} is no table of captions: {error}') from None
+            raise ValueError(f'--captions {path} is {NO_TABLE}: {error}') from None
 
     def add_found(self, path: str) -> None:
         """Read a table that lies in SOURCE, unless it was read before. Leave out a table of something else."""
@@ -134,9 +138,9 @@ class Captions:
         try:
             self.add(path)
         except NoSuchColumn as error:
-            if not path.endswith('.parquet'):  # which may hold the images themselves
+            if not path.lower().endswith('.parquet'):  # which may hold the images themselves
                 self.read.add(os.path.realpath(path))
-                self.leave_out(path, f'no table of captions: {error}', None)
+                self.leave_out(path, f'{NO_TABLE}: {error}', None)
 
     def add(self, path: str, is_named: bool = False) -> None:
         """Take the rows of a table, except for images that do not exist or that an earlier table names.
@@ -269,7 +273,22 @@ def read_rows(path: str) -> Iterator:
     try:
         yield from read(path)
     except UnicodeError:
-        raise ValueError(f'the table {path} is not UTF-8; save it as that') from None
+        raise ValueError(f'the table {path} is not UTF-8; save it as "CSV UTF-8" in Excel, or write another by iconv '
+                         '-f CP1252 -t UTF-8') from None
+
+
+def encoding_of(beginning: bytes) -> str:
+    """Return the encoding of a text by how it begins: UTF-16 where a byte order mark says so, or else UTF-8."""
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return 'utf-16'
+    return 'utf-8-sig'
+
+
+def open_text(path: str) -> TextIO:
+    """Open a table for reading, with the ends of its lines as they are."""
+    with open(path, 'rb') as file:
+        encoding = encoding_of(file.read(2))
+    return open(path, encoding=encoding, newline='')
 
 
 # pyarrow's readers of CSV and JSON lines were tried: a quote that is not closed takes all rows behind it as its
@@ -277,7 +296,7 @@ def read_rows(path: str) -> Iterator:
 def read_csv(path: str) -> Iterator:
     """Read a CSV as `read_rows` does. Raises ValueError if a quote is not closed."""
     csv.field_size_limit(sys.maxsize)  # a column that nobody uses may hold megabytes in a cell
-    with open(path, encoding='utf-8-sig', newline='') as file:
+    with open_text(path) as file:
         # what separates the columns: Excel can say so in a first line, sep=;
         first = re.fullmatch('"?sep=(.)"?[\r\n]*', file.readline(), re.IGNORECASE)
         if first:
@@ -311,7 +330,7 @@ def read_csv(path: str) -> Iterator:
 def read_json_lines(path: str) -> Iterator:
     """Read JSON lines as `read_rows` does. Raises ValueError if a line is not an object of JSON."""
     rows = []
-    with open(path, encoding='utf-8-sig') as file:
+    with open_text(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

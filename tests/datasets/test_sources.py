@@ -58,7 +58,7 @@ def test_of_two_names_the_one_with_a_caption_counts_or_else_the_one_that_is_no_l
 def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr('sdbench.datasets.sources.formats', lambda: ())
     make(tmp_path, 'x.tar', 'x.parquet', 'x_stats.json', '0/a.mp4', '0.parquet', '0_stats.json', 'y.parquet',
-         'y_stats.json', 'x.tar.gz', 'IMG.heic', 'README', 'photo.xyz',
+         'y_stats.json', 'x.tar.gz', 'IMG.heic', 'README', 'list.CSV', 'photo.xyz',
          'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar', 'closed/b.tar')
     os.mkfifo(tmp_path / 'pipe.tar')
 
@@ -74,6 +74,7 @@ def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
     assert reasons_of(found, tmp_path) == {
         'y_stats.json': 'no image', '0/a.mp4': f'{other}.mp4 is not read',
         'x.tar.gz': f'{other}.gz is not read', 'photo.xyz': f'{other}.xyz is not read',
+        'list.CSV': f'{other}.CSV of this name is read where --captions names it',
         'IMG.heic': f'{other}.heic needs a package (pip install pillow-heif)', 'photo.txt': 'no image',
         'README': f'{other}a file without a suffix is not read', 'two.jpg': two, 'two.png': two, '._x.jpg': 'hidden',
         '.Trash': 'hidden', 'closed': 'cannot be opened: Permission denied',

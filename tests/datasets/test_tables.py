@@ -43,6 +43,7 @@ TABLES_OF_PEOPLE = {
     'bars': (['a.jpg', 'b.jpg'], 'file name|text\na.jpg|one\nb.jpg|two\n'),
     'a large cell': (['a.jpg', 'b.jpg'], f'x,file_name,text\n{"0.1 " * 50_000},a.jpg,one\n,b.jpg,two\n'),
     'an index of pandas': (['a.jpg', 'b.jpg'], ',file_name,text\n0,a.jpg,one\n1,b.jpg,two\n'),
+    'Unicode text of Excel': (['a.jpg', 'b.jpg'], 'file_name\ttext\r\na.jpg\tone\r\nb.jpg\ttwo\r\n'),
     'lines of an old Mac': (['a.jpg', 'b.jpg'], 'file_name,text\ra.jpg,one\rb.jpg,two\r'),
 }
 
@@ -51,7 +52,8 @@ TABLES_OF_PEOPLE = {
 def test_tables_as_editors_spreadsheets_and_other_systems_write_them_are_read(tmp_path, case):
     names, content = TABLES_OF_PEOPLE[case]
     folder = photos(tmp_path / 'in', *names)
-    (folder / 'metadata.csv').write_text(content, newline='')
+    is_unicode_text = case == 'Unicode text of Excel'
+    (folder / 'Captions.CSV').write_text(content, 'utf-16' if is_unicode_text else 'utf-8', newline='')
     assert convert.main([str(folder), 'out']) == 0
     assert dict(read_back(tmp_path / 'out')) == {shaded(0): 'one', shaded(1): 'two'}
     assert not (tmp_path / 'out/skipped.jsonl').exists()
@@ -156,20 +158,23 @@ def test_a_table_in_parquet_is_read_once_and_is_no_source_of_images(tmp_path, ca
     assert printed.startswith('done already: OUT out holds 1 sample of this SOURCE\n')
 
 
+@pytest.mark.parametrize('name, status', [('metadata.csv', 0), ('captions.csv', 1)])
 @pytest.mark.parametrize('content, words', [
     ('name;text\na.jpg;one\n', 'no file_name or filename for --image_column among its columns name, text'),
     ('file_name,text,text\na.jpg,1,2\n', 'several columns of one name: 2 are called text'),
-    ('file_name,a,b\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, b'),
+    ('file_name,a,\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, (no name)'),
     ('x,y,z\na.jpg,1,2\n', 'no file_name or filename for --image_column and no text or caption for --caption_column '
      'among its columns x, y, z')])
-def test_a_table_without_the_columns_says_so_and_images_keep_their_text_files(tmp_path, capsys, content, words):
+def test_a_table_without_the_columns_says_so_and_images_keep_their_text_files(
+        tmp_path, capsys, content, words, name, status):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
     (folder / 'b.txt').write_text('two')
-    table = folder / 'metadata.csv'
+    table = folder / name
     table.write_text(content)
-    assert convert.main([str(folder), 'out']) == 0
+    assert convert.main([str(folder), 'out']) == status
+    assert f'warning: {table} is no table of captions: {words}; rename the columns, or' in capsys.readouterr().err
     assert captions(tmp_path / 'out') == ['two']
-    assert listed(tmp_path / 'out')[1] == ('metadata.csv', None, f'no table of captions: {words}')
+    assert (name, None, f'no table of captions: {words}') in listed(tmp_path / 'out')
     line = one_error_line([folder, tmp_path / 'other', '--captions', table], capsys, convert.main)
     assert f'--captions {table} is no table of captions: {words}' in line
 
@@ -200,7 +205,7 @@ def test_a_row_has_as_many_cells_as_the_header_or_is_listed(tmp_path):
 @pytest.mark.parametrize('name, content, words', [
     ('metadata.csv', b'file_name,text\na.jpg,"one\nb.jpg,two\n',
      'the table {} cannot be read up to line 3 (unexpected end of data)'),
-    ('metadata.csv', b'file_name,text\ncaf\xe9.jpg,one\n', 'the table {} is not UTF-8; save it as that'),
+    ('metadata.csv', b'file_name,text\ncaf\xe9.jpg,one\n', 'the table {} is not UTF-8; save it as "CSV UTF-8"'),
     ('metadata.jsonl', b'{"file_name": "a.jpg", "text": "one"}\n{\n', 'line 2 of the table {} cannot be read')])
 @pytest.mark.parametrize('flags', [[], ['--captions', '{}']])
 def test_a_table_that_cannot_be_read_to_its_end_is_refused(tmp_path, capsys, name, content, words, flags):
