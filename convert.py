@@ -42,6 +42,7 @@ from sdbench.datasets.sources import Found, find_files, join_neighbours
 from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, TABLE_SUFFIXES, Columns, read_rows
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, one_line, plural
+from sdbench.flags.train import TINY_MODEL
 from sdbench.inputs.images import formats
 from sdbench.inputs.shards import DRAW
 from sdbench.inputs.stores import parse_address
@@ -221,7 +222,9 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Conv
     if joined.skipped:
         print(f'skipped    {what_was_skipped(joined, settings)}')
     print(f'next       {training_command(settings.out, joined.samples, "FOLDER", True, flags)}')
-    print('           FOLDER has the weights of a model, see docs/training.md; without a GPU tiny at --image_size 64')
+    print('           FOLDER has the weights of a model, see docs/training.md; without a GPU, of the tiny model:')
+    flags += ['--image_size', '64']
+    print(f'           {training_command(settings.out, joined.samples, TINY_MODEL, True, flags)}')
 
 
 if __name__ == '__main__':

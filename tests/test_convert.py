@@ -1,5 +1,6 @@
 """What goes into convert.py comes out of Streaming's own reader, or is named; nothing unfinished looks finished."""
 import os
+import shlex
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 import convert
 from benchmark import main
+from sdbench.flags.parser import parse
+from sdbench.flags.train import Train
 from sdbench.inputs.shards import are_two_sides, read_index
 from tests.forked_runs import run_program, script
 from tests.local_s3 import local_s3
@@ -136,7 +139,11 @@ def test_the_same_command_does_nothing_and_with_other_flags_is_refused(tars, tmp
     capsys.readouterr()
     assert convert.main([str(tars), str(out)]) == 0
     said = f'done already: OUT {out} holds {len(ALL_SAMPLES)} samples of this SOURCE\n'
-    assert capsys.readouterr().out.startswith(said)
+    printed = capsys.readouterr().out
+    assert printed.startswith(said)
+    _, program, *flags = shlex.split(printed.splitlines()[-1])  # the command for a machine without a GPU
+    training = parse(Train, '', flags, program)
+    assert (training.model_name, training.image_size, training.load_weights) == ('tiny', 64, None)
     for argv, words in (([tars, out, '--size_limit', '1kb'], 'size_limit 67108864, and this command has 1024; give'),
                         ([tmp_path, out], f"source ['{tars}'], and this command has ['{tmp_path}']")):
         assert f'OUT {out} was begun with {words}' in one_error_line(argv, capsys, convert.main)

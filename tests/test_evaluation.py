@@ -127,6 +127,7 @@ def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards,
     said = capfd.readouterr().err
     assert f'--eval_remote {held_out} is not known to be held out: it and --remote {shards} are not' in said
     assert ' on the samples of --eval_remote, not known to be held out\n' in said
+    assert 'warning: without --pretrained the VAE and the text encoder are random' in said  # --save_folder or not
     assert later['loss'] < 0.1 * record['loss']  # it has the weights
     assert later['eval_loss'] == pytest.approx(record['eval_loss'], rel=1e-5)
 

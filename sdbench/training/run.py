@@ -74,9 +74,9 @@ def log_start(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
         print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
 
     # what will not come of it
-    if settings.save_folder and not settings.pretrained:
-        print('warning: without --pretrained the VAE and the text encoder are random, so that the model will not draw; '
-              'give --model_name FOLDER --pretrained', file=sys.stderr)
+    if (settings.save_folder or settings.eval_remote) and not settings.pretrained:
+        print('warning: without --pretrained the VAE and the text encoder are random, so that the model will not draw, '
+              'and its loss says nothing of one that does; give --model_name FOLDER --pretrained', file=sys.stderr)
 
 
 def reason(error: Exception, batch_flag: str) -> str:
