@@ -327,7 +327,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
 def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback]) -> dict:
     """Train, keep the record, and return it.
 
-    Raises RunFailed if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
+    Raises DataError if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
     """
     # What is trained, and from where on.
     log_config(settings)

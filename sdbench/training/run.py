@@ -22,10 +22,6 @@ from sdbench.training.ranks import StopAtSignal
 COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
 
 
-class RunFailed(DataError):
-    """A training ended early, or its record is lost; the text is for the user."""
-
-
 def log_config(settings: Train) -> None:
     """Say on rank 0 what is being built: that and the first batch can take minutes, or without a GPU hours."""
     if dist.get_global_rank():
@@ -153,7 +149,7 @@ def training_record(settings: Train, model: ComposerModel, data: DataSpec, train
 def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
     """Close the loggers, keep the record, print its summary, and end the process unless the training completed.
 
-    Raises RunFailed if it failed or the record could not be kept, and SystemExit if it was interrupted.
+    Raises DataError if it failed or the record could not be kept, and SystemExit if it was interrupted.
     """
     # the summary, but of a run that failed its error says all
     text = None
@@ -180,11 +176,11 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
             trainer.close()
         append_record(record, text, settings.results_file)
     except Exception as error:
-        raise RunFailed(redacted(reason(error, ''))) from None
+        raise DataError(redacted(reason(error, ''))) from None
 
     # the end of the process
     if record['status'] == INTERRUPTED:
         sys.exit(130 if dist.get_local_rank() == 0 else 0)  # a launcher would print all that a rank has printed
     if record['status'] == FAILED:
         failed_batch = trainer.state.timestamp.batch.value + 1
-        raise RunFailed(f'the run failed at batch {failed_batch}: {record["error"]}')
+        raise DataError(f'the run failed at batch {failed_batch}: {record["error"]}')
