@@ -45,7 +45,6 @@ from sdbench.errors import DataError, one_line, plural
 from sdbench.flags.train import TINY_MODEL
 from sdbench.inputs.images import formats
 from sdbench.inputs.shards import DRAW
-from sdbench.inputs.stores import parse_address
 from sdbench.paths import HELD_OUT, is_url
 
 
@@ -123,18 +122,10 @@ def convert(settings: Convert) -> int:
 
 
 def addresses_of_outputs(settings: Convert) -> list[str]:
-    """Return OUT, and with --held_out OUT-held-out.
-
-    Raises ValueError if OUT is a whole bucket, since OUT-held-out would be another one.
-    """
+    """Return OUT, and with --held_out OUT-held-out, which of a whole bucket is another one."""
     if not settings.held_out:
         return [settings.out]
-    out = settings.out
-    if not is_url(out):
-        out = os.path.abspath(out)
-    elif not parse_address(out, 'OUT')[-1]:
-        raise ValueError(f'OUT {out} is a whole bucket; with --held_out give a folder in it, such as '
-                         f'{out.rstrip("/")}/mds')
+    out = settings.out if is_url(settings.out) else os.path.abspath(settings.out)
     return [settings.out, out.rstrip('/') + HELD_OUT]
 
 

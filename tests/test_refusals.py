@@ -82,7 +82,6 @@ ROWS = [
      'an S3-compatible address with S3_ENDPOINT_URL'),
     ('convert.py', 'notes s3://', 'OUT s3:// names no bucket; write s3://BUCKET/folder'),
     ('convert.py', 'notes nowhere://me:PASSWORD@bucket/out', 'OUT nowhere://***@bucket/out: of stores, s3://, gs://'),
-    ('convert.py', 'notes s3://bucket --held_out 0.5', 'OUT s3://bucket is a whole bucket; with --held_out give'),
     ('convert.py', 'photo.jpg notes', 'OUT notes already holds something; give a new folder'),
     ('convert.py', 'photo.jpg prompts.txt', 'OUT prompts.txt cannot be written to (File exists)'),
     ('convert.py', 'photo.jpg s3://bucket/out', 'OUT s3://bucket/out: the connection is refused; check the address'),

@@ -20,39 +20,35 @@ def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -
         parts: of which each has a list of File.
     """
     torch.set_num_threads(1)  # the workers are the parallelism
-    for part in parts:
-        convert_part(settings, outputs, part)
-
-
-def convert_part(settings: Convert, outputs: list[Output], part: Part) -> None:
-    """Make a part."""
     for output in outputs:
         output.require_begun()
-    writer = PartWriter(outputs[0], part.name, MDS_COLUMNS, settings.size_limit)
-    if settings.held_out:
-        held_out_writer = PartWriter(outputs[1], part.name, MDS_COLUMNS, settings.size_limit)
-
-    # read the files of the part, and write their samples
     columns = Columns(settings.image_column, settings.caption_column)
     clean = str
     if settings.clean_captions:
         from open_clip.tokenizer import basic_clean as clean  # takes 3 seconds
-    skipped = []
-    for file in part.sources:
-        for key, fields in read_samples(file, columns):
-            try:
-                sample = make_sample(fields, clean)
-            except ValueError as reason:
-                skipped.append({'source': file.name, 'key': key, 'reason': str(reason)})
-                continue
-            if settings.held_out and is_held_out(sample['jpg'], settings.held_out, settings.seed):
-                held_out_writer.write(sample)
-            else:
-                writer.write(sample)
 
-    if settings.held_out:
-        held_out_writer.finish()
-    writer.finish(skipped)  # last: it says that the part is done
+    for part in parts:
+        writer = PartWriter(outputs[0], part.name, MDS_COLUMNS, settings.size_limit)
+        if settings.held_out:
+            held_out_writer = PartWriter(outputs[1], part.name, MDS_COLUMNS, settings.size_limit)
+
+        # read the files of the part, and write their samples
+        skipped = []
+        for file in part.sources:
+            for key, fields in read_samples(file, columns):
+                try:
+                    sample = make_sample(fields, clean)
+                except ValueError as reason:
+                    skipped.append({'source': file.name, 'key': key, 'reason': str(reason)})
+                    continue
+                if settings.held_out and is_held_out(sample['jpg'], settings.held_out, settings.seed):
+                    held_out_writer.write(sample)
+                else:
+                    writer.write(sample)
+
+        if settings.held_out:
+            held_out_writer.finish()
+        writer.finish(skipped)  # last: it says that the part is done
 
 
 def is_held_out(image: bytes, fraction: float, seed: int) -> bool:

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from multiprocessing import connection
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -89,7 +90,7 @@ def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: C
             print(f'a worker or its machine was lost; what it was at is made again: {which}', file=sys.stderr)
 
 
-class LocalWorkers:
+class LocalWorkers(AbstractContextManager):
     """A pool of processes of this machine, which end with this one. Where one dies, all are begun anew.
 
     Args:
@@ -123,9 +124,6 @@ class LocalWorkers:
         """
         self.command_end.close()
         self.pool.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> 'LocalWorkers':
-        return self
 
     def __exit__(self, *error) -> None:
         self.end_pool()
@@ -175,7 +173,7 @@ def begin_process(alive: connection.Connection, environment: dict[str, str], num
         use_gpu(numbers.get())
 
 
-class RayWorkers:
+class RayWorkers(AbstractContextManager):
     """Tasks on a Ray cluster, one at once for each CPU, or for each GPU, of which one is waited for.
 
     Args:
@@ -214,9 +212,6 @@ class RayWorkers:
         # What is lost is given out here again, and not by Ray, so that it is known which part each worker died of.
         self.task = ray.remote(max_retries=0, **needs)(lambda do, parts: do(parts))
         self.do = ray.put(do)
-
-    def __enter__(self) -> 'RayWorkers':
-        return self
 
     def __exit__(self, *error) -> None:
         self.ray.shutdown()

@@ -76,8 +76,12 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
         if not written or without_content or written[0].untyped_storage()._cdata in storages:
             return None
     sizes = sizes_of([*read, *written])
-    if name.startswith(('_foreach_', '_fused_')):
-        return multi_tensor_operator(function, args, sizes)
+    if name.startswith(('_foreach_', '_fused_')):  # on lists of tensors: those that it changes are written as well
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                sizes += sizes_of(value)
+        elements = sum(tensor.numel() for tensor in args[0])
+        return Operator(UPDATE, 0, sizes, math.ceil(elements / MULTI_TENSOR_ELEMENTS))
 
     kind = KIND_BY_NAME.get(name, POINTWISE)
     kernels = KERNELS_BY_NAME.get(name, 1)
@@ -117,16 +121,6 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
 def sizes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return the bytes of each; what an expanded tensor repeats lies in memory once."""
     return [min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors]
-
-
-def multi_tensor_operator(function: torch._ops.OpOverload, args: tuple, sizes: list[int]) -> Operator:
-    """Count an operator on lists of tensors, such as a step of AdamW: those that it changes are written as well."""
-    arguments = function._schema.arguments
-    for argument, value in zip(arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            sizes += sizes_of(value)
-    elements = sum(tensor.numel() for tensor in args[0])
-    return Operator(UPDATE, 0, sizes, math.ceil(elements / MULTI_TENSOR_ELEMENTS))
 
 
 def convolution_backward(args: tuple, result: tuple) -> tuple[list[int], int, list[int]]:

@@ -40,10 +40,15 @@ FIRST_RETRIES = RETRIES | {'max_retries': 5, 'retry_timeout': timedelta(seconds=
 TIMEOUTS = {'connect_timeout': timedelta(seconds=20), 'timeout': timedelta(seconds=90)}
 
 
-def parse_address(address: str, flag: str) -> tuple[str, str | None, str, str]:
-    """Split an address into scheme, account (of Azure, else None), bucket or container, and key without outer slashes.
+def open_store(address: str, flag: str, is_first: bool = False) -> tuple[ObjectStore, str]:
+    """Return a client for an address, and the key in its bucket, without outer slashes.
 
-    Raises ValueError if there is no client for such an address, or it names no bucket.
+    Args:
+        address: s3://, gs:// or azure://, as the module's docstring lists them.
+        flag: its name in error messages.
+        is_first: whether requests give up early, as FIRST_RETRIES says.
+
+    Raises ValueError if such a store cannot be reached, no bucket is named, or a profile is missing.
     """
     scheme, _, rest = address.partition('://')
     if scheme not in ('s3', 'gs', 'azure'):
@@ -59,22 +64,9 @@ def parse_address(address: str, flag: str) -> tuple[str, str | None, str, str]:
     if not bucket:
         raise ValueError(f'{flag} {address} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
                          f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
-    return scheme, account, bucket, key.strip('/')
 
-
-def open_store(address: str, flag: str, is_first: bool = False) -> tuple[ObjectStore, str]:
-    """Return a client for an address, and the key in its bucket.
-
-    Args:
-        address: s3://, gs:// or azure://, as the module's docstring lists them.
-        flag: its name in error messages.
-        is_first: whether requests give up early, as FIRST_RETRIES says.
-
-    Raises ValueError if such a store cannot be reached, no bucket is named, or a profile is missing.
-    """
-    scheme, account, bucket, key = parse_address(address, flag)
     try:
-        return client(scheme, account, bucket, os.environ.get('S3_ENDPOINT_URL'), is_first), key
+        return client(scheme, account, bucket, os.environ.get('S3_ENDPOINT_URL'), is_first), key.strip('/')
     except Exception as error:  # each kind of credentials has its own
         raise ValueError(f'{flag} {address}: no client can be made with these credentials and settings '
                          f'({type(error).__name__}: {short_text(error)})') from None
