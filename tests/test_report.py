@@ -172,6 +172,33 @@ def test_trainings_of_other_flags_of_learning_are_rows_of_their_own_and_show_wha
     assert 'Lowest eval loss: 0.29 after 100 batches, with learning rate 0.001.' in text
 
 
+def test_losses_of_other_latents_are_ranked_and_drawn_apart_and_the_best_is_named_with_its_folder(
+        printed, drawn, write):
+    worse, better = (LEARNED | {'pretrained': True, 'learning_rate': rate, 'save_folder': f'runs/{rate}',
+                                'eval_loss': loss, 'evaluations': [[100, loss]]}
+                     for rate, loss in ((1e-2, 0.7), (1e-3, 0.6)))
+    of_noise = LEARNED | {'pretrained': False, 'eval_loss': 0.25, 'evaluations': [[100, 0.25]]}
+    path = write(worse, of_noise, better)
+    figure = drawn(path, '--learned', 'learned.png')
+    assert [axes.get_title() for axes in figure.axes] == ['pretrained', 'pretrained', 'no pretrained', 'no pretrained']
+    text = printed(path, '--learned', 'learned.png')
+    assert columns(tables(text)[0], 'pretrained', 'eval loss') == [
+        ('no', '0.2500'), ('yes', '0.6000'), ('yes', '0.7000')]
+    assert 'Lowest eval loss (pretrained): 0.6 after 100 batches, with learning rate 0.001, in runs/0.001.' in text
+    assert text.count('Lowest') == 1
+
+
+def test_a_legend_of_many_settings_stays_within_the_picture(drawn, write):
+    runs = [LEARNED | {'evaluations': [[100, 0.3]], 'batch_size': 2 ** (number + 5), 'use_ema': number == 0,
+                       'device_train_microbatch_size': 16 + number, 'precision': f'amp_{number}',
+                       'max_duration': f'{number}0000ba', 'lr_schedule': f'cosine{number}'} for number in range(2)]
+    figure = drawn(write(*runs), '--learned', 'learned.png')
+    figure.draw_without_rendering()
+    assert len(legend(figure.axes[0])[0]) > 90
+    for axes in figure.axes:
+        assert axes.get_legend().get_window_extent().x1 <= figure.bbox.x1
+
+
 def test_a_loss_that_is_not_known_to_be_of_held_out_samples_is_compared_with_no_other(printed, write):
     doubtful = LEARNED | {'eval_loss': 0.1, 'eval_held_out': False}
     text = printed(write(LEARNED | {'eval_held_out': True}, doubtful))

@@ -23,6 +23,8 @@ OF_LEARNING += ['max_duration', 'load_weights', 'remote', 'eval_remote']
 # Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
 SETTINGS = [*OF_SPEED, *OF_LEARNING]
 LEARNED = ['eval_loss', 'loss', 'trained_batches']
+# Losses on --eval_remote are ranked and drawn together only where these agree: others are of other latents or samples.
+COMPARABLE = ['model_name', 'image_size', 'pretrained', 'input', 'eval_remote']
 # Scores are on one line of a picture only where these agree, and those of the network that the score is from.
 CONDITIONS = ['model', 'weights', 'data', 'samples', 'image_size', 'steps']
 NETWORKS = {'fid': ['network', 'inception_sha256'], 'clip_score': ['clip', 'clip_sha256']}

@@ -3,6 +3,7 @@
 matplotlib is imported only when there is something to draw.
 """
 import textwrap
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -10,7 +11,7 @@ from sdbench.costs import Prices, gpu_hours, price_of
 from sdbench.gpus import short_name
 from sdbench.records.figures import cell
 from sdbench.records.keys import FORECAST
-from sdbench.records.read import CONDITIONS, MEASURED, NETWORKS, SETTINGS, VERSIONS
+from sdbench.records.read import COMPARABLE, CONDITIONS, MEASURED, NETWORKS, SETTINGS, VERSIONS
 from sdbench.report.markdown import differing, setting_in_words, settings_in_words
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
@@ -22,7 +23,7 @@ TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen'
 PANEL_INCHES = 4.8
 BAR_INCHES = 0.75
 BIG_TEXT = 14  # points, in a picture that is shown at half its size
-PANEL_CHARACTERS = 60  # of a caption below a panel
+PANEL_CHARACTERS = 60  # of a line of text above or below a panel
 
 
 def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
@@ -178,7 +179,8 @@ def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
 def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
     """Write a picture of the loss on --eval_remote over images seen, and over dollars where these are known.
 
-    Runs that resumed one another are one line. Dollars follow from the images and a speed that may be relied on.
+    Runs that resumed one another are one line. Those whose losses cannot be compared are in panels of their own.
+    Dollars follow from the images and a speed that may be relied on.
 
     Args:
         path: of the picture.
@@ -197,11 +199,14 @@ def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
                 rows.append(run.to_dict() | {'images_seen': images, 'loss': loss, 'dollars': dollars})
     if not rows:
         raise ValueError(f'--learned {path}: no training in these records was evaluated; --eval_remote does it')
-    rows = pd.DataFrame(rows).drop_duplicates([*SETTINGS, 'images_seen'], keep='last')
-    panels = [('images_seen', 'loss', SETTINGS)]
-    if rows['dollars'].notna().any():
-        panels.append(('dollars', 'loss', SETTINGS))
-    draw_panels(path, rows.sort_values('images_seen'), panels, '')
+    rows = pd.DataFrame(rows).drop_duplicates([*SETTINGS, 'images_seen'], keep='last').sort_values('images_seen')
+    panels = []
+    for _, comparable in rows.groupby(COMPARABLE, sort=False):
+        title = settings_in_words(comparable.iloc[0], differing(rows, COMPARABLE))
+        for across in ('images_seen', 'dollars'):
+            if comparable[across].notna().any():
+                panels.append(Panel(comparable, across, 'loss', SETTINGS, title))
+    draw_panels(path, panels, '')
 
 
 def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
@@ -218,34 +223,43 @@ def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
 
     Raises ValueError if there is nothing to draw.
     """
-    panels = [('clip_score', 'fid', [*CONDITIONS, *NETWORKS['fid'], *NETWORKS['clip_score'], 'trained_batches']),
-              ('images_seen', 'fid', [*CONDITIONS, *NETWORKS['fid'], 'guidance']),
-              ('images_seen', 'clip_score', [*CONDITIONS, *NETWORKS['clip_score'], 'guidance'])]
-    panels = [panel for panel in panels if len(rows.dropna(subset=panel[:2]))]
+    networks = [*NETWORKS['fid'], *NETWORKS['clip_score']]
+    panels = [Panel(rows, 'clip_score', 'fid', [*CONDITIONS, *networks, 'trained_batches']),
+              Panel(rows, 'images_seen', 'fid', [*CONDITIONS, *NETWORKS['fid'], 'guidance']),
+              Panel(rows, 'images_seen', 'clip_score', [*CONDITIONS, *NETWORKS['clip_score'], 'guidance'])]
+    panels = [panel for panel in panels if len(rows.dropna(subset=[panel.across, panel.up]))]
     if not panels:
         raise ValueError(f'--quality {path}: no evaluation has both scores, or the images of its training')
-    draw_panels(path, rows, panels, '\n'.join([caption, *filter(None, rows['notes'].unique())]))
+    draw_panels(path, panels, '\n'.join([caption, *filter(None, rows['notes'].unique())]))
 
 
-def draw_panels(path: str, rows: pd.DataFrame, panels: list[tuple[str, str, list[str]]], caption: str) -> None:
-    """Write a picture of panels of lines.
+class Panel(NamedTuple):
+    """A panel of lines.
 
-    Args:
-        path: of the picture.
+    Attributes:
         rows: the points.
-        panels: of each the column across, the column up, and the columns that a line agrees in.
-        caption: text below the panels.
+        across: the column across.
+        up: the column up.
+        line_keys: the columns that a line agrees in.
+        title: text above it.
     """
+    rows: pd.DataFrame
+    across: str
+    up: str
+    line_keys: list[str]
+    title: str = ''
+
+
+def draw_panels(path: str, panels: list[Panel], caption: str) -> None:
+    """Write a picture of panels, with a caption below them."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    # a figure with room for the legends and the texts below
-    most_lines = max(rows.groupby(keys, dropna=False).ngroups for _, _, keys in panels)  # each has one in a legend
-    size = PANEL_INCHES * max(1.4, len(panels)), PANEL_INCHES + LINE_INCHES * most_lines
-    figure = Figure(figsize=size, layout='constrained')
+    figure = Figure(layout='constrained')
     figure.supxlabel(wrapped(caption, PANEL_CHARACTERS * len(panels)), x=0.01, ha='left', fontsize=9)
-
-    for axes, (across, up, line_keys) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    most_lines = 0  # of a legend
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        rows, across, up, line_keys, title = panel
         # lines, named by what distinguishes them
         named = differing(rows, line_keys, unstated=False)
         for number, (_, points) in enumerate(rows.dropna(subset=[across, up]).groupby(line_keys, dropna=False)):
@@ -256,18 +270,22 @@ def draw_panels(path: str, rows: pd.DataFrame, panels: list[tuple[str, str, list
                     label.append(textwrap.shorten(words, LABEL_CHARACTERS, placeholder=' ...'))
             if across == 'clip_score':
                 label.append('guidance ' + ', '.join(f'{scale:g}' for scale in points['guidance']))
-            axes.plot(points[across], points[up], marker='o', markersize=4, label=', '.join(label),
-                      color=COLORS[number % len(COLORS)])
+            axes.plot(points[across], points[up], marker='o', markersize=4, color=COLORS[number % len(COLORS)],
+                      label=wrapped(', '.join(label), PANEL_CHARACTERS))
 
         # axes, and the legend below them
+        axes.set_title(wrapped(title, PANEL_CHARACTERS), fontsize=9)
         axes.locator_params(axis='x', nbins=5)  # more may overlap
         axes.set_xlabel(TITLES[across])
         axes.set_ylabel(TITLES[up])
         if across == 'images_seen':
             axes.xaxis.set_major_formatter(EngFormatter())
-        if axes.get_legend_handles_labels()[0]:
+        labels = axes.get_legend_handles_labels()[1]
+        if labels:
             axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)
+            most_lines = max(most_lines, '\n'.join(labels).count('\n') + 1)
         axes.spines[['top', 'right']].set_visible(False)
+    figure.set_size_inches(PANEL_INCHES * max(1.4, len(panels)), PANEL_INCHES + LINE_INCHES * most_lines)
     figure.savefig(path, dpi=160)
 
 

@@ -11,7 +11,7 @@ from sdbench.errors import plural
 from sdbench.flags.commands import Report
 from sdbench.records.figures import OF_A_RUN
 from sdbench.records.keys import FORECAST
-from sdbench.records.read import EXTRAPOLATED, LEARNED, MEASURED, SETTINGS, WITH_FIGURES
+from sdbench.records.read import COMPARABLE, EXTRAPOLATED, LEARNED, MEASURED, SETTINGS, WITH_FIGURES
 from sdbench.report.markdown import differing, settings_in_words
 
 UNKNOWN = dict.fromkeys((*OF_A_RUN, *LEARNED), math.nan)  # the figures of a row that no run has
@@ -21,7 +21,7 @@ TINY_NOTE = 'The model tiny is for trying things out and has no days and no cost
 def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
     """Return a row for each setting and number of devices, with all that follows from its speed; and sentences on them.
 
-    With --compare there is a row for each training.
+    With --compare there is a row for each training, and with --learned those that learned best come first.
     """
     # the rows, and which of them are of one setting
     rows = records.assign(setting=records.groupby(SETTINGS, sort=False).ngroup())
@@ -54,18 +54,25 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
         rows['images_in_days'] = (rows['images_per_sec'] * settings.days * SECONDS_PER_DAY).where(has_days)
         sentences.append(f'The last column is how many images {settings.days:g} days buy.')
 
-    # which training learned best, of several that were judged by the same images
+    # which training learned best, of each several whose losses can be compared
     judged = rows[rows['eval_loss'].notna()]
-    if len(judged) > 1 and judged['eval_remote'].nunique() == 1:
-        best = judged.loc[judged['eval_loss'].idxmin()]
-        how = settings_in_words(best, differing(judged, SETTINGS))
-        sentences.append(f'Lowest eval loss: {best["eval_loss"]:.4g} after {best["trained_batches"]:,.0f} batches'
-                         f'{how and ", with " + how}.')
+    for _, runs in judged.groupby(COMPARABLE, sort=False):
+        if len(runs) > 1:
+            best = runs.loc[runs['eval_loss'].idxmin()]
+            which = settings_in_words(best, differing(judged, COMPARABLE))
+            how = settings_in_words(best, differing(runs, SETTINGS))
+            where = best['record'].get('save_folder')
+            sentences.append(f'Lowest eval loss{which and f" ({which})"}: {best["eval_loss"]:.4g} after '
+                             f'{best["trained_batches"]:,.0f} batches{how and ", with " + how}'
+                             f'{f", in {where}" if where else ""}.')
 
     # what the days cost, where they are those of GPUs
     hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
     dollars = rows['device'].map(lambda device: price_of(device, settings.dollars_per_gpu_hour))
-    return rows.assign(days=days, total_gpu_hours=hours, cost_usd=hours * dollars), sentences
+    rows = rows.assign(days=days, total_gpu_hours=hours, cost_usd=hours * dollars)
+    if settings.learned:
+        rows = rows.sort_values([*COMPARABLE, 'eval_loss'], kind='stable', ignore_index=True)
+    return rows, sentences
 
 
 def medians(rows: pd.DataFrame) -> pd.DataFrame:
