@@ -28,7 +28,7 @@ import pandas as pd
 
 from sdbench.costs import TRAINING_IMAGES, prices_in_words
 from sdbench.records.figures import COLUMNS, WIDTH
-from sdbench.records.read import EVALUATED, SETTINGS, read_records
+from sdbench.records.read import EVALUATED, SETTINGS, join_resumed, read_records
 from sdbench.report.markdown import in_common, markdown
 from sdbench.report.pictures import draw_days, draw_learned, draw_plan, draw_quality
 from sdbench.report.plans import plan_blocks, plan_table
@@ -54,6 +54,7 @@ def report(settings: Report) -> str:
         if not found:
             raise ValueError(f'{path}: no records in it; benchmark.py --results {path} adds one')
         rows += found
+    rows = join_resumed(rows)
     records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])
     evaluations = pd.DataFrame([row for row in rows if row['stage'] == 'evaluate'])
     if records.empty or (records['stage'] != 'train').all():

@@ -188,6 +188,26 @@ def test_losses_of_other_latents_are_ranked_and_drawn_apart_and_the_best_is_name
     assert text.count('Lowest') == 1
 
 
+def test_a_training_that_was_resumed_is_one_row_and_one_line_up_to_its_end(printed, drawn, write):
+    """Stopped at batch 29, done at 60, and extended to 80 in too few batches for a speed."""
+    run = LEARNED | {'save_folder': 'runs/a', 'max_duration': '60ba', 'first_batch': 0}
+    first = run | {'status': 'interrupted', 'trained_batches': 29, 'eval_loss': 0.7, 'evaluations': [[20, 0.7]]}
+    second = run | {'first_batch': 29, 'trained_batches': 60, 'eval_loss': 0.6, 'evaluations': [[40, 0.65], [60, 0.6]]}
+    third = run | {'max_duration': '80ba', 'first_batch': 60, 'trained_batches': 80, 'eval_loss': 0.5,
+                   'evaluations': [[80, 0.5]], 'measured_batches': 5, 'images_per_sec': 1.0}
+    other = run | {'save_folder': 'runs/b', 'learning_rate': 1e-3, 'trained_batches': 60}
+    again = run | {'trained_batches': 60, 'date': '2'}  # in the same folder, emptied
+    for flags in ([], ['--compare']):
+        text = printed(write(first, other, second, third, again), *flags)
+        assert columns(tables(text)[0], 'learning_rate', 'max_duration', 'images/s', 'batches', 'eval loss') == [
+            ('0.0001', '80ba', '800.0', '80', '0.5000'), ('0.001', '60ba', '800.0', '60', '0.3800'),
+            ('0.0001', '60ba', '800.0', '60', '0.3800')]
+    images, _ = drawn(write(first, other, second, third), '--learned', 'learned.png').axes
+    assert [line.get_xydata().tolist() for line in images.lines] == [[[20, 0.7], [40, 0.65], [60, 0.6], [80, 0.5]]]
+    [table] = tables(printed(write(first, second, third | {'num_devices': 16, 'measured_batches': 20})))
+    assert columns(table, 'GPUs', 'images/s', 'batches') == [('8', '800.0', '80'), ('16', '1.00', '80')]
+
+
 def test_a_legend_of_many_settings_stays_within_the_picture(drawn, write):
     runs = [LEARNED | {'evaluations': [[100, 0.3]], 'batch_size': 2 ** (number + 5), 'use_ema': number == 0,
                        'device_train_microbatch_size': 16 + number, 'precision': f'amp_{number}',

@@ -25,6 +25,8 @@ SETTINGS = [*OF_SPEED, *OF_LEARNING]
 LEARNED = ['eval_loss', 'loss', 'trained_batches']
 # Losses on --eval_remote are ranked and drawn together only where these agree: others are of other latents or samples.
 COMPARABLE = ['model_name', 'image_size', 'pretrained', 'input', 'eval_remote']
+# What a run says of the whole training, with the runs that it resumed; another --max_duration may be given to each.
+OF_A_TRAINING = [*LEARNED, 'trained_epochs', 'eval_batch', 'gpu_hours', 'dollars', 'max_duration']
 # Scores are on one line of a picture only where these agree, and those of the network that the score is from.
 CONDITIONS = ['model', 'weights', 'data', 'samples', 'image_size', 'steps']
 NETWORKS = {'fid': ['network', 'inception_sha256'], 'clip_score': ['clip', 'clip_sha256']}
@@ -144,6 +146,45 @@ def speed_row(record: dict) -> dict:
     row['status'], row['notes'] = status_and_notes(record)
     row['record'] = record
     return row
+
+
+def join_resumed(rows: list[dict]) -> list[dict]:
+    """Join the rows of a training that was resumed: one for each setting of speed, with what it learned up to its end.
+
+    A run goes on with the last one before it of its --save_folder, --run_name and flags of learning. Of a setting the
+    last part counts whose speed may be relied on; one that was resumed and has no such speed is no row of its own.
+    """
+    # the parts of each training
+    trainings = []
+    newest = {}  # training by what its parts agree in
+    flags = [key for key in OF_LEARNING if key not in ('max_duration', 'load_weights', 'remote')]
+    for row in rows:
+        record = row['record']
+        of_training = (record.get('save_folder'), record.get('run_name'), *(row.get(key) for key in flags))
+        if record.get('first_batch') and of_training in newest:
+            newest[of_training].append(row)
+        else:
+            newest[of_training] = [row]
+            trainings.append(newest[of_training])
+
+    joined = []
+    for parts in trainings:
+        if len(parts) == 1:
+            joined += parts
+            continue
+        learned = {}
+        evaluations = {}  # loss by images seen: of a batch that was evaluated again, the last counts
+        for part in parts:
+            learned |= {key: part['record'][key] for key in OF_A_TRAINING if key in part['record']}
+            evaluations |= dict(part['record'].get('evaluations', ()))
+        learned['evaluations'] = sorted(evaluations.items())
+        kept = {}  # part by its setting of speed
+        for part in parts:
+            setting = tuple(part[key] for key in (*OF_SPEED, 'num_devices', 'num_nodes'))
+            if part['status'] == MEASURED or (part is parts[-1] and setting not in kept):
+                kept[setting] = part
+        joined += [speed_row(part['record'] | learned) for part in kept.values()]
+    return joined
 
 
 def status_and_notes(record: dict) -> tuple[str, str]:
