@@ -111,7 +111,7 @@ def test_the_plan_of_the_whole_training_adds_up_the_phases_that_it_would_train()
                  'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'}
     done = subprocess.run(['sh', WHOLE, 'plan'], cwd=ROOT, env=os.environ | variables, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith('Plan: train on 160 images at 32 px (1.6e-07 epochs), then 240 images at 64 px (')
+    assert done.stdout.startswith('Plan: train on 160 images at 32 px (0.000000160 epochs), then 240 images at 64 px (')
     assert re.search(r'8 x H200 +\| latents .*\$', done.stdout)
     assert '2 of 2: phase 2, at 64 pixels' in done.stderr
 

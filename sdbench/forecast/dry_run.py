@@ -231,8 +231,11 @@ def answer(rows: list[dict], settings: Train) -> str:
     if settings.training_images:
         devices = [row['device'] for row in rows]
         prices = prices_in_words(devices, settings.dollars_per_gpu_hour)
-        sentences.append(textwrap.fill(
-            f'Days and dollars: {settings.training_images:,} images, {prices} (--dollars_per_gpu_hour).', WIDTH))
+        epochs = ''
+        if settings.remote:
+            epochs = f' ({rounded(settings.training_images / settings.batch_size / settings.batches_per_epoch)} epochs)'
+        sentences.append(textwrap.fill(f'Days and dollars: {settings.training_images:,} images{epochs}, {prices} '
+                                       '(--dollars_per_gpu_hour).', WIDTH))
     sentences.append(RANGE if any(row['images_per_sec_least'] for row in rows) else NO_RANGE)
     if len(rows) > 1:
         sentences.append('What follows is of the first GPU; --gpu NAME picks another.')

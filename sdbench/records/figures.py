@@ -16,10 +16,10 @@ def rounded(value: float, decimals: int = 0) -> str:
     return f'{value:,.{decimals}f}'
 
 
-def days_in_words(days: float) -> str:
-    """Write days with two decimals, or what is below one as hours and minutes."""
+def days_in_words(days: float, unit: str = '') -> str:
+    """Write days with two decimals and `unit`, or what is below one as hours and minutes."""
     if days >= 1:
-        return rounded(days, 2)
+        return rounded(days, 2) + unit
     minutes = round(days * 24 * 60)
     if minutes < 60:
         return f'{max(1, minutes)} min'

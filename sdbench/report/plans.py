@@ -13,7 +13,7 @@ from sdbench.errors import plural
 from sdbench.flags.commands import Report
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.gpus import short_name
-from sdbench.records.figures import WIDTH, cell, days_in_words
+from sdbench.records.figures import WIDTH, cell, days_in_words, rounded
 from sdbench.records.keys import FORECAST
 from sdbench.records.read import MEASURED, OF_SPEED, VERSIONS
 from sdbench.report.markdown import differing, settings_in_words, table_text
@@ -89,7 +89,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     encoded = {size: images for images, size in settings.encode}
     trainings = []
     for images, size in phases:
-        epochs = f' ({images / encoded[size]:,.3g} epochs)' if size in encoded else ''
+        epochs = f' ({rounded(images / encoded[size])} epochs)' if size in encoded else ''
         trainings.append(f'{plural(images, "image")} at {size} px{epochs}')
     title = f'Plan: train on {", then ".join(trainings)}'
     if encoded:
@@ -173,8 +173,7 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
         elif math.isnan(least):
             notes.append(f'{what}, not tested')
         else:
-            unit = ' days' if most >= 1 else ''
-            notes.append(f'{what}, {days_in_words(least)} to {days_in_words(most)}{unit}')
+            notes.append(f'{what}, {days_in_words(least)} to {days_in_words(most, " days")}')
 
     # what is not in it
     encoded = [part.size for part in parts if part.name == 'encode']
@@ -266,8 +265,7 @@ def plan_blocks(plans: pd.DataFrame) -> list[str]:
         row = {'GPUs': f'{plan["num_devices"]} x {short_name(plan["device"])}', 'input': plan['input']}
         for key, days in plan['record'].items():
             if key.startswith('days_'):
-                unit = ' days' if days >= 1 else ''  # what is below one has its own
-                row[key.removeprefix('days_').replace('_', ' ')] = days_in_words(days) + unit
+                row[key.removeprefix('days_').replace('_', ' ')] = days_in_words(days, ' days')
         for key, heading in (('days', 'days'), ('total_gpu_hours', 'GPU-hours'), ('cost_usd', 'cost')):
             row[heading] = cell(key, plan[key])
         rows.append(row)

@@ -88,6 +88,8 @@ def test_it_answers_first_with_a_row_for_each_card_the_cheapest_first(printed):
     text = ' '.join(lines)
     assert '$1 for A100 40GB and A100 PCIE 40GB' in text
     assert '$3 for A100 80GB and A100 80GB PCIe' in text
+    [epochs] = re.findall(r'86,400,000 images \(([\d,]+) epochs\)', text)
+    assert number(epochs) * forecasts[0]['batches_per_epoch'] == 86_400_000 / 64
 
 
 def test_it_says_how_fast_the_images_would_be_encoded_once_and_so_does_each_record(printed):
