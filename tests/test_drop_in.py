@@ -1,6 +1,7 @@
 """What people wrote for mosaicml/diffusion-benchmark works here: flags, classes, and their arguments in order."""
 import inspect
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -8,7 +9,7 @@ import signal
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import DDPMScheduler
+from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
@@ -19,7 +20,7 @@ from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import BUILT_IN
 from tests.forked_runs import run_program, script
-from tests.runs import ROOT, TINY
+from tests.runs import ROOT, TINY, assert_equal
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
 
 # of the original's commit 835e58b, with self left out
@@ -103,25 +104,43 @@ def test_a_program_with_packages_of_its_own_trains_resumes_and_exports(server, s
     assert 'warning' not in capfd.readouterr().err
 
 
-def test_composers_training_as_the_page_has_it_optimizes_the_unet_and_goes_on_after_a_signal(shards, tmp_path,
-                                                                                            monkeypatch):
+def test_the_programs_of_the_page_train_fine_tune_and_go_on_after_a_signal(shards, pipeline, tmp_path, monkeypatch):
     (tmp_path / 'photos-mds').symlink_to(shards)
+    (tmp_path / 'sd15').symlink_to(pipeline)
     page = (ROOT / 'docs' / 'migrating.md').read_text()
-    [program] = [block for block in re.findall('```python\n(.*?)```', page, re.DOTALL) if 'Trainer(model' in block]
+    programs = [block for block in re.findall('```python\n(.*?)```', page, re.DOTALL) if 'Trainer(...' not in block]
+    in_pytorch, fine_tuning, with_composer, averages = programs
     loss = StableDiffusion.loss
 
+    # a loop in plain PyTorch, and a model to fine-tune
+    exec(in_pytorch, {})
+    assert UNet2DConditionModel.from_pretrained('my-unet').config.cross_attention_dim
+    variables = {}
+    exec(fine_tuning, variables)
+    trained = UNet2DConditionModel.from_pretrained(tmp_path / 'sd15' / 'unet').state_dict()
+    assert_equal(variables['model'].unet.state_dict(), trained)
+
+    # Composer's Trainer
     def loss_with_a_signal(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return loss(*arguments)
     for function, batches in ((loss_with_a_signal, 1), (loss, 2)):  # an epoch is a batch
         monkeypatch.setattr(StableDiffusion, 'loss', function)
         variables = {}
-        exec(program, variables)
+        exec(with_composer, variables)
         assert variables['trainer'].state.timestamp.batch == batches
+        assert variables['stop'].interrupted == (batches == 1)
         [optimizer] = variables['trainer'].state.optimizers
         [group] = optimizer.param_groups
         assert type(optimizer) is torch.optim.AdamW
         assert {id(p) for p in group['params']} == {id(p) for p in variables['model'].unet.parameters()}
+
+    # the averages of its checkpoint
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load('checkpoints/latest-rank0.pt')
+    exec(averages, variables)
+    unet = {f'unet.{name}': tensor for name, tensor in variables['model'].unet.state_dict().items()}
+    assert_equal(unet, dict(variables['averages']['named_parameters_dict']))
 
 
 def test_a_local_folder_without_a_remote_is_read_in_place(shards):
