@@ -10,6 +10,7 @@ from the host, and the container from the path.
 
 obstore's threads do not survive a fork: a process that has opened a store may start others by spawn or forkserver only.
 """
+import asyncio
 import contextlib
 import functools
 import os
@@ -78,8 +79,11 @@ def reach(address: str, flag: str) -> None:
     That is within ten seconds if its host is not known or refuses the connection.
     """
     store, key = open_store(address, flag, is_first=True)
+
+    async def ask() -> None:
+        await obstore.head_async(store, f'{key}/{CLAIM}'.strip('/'))
     try:
-        obstore.head(store, f'{key}/{CLAIM}'.strip('/'))
+        asyncio.run(ask())  # which hears Ctrl-C meanwhile, as obstore does not
     except (BaseError, OSError) as error:
         text = str(error)
         if 'HTTP error' not in text:

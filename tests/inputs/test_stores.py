@@ -1,6 +1,9 @@
 """Stores are opened with the environment that Streaming takes, and what goes wrong there is one line."""
 import os
 import re
+import signal
+import socket
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -95,6 +98,24 @@ def test_a_dataset_is_made_from_a_tar_in_azures_store_in_that_store_and_read_as_
         monkeypatch.setattr('azure.storage.blob.BlobServiceClient', client_of_emulator)
         read = read_back(tmp_path / 'cache', remote=f'{container}/mds')
     assert read == [(sample['jpg'], sample['caption']) for sample in samples]
+
+
+def test_ctrl_c_is_heard_while_a_server_that_is_silent_is_waited_for(monkeypatch):
+    monkeypatch.setattr(stores, 'TIMEOUTS', {'timeout': timedelta(hours=1)})
+    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'a')
+    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', SECRET)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        monkeypatch.setenv('S3_ENDPOINT_URL', f'http://127.0.0.1:{server.getsockname()[1]}')
+        connections = []
+
+        def interrupt() -> None:
+            connections.append(server.accept())
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            stores.reach('s3://bucket/out', 'OUT')
+    signal.signal(signal.SIGINT, before)
 
 
 def test_errors_of_a_store_are_one_line_without_secrets(monkeypatch):
