@@ -18,10 +18,10 @@ from benchmarks.captioned import save_captioned
 
 SIDE = 64  # pixels
 TRAINED = ('smiling face with open mouth', 'beating heart', 'money with wings', 'gorilla', 'factory',
-           'vertical traffic light', 'south sudan flag', 'woman running, dark skin', 'japan flag', 'slice of pizza',
+           'vertical traffic light', 'south sudan flag', 'woman running', 'japan flag', 'slice of pizza',
            'watermelon', 'dog face', 'penguin', 'cactus', 'soccer ball', 'automobile')
-HELD_OUT = ('girl, dark skin', 'woman scientist, medium dark skin', 'thumbs up sign, medium skin',
-            'cook, medium dark skin', 'romania flag', 'persevering face', 'red apple', 'teddy bear')
+HELD_OUT = ('persevering face', 'woman bowing', 'cook', 'horse face', 'romania flag', 'sweden flag', 'red apple',
+            'teddy bear')
 
 
 def read_emojis(folder: Path) -> dict[str, Image.Image]:
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument('model', type=Path, help='folder of a pipeline')
     parser.add_argument('emojis', type=Path, help='folder of PNGs with captions.csv')
     parser.add_argument('figure', type=Path, help='PNG')
-    parser.add_argument('--guidance', type=float, default=4.0)
+    parser.add_argument('--guidance', type=float, default=2.0)
     args = parser.parse_args()
 
     emojis = read_emojis(args.emojis)
