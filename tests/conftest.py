@@ -167,6 +167,27 @@ def as_on_a_gpu(monkeypatch):
     return set_up
 
 
+@pytest.fixture
+def dynamo():
+    """A compiler that has seen nothing yet, as in a process of its own."""
+    import torch
+    settings = torch._dynamo.config.save_config()
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.config.load_config(settings)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def graphs(monkeypatch, dynamo) -> list:
+    """The graphs that torch compiles in a test."""
+    import torch
+
+    from tests.runs import record_graphs
+    monkeypatch.setattr(torch.nn.Module, 'compile', torch.nn.Module.compile)  # which is put back afterwards
+    return record_graphs()
+
+
 @pytest.fixture(scope='session')
 def server():
     """The server that forks processes which have imported the program, as the workers of the commands are forked."""

@@ -175,6 +175,23 @@ def assert_same_training(one: str | Path, other: str | Path) -> None:
         assert_equal(*(state[part] for state in states))
 
 
+def record_graphs() -> list[torch.fx.GraphModule]:
+    """Have torch compile with a backend that runs graphs as they are; return the list of those that it is given."""
+    given = []
+
+    def backend(graph, inputs, **options):
+        given.append(graph)
+        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
+
+    compile_module = torch.nn.Module.compile
+
+    def compile_with(module, **options):
+        compile_module(module, **options | {'backend': backend})
+
+    torch.nn.Module.compile = compile_with
+    return given
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     """Read all files below a folder, by their names from there."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob('*')) if path.is_file()}

@@ -13,14 +13,14 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
-from benchmark import StableDiffusion, main
+from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader
 from ema import EMA, compute_ema
 from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import BUILT_IN
 from tests.forked_runs import run_program, script
-from tests.runs import ROOT, TINY, assert_equal
+from tests.runs import ROOT, assert_equal
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
 
 # of the original's commit 835e58b, with self left out
@@ -141,11 +141,6 @@ def test_the_programs_of_the_page_train_fine_tune_and_go_on_after_a_signal(shard
     exec(averages, variables)
     unet = {f'unet.{name}': tensor for name, tensor in variables['model'].unet.state_dict().items()}
     assert_equal(unet, dict(variables['averages']['named_parameters_dict']))
-
-
-def test_a_local_folder_without_a_remote_is_read_in_place(shards):
-    record = main(['--local', shards, *TINY, '--num_workers', '2'])
-    assert (record['status'], record['dataset']) == ('complete', 'streaming')
 
 
 @pytest.mark.parametrize('latent_size, name, shape', [(None, 'image', (3, 16, 16)), (2, 'moments', (8, 2, 2))])

@@ -202,19 +202,8 @@ def test_a_training_on_latents_says_so_and_counts_what_it_ran(latents, model_fol
 
 
 @pytest.mark.long
-def test_compiled_batches_with_any_number_of_good_images_share_one_graph(monkeypatch, shards, model_folder):
-    graphs = []
-
-    def as_it_is(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-    compile_module = torch.nn.Module.compile
-
-    def compile_as_it_is(module, **options):
-        compile_module(module, **(options | {'backend': as_it_is}))
-    monkeypatch.setattr(torch.nn.Module, 'compile', compile_as_it_is)
+def test_compiled_batches_with_any_number_of_good_images_share_one_graph(graphs, shards, model_folder):
     argv = [*SMALL, '--remote', shards, '--out', 'out', '--model_name', model_folder, '--pretrained']
-    torch._dynamo.reset()
     plain, compiled = (Encoder(complete_encoding(parse(Encode, '', [*argv, *flags])), on_gpu=False)
                        for flags in ([], ['--compile']))
     shard = ImageShard(read_index(shards)['shards'][0], 0)
@@ -222,5 +211,4 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(monkeyp
         batch = {'image': torch.randint(256, (number, 3, 16, 16), dtype=torch.uint8), 'number': range(number)}
         for one, other in zip(plain.moments_of(batch, shard), compiled.moments_of(batch, shard), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-3, rtol=2e-3)
-    torch._dynamo.reset()
     assert len(graphs) == 1

@@ -20,14 +20,7 @@ from sdbench.forecast.trace import with_fake_tensors
 from sdbench.models.loading import SD2_BASE
 from sdbench.models.switches import compile_in_place
 
-
-@pytest.fixture(autouse=True)
-def dynamo():
-    """A compiler that has seen nothing yet, as in a process of its own."""
-    settings = torch._dynamo.config.save_config()
-    yield
-    torch._dynamo.config.load_config(settings)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures('dynamo')
 
 
 class Model(torch.nn.Module):

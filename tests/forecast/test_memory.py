@@ -14,7 +14,7 @@ from sdbench.training.microbatch import blank_batch
 from tests.runs import settings_of
 
 IMAGES = 3  # not the number that is traced
-TINY = ['--dry_run', '--model_name', 'tiny', '--image_size', '128', '--batch_size', '3']
+TINY = ['--dry_run', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '3']
 
 
 def calculated(*flags: str) -> StepMemory:

@@ -12,41 +12,9 @@ from sdbench.forecast.trace import build_on_meta, with_fake_tensors
 from sdbench.models.loading import SD2_BASE, find_model
 from sdbench.models.switches import compile_in_place, compile_model
 from tests.forked_runs import run_program
-from tests.runs import TINY, settings_of
+from tests.runs import TINY, record_graphs, settings_of
 
-
-@pytest.fixture(autouse=True)
-def dynamo():
-    """A compiler that has seen nothing yet, as in a process of its own."""
-    settings = torch._dynamo.config.save_config()
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.config.load_config(settings)
-    torch._dynamo.reset()
-
-
-def record_graphs() -> list[torch.fx.GraphModule]:
-    """Have torch compile with a backend that runs graphs as they are; return the list of those that it is given."""
-    given = []
-
-    def backend(graph, inputs, **options):
-        given.append(graph)
-        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
-
-    compile_module = torch.nn.Module.compile
-
-    def compile_with(module, **options):
-        compile_module(module, **options | {'backend': backend})
-
-    torch.nn.Module.compile = compile_with
-    return given
-
-
-@pytest.fixture
-def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
-    """The graphs that torch compiles in a test."""
-    monkeypatch.setattr(torch.nn.Module, 'compile', torch.nn.Module.compile)  # which is put back afterwards
-    return record_graphs()
+pytestmark = pytest.mark.usefixtures('dynamo')
 
 
 def switched_model(*argv: str, name: str = 'tiny', side: int = 64) -> StableDiffusion:

@@ -335,7 +335,7 @@ def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(serv
     with pytest.raises(ValueError, match='kept is in use by another run'), locked_save_folder(folder, autoresume=False):
         pass
     first.kill()
-    first.join(60)
+    first.join(600)
     # The first was killed.
     with locked_save_folder(folder, autoresume=False), locked_save_folder(None, autoresume=False):
         pass
