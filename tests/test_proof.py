@@ -128,3 +128,13 @@ def test_the_page_says_first_where_the_original_is_far_from_what_was_published(t
     write_page(tmp_path, [run], [])
     assert (tmp_path / 'proof.md').read_text().splitlines()[2] == f'- {sentence}'
     assert (tmp_path / 'proof.png').is_file()
+
+
+def test_a_page_has_no_commands_for_a_terminal(tmp_path):
+    run = {'step': 'original', 'step_seconds': 1.0, 'expectation': '', 'stage': 'train', 'num_devices': 1,
+           'status': 'failed', 'device': 'A100 \x1b[31m', 'error': 'of \x1b[31m|\n red'}
+    write_page(tmp_path, [run], ['later \x1b[0m'])
+    page = (tmp_path / 'proof.md').read_text()
+    assert '\x1b' not in page
+    assert page.startswith('# Proof: 1 x A100  [31m\n')
+    assert r'of [31m\| red' in page
