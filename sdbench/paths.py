@@ -3,6 +3,7 @@
 No library is needed but for a download and a lock.
 """
 import contextlib
+import glob
 import os
 import re
 import uuid
@@ -44,6 +45,20 @@ def with_run_name(folder: str, name: str | None) -> str:
     if not name:
         raise ValueError(f'--save_folder {folder} needs --run_name NAME: the same command goes on by that name')
     return folder.replace(PLACEHOLDER, name)
+
+
+def by_run_name(folder: str, flag: str) -> str:
+    """Return a folder to read from, in whose name `{run_name}` may stand for the only run that is there.
+
+    Raises ValueError, which names `flag`, if there are several or none.
+    """
+    if PLACEHOLDER not in folder or os.path.exists(folder):
+        return folder
+    found = sorted(glob.glob(glob.escape(folder).replace(PLACEHOLDER, '*')))
+    if len(found) == 1:
+        return found[0]
+    there = f'there are {", ".join(found)}' if found else 'there is no such folder'
+    raise ValueError(f'{flag} {folder}: {there}; give the name of the run in the place of {PLACEHOLDER}')
 
 
 def without_placeholders(path: str, times: int = 1) -> str:

@@ -20,6 +20,7 @@ from sdbench.errors import one_line
 from sdbench.inputs.tokenizer import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
 from sdbench.models.loading import RANDOM, ModelFiles, build_vae, find_model, load_weights
+from sdbench.paths import by_run_name
 from sdbench.training.checkpoints import load_checkpoint, newest_checkpoint
 from sdbench.training.compatibility import TOKENIZER, comparable, difference_of_models, facts_of_model
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
@@ -71,6 +72,7 @@ def read_trained_model(source: str, flag: str) -> TrainedModel:
     Raises ValueError if there is no such checkpoint, or it cannot be read or trusted.
     """
     # what is named, or the newest of the folder that is
+    source = by_run_name(source, flag)
     name = source if source.endswith('.pt') else newest_checkpoint(source, flag)
     if name is None:
         raise ValueError(f'{flag} {source} is not there, or holds no whole checkpoint; give one, or the --save_folder '

@@ -280,12 +280,15 @@ def test_a_save_folder_is_one_folder_whatever_braces_are_in_its_name(tmp_path, n
     assert sorted(path.name for path in folder.glob('*.pt')) == ['ep0-ba3-rank0.pt', 'latest-rank0.pt']
     others = {path.name for path in tmp_path.iterdir()} - {name.partition('/')[0], 'results.jsonl'}
     assert not others
-    assert read_trained_model(str(folder), 'CHECKPOINT').batch == 3
+    assert read_trained_model(name, 'CHECKPOINT').batch == 3
 
 
-def test_a_save_folder_is_not_named_after_a_run_without_a_name(capfd):
+def test_a_save_folder_is_not_named_after_a_run_without_a_name_and_is_found_by_one_run_alone(tmp_path, capfd):
     argv = ['--use_synth_latents', *TINY, '--save_folder', 'runs/{run_name}']
     assert '--save_folder runs/{run_name} needs --run_name NAME' in one_error_line(argv, capfd)
+    for name in ('one', 'other'):
+        (tmp_path / 'runs' / name).mkdir(parents=True)
+    assert 'there are runs/one, runs/other; give the name' in one_error_line(['runs/{run_name}', 'out'], capfd, export)
 
 
 class Net(ComposerModel):
