@@ -128,9 +128,8 @@ def main_after_tmpdir_is_set(argv: list[str]) -> None:
     main(argv)
 
 
-def test_a_full_disk_on_the_way_to_a_store_is_named_with_its_variable(server, s3, tmp_path, results):
-    disk = tmp_path / 'disk'
-    disk.mkdir()
+def test_a_full_disk_on_the_way_to_a_store_is_named_with_its_variable(server, s3, tmp_path, tmp_path_factory, results):
+    disk = tmp_path_factory.mktemp('d')  # a short path: sockets of processes are in TMPDIR
     argv = [*SAVING_IN_S3, '--results', results]
     environment = {name: value for name, value in os.environ.items() if name.startswith(('AWS_', 'S3_'))}
     code, _, errors = run_program(server, tmp_path / 'out', main_after_tmpdir_is_set, argv, (1, str(disk)),
