@@ -50,7 +50,7 @@ def become_program(folder: Path, disk: tuple[int, str] | None, environment: dict
         function(argv)
     finally:
         if disk:
-            shutil.copytree(disk[1], folder / 'disk')
+            shutil.copytree(disk[1], folder / 'disk', ignore=shutil.ignore_patterns('pymp-*'))  # sockets of processes
 
 
 def mount_small_disk(megabytes: int, where: str) -> None:
