@@ -236,15 +236,16 @@ class AtomicCheckpointSaver(CheckpointSaver):
     """
 
     def __init__(self, folder: str, save_interval: str, to_keep: int | None = None):
-        # a link to the newest in a folder; from a store's files on this machine each is removed once it is sent
+        # A link to the newest in a folder. In a store processes of Composer would wait for each, to link it.
+        # Where one of them is killed, as by a Ctrl-C, which they get as well, the next checkpoint ends the run.
         remote_file_name = None
-        latest_filename = LATEST
+        latest = LATEST
         if '://' in folder:
             remote_file_name = os.path.join(without_placeholders(parse_uri(folder)[2]), FILE_NAME)
-            latest_filename = None
-            to_keep = None
-        super().__init__(without_placeholders(folder), FILE_NAME, remote_file_name, latest_filename,
-                         latest_remote_file_name=LATEST,  # not used; Trainer(autoresume=True) asserts that there is one
+            latest = None
+            to_keep = None  # a file on this machine is removed once it is sent
+        super().__init__(without_placeholders(folder), FILE_NAME, remote_file_name, latest,
+                         latest_remote_file_name=latest,  # of a folder: Trainer(autoresume=True) asserts one
                          save_interval=save_interval,
                          overwrite=True,  # files newer than the one resumed from, which a killed run left
                          num_checkpoints_to_keep=-1 if to_keep is None else to_keep,

@@ -93,6 +93,11 @@ class ReadOnlyUntil(Callback):
         if self.batch == state.timestamp.batch.value:
             self.store.is_read_only = False
 
+    def fit_end(self, state, logger):
+        """No process of Composer's waits for a checkpoint: if one was killed, the next checkpoint would end the run."""
+        [saver] = [callback for callback in state.callbacks if isinstance(callback, AtomicCheckpointSaver)]
+        assert not saver.remote_uploader.check_remote_files_exist_executor._processes
+
 
 SAVING_IN_S3 = ['--use_synth_data', *TINY, '--max_duration', '3ba', '--save_folder', 's3://bucket/runs/1',
                 '--save_interval', '1ba']
