@@ -28,7 +28,7 @@ ROWS = [
     ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read'),
     ('benchmark.py', '@utf16.txt', '@utf16.txt is no text in UTF-8; save it as UTF-8'),
     ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'WORLD_SIZE of the environment is 4(x2), and no number'),
-    ('LOCAL_RANK=1.5 benchmark.py', '--use_synth_data', 'LOCAL_RANK of the environment is 1.5, and no number'),
+    ('LOCAL_RANK=1.5 benchmark.py', SYNTHETIC, 'LOCAL_RANK of the environment is 1.5, and no number'),
     ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 does nothing '
      'with --lr_schedule constant'),
     ('WORLD_SIZE= LOCAL_RANK= convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a '
