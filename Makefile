@@ -66,9 +66,13 @@ figures: $(VENV)/installed  ## The pictures of the documentation anew, and what 
 
 FORECAST_GPUS = A100-SXM4-80GB H100-80GB NVIDIA-H200 B200
 forecasts: $(VENV)/installed  ## The forecasts of the front page: its table and its figure; four minutes on two cores.
-	rm -f docs/plan.jsonl docs/scaling.jsonl
+	rm -f docs/plan.jsonl docs/plan-eager.jsonl docs/scaling.jsonl
 	for latents in 1 ""; do LATENTS=$$latents GPU="$(FORECAST_GPUS)" PHASE_FLAGS=@recipes/fastest.txt PLAN=docs/plan.jsonl \
 	    sh recipes/stable-diffusion-2.sh plan || exit; done
+	LATENTS=1 GPU="A100-SXM4-80GB H100-80GB" PHASE_FLAGS='@recipes/fastest.txt --no-compile' PLAN=docs/plan-eager.jsonl \
+	    sh recipes/stable-diffusion-2.sh plan
+	python report.py docs/plan.jsonl @recipes/prices-on-demand.txt --phase 256 --phase 512 \
+	    --encode 790000000@256 --encode 300000000@512 --figure $(FIGURES)/plan.png
 	for gpus in 8 16 32 64; do python benchmark.py @recipes/fastest.txt --use_ema --dry_run $$gpus \
 	    --gpu $(FORECAST_GPUS) --results docs/scaling.jsonl || exit; done
 

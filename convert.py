@@ -44,7 +44,7 @@ from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, one_line, plural
 from sdbench.flags.train import TINY_MODEL
 from sdbench.inputs.images import formats
-from sdbench.inputs.shards import DRAW
+from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE
 from sdbench.paths import HELD_OUT, is_url
 
 
@@ -103,7 +103,7 @@ def convert(settings: Convert) -> int:
         sides = [{}]
         if settings.held_out:  # what tells that they have no image in common
             draw = {'share': settings.held_out, 'seed': settings.seed}
-            sides = [{DRAW: draw | {'side': side}} for side in ('training', 'held out')]
+            sides = [{DRAW: draw | {'side': side}} for side in ('training', HELD_OUT_SIDE)]
         if held_out.samples:
             write_index(outputs[1], held_out, **sides[1])
         is_new = write_index(outputs[0], joined, **sides[0])

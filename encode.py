@@ -38,11 +38,11 @@ from sdbench.datasets.output import SKIPPED, Output, part_name
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.complete import complete_encoding
-from sdbench.inputs.shards import DRAW, IMAGES_HASH, index_hash, read_image_index
+from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, read_image_index
 from sdbench.models.flops import flops_of_latents
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import find_model
-from sdbench.paths import HELD_OUT, number_of_samples
+from sdbench.paths import number_of_samples
 from sdbench.records.figures import OF_AN_ENCODING, summary_lines
 from sdbench.records.keys import why_unreliable
 from sdbench.records.record import append_record, make_record
@@ -95,7 +95,7 @@ def encode(settings: Encode) -> dict | None:
     notes = {}
     if joined.skipped:
         notes['skipped'] = joined.skipped_line(settings.out)
-    if settings.remote.rstrip('/').endswith(HELD_OUT):
+    if index.get(DRAW, {}).get('side') == HELD_OUT_SIDE:
         notes['next'] = f'--eval_remote {settings.out} of a training on the latents of the other samples'
     else:
         size = ['--image_size', str(settings.image_size)]

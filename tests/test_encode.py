@@ -137,6 +137,15 @@ def test_images_that_were_added_are_encoded_and_no_others_also_where_a_shard_is_
     assert read_index(str(out))['draw'] == draw
 
 
+def test_latents_of_held_out_images_are_for_an_evaluation_whatever_their_folder_is_called(
+        tmp_path, model_folder, capfd):
+    images = write_shards(tmp_path / 'apart', [{'jpg': encoded(picture(0)), 'caption': 'one'}])
+    draw = {'share': 0.1, 'seed': 17, 'side': 'held out'}
+    (tmp_path / 'apart/index.json').write_text(json.dumps(read_index(str(images)) | {'draw': draw}))
+    encode_shards(images, tmp_path / 'latents', model_folder)
+    assert f'--eval_remote {tmp_path}/latents of a training' in capfd.readouterr().out
+
+
 def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, capfd):
     samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(10)]
     samples[2]['jpg'], samples[9]['caption'] = b'no', ''

@@ -112,6 +112,7 @@ ROWS = [
     ('evaluate.py', 'notes shards --out out --steps 1000', 'would not begin at pure noise'),
     ('convert.py', 'notes azure://me.blob.core.windows.net', 'names no bucket'),
     ('report.py', 'published.csv --phase x@y', 'x@y is not IMAGES@SIZE'),
+    ('report.py', 'published.csv --phase 512 --days 3', '--phase shows plans alone, and --days is not of a plan'),
 
     # Folders, weights, pictures and held-out samples of a training, and what is evaluated and exported
     ('benchmark.py', f'{SYNTHETIC} --save_folder notes', '--save_folder notes already holds files'),

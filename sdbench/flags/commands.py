@@ -175,6 +175,9 @@ class Report:
         for images, size in self.encode:
             if images is None:
                 raise ValueError(f'--encode {size} does not say how many images; give IMAGES@{size}')
+        for name in ('compare', 'extrapolate', 'days', 'training_images', 'quality'):
+            if self.phase and getattr(self, name):
+                raise ValueError(f'--phase shows plans alone, and --{name} is not of a plan; leave one of them out')
         sizes = [size for images, size in self.phase if images is None]
         if len(set(sizes)) < len(sizes):
             raise ValueError(f'--phase {" ".join(sizes)}: two phases of one size would take the images of one record; '

@@ -163,14 +163,12 @@ class Estimate:
 
 @functools.cache
 def traced(settings: Train, build_model: Callable) -> tuple[ComposerModel, StepMemory, StepWork]:
-    """Trace a step of a run once; returns its model, without memory, as well."""
+    """Trace a step of a run with the average once; returns its model, without memory, as well."""
     def prepare_update(model: ComposerModel) -> dict[str, Callable]:
         fused = settings.fused_optimizer
-        updates = {UPDATE: torch.optim.AdamW(model.unet.parameters(), fused=fused, foreach=not fused).step}
-        if settings.use_ema:
-            average = ShadowModel(model)
-            updates[AVERAGE] = lambda: compute_ema(model, average, 0.999)
-        return updates
+        average = ShadowModel(model)
+        return {UPDATE: torch.optim.AdamW(model.unet.parameters(), fused=fused, foreach=not fused).step,
+                AVERAGE: lambda: compute_ema(model, average, 0.999)}
 
     model = build_on_meta(settings, find_model(settings.model_name), build_model)
     return model, *trace_step(model, settings.precision, prepare_update, settings.attention)

@@ -14,6 +14,7 @@ from sdbench.paths import INDEX
 MOMENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
 IMAGES_HASH = 'images_sha256'  # among the facts of latents in their index.json: `index_hash` of the images
 DRAW = 'draw'  # in the index.json of each side of convert.py --held_out: its `share`, `seed` and `side`
+HELD_OUT_SIDE = 'held out'
 MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any format in inputs.images; other columns are ignored
 LATENT_COLUMNS = {'caption': 'str'}  # and MOMENTS, whose type has the size in it
 
