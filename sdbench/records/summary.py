@@ -15,7 +15,8 @@ from sdbench.records.keys import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_ab
 
 MUCH_WAITING_FOR_DATA = 0.05
 # A plan whose forecasts the records in two files correct: what was measured, and the forecast of the same flags.
-PLAN_COMMAND = 'python report.py docs/plan.jsonl {} --phase 256 --phase 512'
+PLAN_COMMAND = ('python report.py docs/plan.jsonl {} @recipes/prices-on-demand.txt --phase 256 --phase 512 '
+                '--encode 790000000@256 --encode 300000000@512')
 
 
 def run_summary(record: dict, settings: Train) -> str:
