@@ -170,6 +170,8 @@ def begin_process(alive: connection.Connection, environment: dict[str, str], num
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's to answer
     threading.Thread(target=end_with_command, daemon=True).start()
     if use_gpu:
+        # What it starts, such as a loader's processes for each call, is forked from a server that has imported all.
+        multiprocessing.set_start_method('forkserver', force=True)
         use_gpu(numbers.get())
 
 

@@ -30,6 +30,7 @@ def join_ranks(timeout: int) -> None:
     gpus = torch.cuda.device_count()
     if torch.cuda.is_available() and processes > gpus:
         raise ValueError(f'composer -n {processes} is more than the GPUs of this machine; use -n {gpus}')
+    device = get_device()  # by which Composer lets float32 be multiplied in TF32, on one GPU as on several
     if dist.get_world_size() == 1:
         return
 
@@ -38,7 +39,7 @@ def join_ranks(timeout: int) -> None:
         cores = len(os.sched_getaffinity(0)) // dist.get_local_world_size()
         torch.set_num_threads(max(1, cores))  # each rank on all cores is 10 times slower on a CPU
     try:
-        dist.initialize_dist(get_device(), timeout)
+        dist.initialize_dist(device, timeout)
     except (RuntimeError, ValueError) as error:  # torch's DistError and its kinds are RuntimeErrors
         address = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
         raise ValueError(f'the {dist.get_world_size()} processes of this run did not meet at {address} within '
