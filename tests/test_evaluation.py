@@ -138,7 +138,7 @@ def test_latents_are_evaluated_on_latents(moments, tmp_path, capfd):
     by_hand = loss_by_hand(checkpoints_in('kept')[-1], samples, 64)
     assert record['eval_loss'] == pytest.approx(by_hand, rel=1e-5)
     assert f'batch 4: loss {by_hand:.4g} on the held-out samples' in capfd.readouterr().err
-    assert record['eval_held_out'] is True
+    assert (record['eval_held_out'], record['eval_samples']) == (True, len(samples))
 
 
 @pytest.mark.parametrize('source, flags, words', [

@@ -163,13 +163,13 @@ LEARNED = {'trained_batches': 100, 'eval_loss': 0.38, 'loss': 0.4, 'learning_rat
 
 
 def test_trainings_of_other_flags_of_learning_are_rows_of_their_own_and_show_what_they_learned(printed, write):
-    better = LEARNED | {'learning_rate': 1e-3, 'eval_loss': 0.29, 'loss': 0.3}
+    better = LEARNED | {'learning_rate': 1e-3, 'eval_loss': 0.29, 'loss': 0.3, 'eval_samples': 5}
     longer = LEARNED | {'trained_batches': 200, 'eval_loss': 0.37, 'date': '1'}
     measured = {'measure_batches': 20, 'learning_rate': 1e-2, 'loss': 9.0}  # which learns nothing
     text = printed(write(longer, LEARNED, better, measured, measured | {'learning_rate': 1e-1}))
     assert sorted(columns(tables(text)[0], 'learning_rate', 'eval loss', 'loss', 'batches')) == [
         ('', '', '', ''), ('0.0001', '0.3700', '0.400', '200'), ('0.001', '0.2900', '0.300', '100')]
-    assert 'Lowest eval loss: 0.29 after 100 batches, with learning rate 0.001.' in text
+    assert 'Lowest eval loss: 0.29 on 5 samples after 100 batches, with learning rate 0.001.' in text
 
 
 def test_losses_of_other_latents_are_ranked_and_drawn_apart_and_the_best_is_named_with_its_folder(

@@ -81,7 +81,10 @@ def reach(address: str, flag: str) -> None:
     store, key = open_store(address, flag, is_first=True)
 
     async def ask() -> None:
-        await obstore.head_async(store, f'{key}/{CLAIM}'.strip('/'))
+        request = asyncio.ensure_future(obstore.head_async(store, f'{key}/{CLAIM}'.strip('/')))
+        while not request.done():  # a signal that another thread was given is heard when this one wakes
+            await asyncio.wait([request], timeout=0.5)
+        await request
     try:
         asyncio.run(ask())  # which hears Ctrl-C meanwhile, as obstore does not
     except (BaseError, OSError) as error:

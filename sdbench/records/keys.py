@@ -60,8 +60,8 @@ KEYS = {
     'gpu_hours dollars': 'of this training so far, with the runs that it resumed; dollars where a price is given',
     'loss skipped_batches bad_samples': 'loss of the last batch, steps that were not finite, samples that could not be '
     'read',
-    'evaluations eval_loss eval_batch eval_held_out': 'images seen and loss of each evaluation; loss and batch of the '
-    'last; whether the training is known to have none of these samples',
+    'evaluations eval_loss eval_batch eval_samples eval_held_out': 'images seen and loss of each evaluation; loss and '
+    'batch of the last; on how many samples, and whether the training is known to have none of them',
 
     # of an encoding
     'samples stored_samples bytes_per_image': 'images that this run encoded, images and bytes an image that are stored '

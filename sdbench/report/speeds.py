@@ -62,7 +62,9 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
             which = settings_in_words(best, differing(judged, COMPARABLE))
             how = settings_in_words(best, differing(runs, SETTINGS))
             where = best['record'].get('save_folder')
-            sentences.append(f'Lowest eval loss{which and f" ({which})"}: {best["eval_loss"]:.4g} after '
+            samples = best['record'].get('eval_samples')  # few tell little
+            on_samples = f' on {plural(samples, "sample")}' if samples else ''
+            sentences.append(f'Lowest eval loss{which and f" ({which})"}: {best["eval_loss"]:.4g}{on_samples} after '
                              f'{best["trained_batches"]:,.0f} batches{how and ", with " + how}'
                              f'{f", in {where}" if where else ""}.')
 

@@ -56,18 +56,21 @@ class Evaluations(Callback):
     Attributes:
         losses: of each the images seen, and the mean squared error, None where not finite.
         batch: after which the last one was.
+        samples: how many were evaluated.
         is_known: whether its samples are known to be held out.
     """
 
     def __init__(self):
         self.losses: list[tuple[int, float | None]] = []
         self.batch: int | None = None
+        self.samples: int | None = None
         self.is_known: bool | None = None
 
     def eval_end(self, state, logger) -> None:
         loss = float(state.eval_metrics[LABEL][METRIC].compute())  # over all ranks
         self.losses.append((state.timestamp.sample.value, loss if math.isfinite(loss) else None))
         self.batch = state.timestamp.batch.value
+        self.samples = len(state.dataloader.dataset)
         self.is_known = state.dataloader.dataset.is_known
         which = 'the held-out samples'
         if not self.is_known:
@@ -79,4 +82,4 @@ class Evaluations(Callback):
         """Return the record's figures of evaluations, which all ranks know."""
         last = self.losses[-1][1] if self.losses else None
         return {'evaluations': [list(pair) for pair in self.losses], 'eval_loss': last, 'eval_batch': self.batch,
-                'eval_held_out': self.is_known}
+                'eval_samples': self.samples, 'eval_held_out': self.is_known}

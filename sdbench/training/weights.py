@@ -243,7 +243,13 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
     if trained.vae is None and 'vae_sha256' not in trained.facts:
         raise ValueError(f'{label} holds no VAE, and does not say which one encoded its latents; give one that '
                          'benchmark.py has saved')
-    files = find_model(name, pretrained=trained.vae is None)
+    try:
+        files = find_model(name, pretrained=trained.vae is None)
+    except ValueError as error:
+        if model_name:
+            raise
+        raise ValueError(f'{label} names its model: {error}, or say where it is now by --model_name of '
+                         'export.py') from None
 
     # Its parts, with the weights that were trained.
     unet_config = dict(files.configs['unet'])
