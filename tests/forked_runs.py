@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def become_program(folder: Path, disk: tuple[int, str] | None, environment: dict
     multiprocessing.set_start_method('fork', force=True)  # for the loader's workers
     if disk:
         mount_small_disk(*disk)
+        del forkserver._forkserver.ensure_running  # what it starts sees the disk by a server of its own alone
     try:
         function(argv)
     finally:

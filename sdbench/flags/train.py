@@ -264,8 +264,7 @@ class EvaluationAndDrawing:
                                       'any; needs --pretrained', metavar='FILE')
     sample_interval: str | None = flag(None, f'time between drawings {INTERVAL_DEFAULT}; the end is also drawn',
                                        converter=time_in('ba ep'), needs=('sample_prompts', 'dry_run'))
-    sample_folder: str | None = flag(None, 'for the drawings (default: SAVE_FOLDER-samples, or samples)', metavar='DIR',
-                                     needs=('sample_prompts', 'dry_run'))
+    sample_folder: str | None = flag(None, 'for the drawings (default: SAVE_FOLDER-samples, or samples)', metavar='DIR')
     run_name: str | None = flag(None, 'how the name of the curves begins, which go on at a resume (default: the last '
                                 'part of --save_folder)', metavar='NAME')
     wandb_name: str | None = flag(None, 'log to Weights & Biases under this name (default: W&B is not used)')
