@@ -53,7 +53,6 @@ def load_transformers_tokenizer(name: str):
                          'with tokenizer.json or vocab.json and merges.txt') from None
 
 
-@functools.cache
 def hash_of_tokenizer(name: str | None = None) -> str:
     """Return a SHA-256 of the token ids that `build_tokenizer(name)` gives, in hex.
 
@@ -61,7 +60,17 @@ def hash_of_tokenizer(name: str | None = None) -> str:
 
     Raises ValueError if there is no tokenizer of that name.
     """
-    tokenizer = build_tokenizer(name)
+    if name is None:
+        return hash_of_clip_tokenizer()
+    return hash_of_built(build_tokenizer(name))
+
+
+@functools.cache  # the package does not change, as a folder may
+def hash_of_clip_tokenizer() -> str:
+    return hash_of_built(build_tokenizer())
+
+
+def hash_of_built(tokenizer: Tokenizer) -> str:
     return hash_of_ids(tokenizer.get_vocab(),
                        lambda captions: [encoded.ids for encoded in tokenizer.encode_batch(captions)])
 

@@ -167,13 +167,23 @@ def weights_only_load(name: str | os.PathLike | None) -> Iterator[None]:
 
     Raises ValueError if the checkpoint `name`, which is loaded in it, holds more than tensors and plain types.
     """
-    everywhere = patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD='1')  # torch reads it wherever it is called from
+    # what torch reads wherever it is called from; all else that is set in the environment meanwhile stays
+    variable = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
+    before = os.environ.get(variable)
+    os.environ[variable] = '1'
+
+    # what is loaded in the context
     try:
-        with everywhere, safe_globals(PLAIN_TYPES), loading_config.patch('load.mmap', True):
+        with safe_globals(PLAIN_TYPES), loading_config.patch('load.mmap', True):
             yield
     except pickle.UnpicklingError:
         raise ValueError(f'{name} holds more than tensors and plain types, or none, and could run code; do not use it'
                          ) from None
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@ import os
 
 from transformers import CLIPTokenizer
 
-from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer
+from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer, hash_of_tokenizer
 
 
 def test_token_ids_agree_with_open_clips_tokenizer_on_odd_captions():
@@ -29,3 +29,14 @@ def test_what_pads_is_a_word_where_a_caption_has_it(tmp_path):
 def test_a_tokenizer_folder_pads_with_its_own_token(model_folder):
     ids = build_tokenizer(model_folder).encode('a cat').ids
     assert ids == [49406, 320, 2368] + [49407] * 74
+
+
+def test_the_hash_is_of_what_a_folder_holds_now(tmp_path):
+    vocabulary = str(tmp_path / 'vocabulary')
+    os.mkdir(vocabulary)
+    clip_tokenizer().model.save(vocabulary)  # vocab.json and merges.txt
+    files = f'{vocabulary}/vocab.json', f'{vocabulary}/merges.txt'
+    CLIPTokenizer(*files, pad_token='!').save_pretrained(tmp_path)
+    assert hash_of_tokenizer(str(tmp_path)) == hash_of_tokenizer()
+    CLIPTokenizer(*files, pad_token='?').save_pretrained(tmp_path)
+    assert hash_of_tokenizer(str(tmp_path)) != hash_of_tokenizer()

@@ -20,6 +20,7 @@ from sdbench.training.checkpoints import (
     load_checkpoint,
     locked_save_folder,
     newest_checkpoint,
+    weights_only_load,
 )
 from sdbench.training.safeguard import Safeguard
 from sdbench.training.weights import read_trained_model
@@ -293,6 +294,15 @@ def test_a_save_folder_is_not_named_after_a_run_without_a_name_and_is_found_by_o
     for name in ('one', 'other'):
         (tmp_path / 'runs' / name).mkdir(parents=True)
     assert 'there are runs/one, runs/other; give the name' in one_error_line(['runs/{run_name}', 'out'], capfd, export)
+
+
+def test_what_is_set_in_the_environment_while_a_checkpoint_is_loaded_stays(monkeypatch):
+    monkeypatch.delenv('SET_MEANWHILE', raising=False)
+    with weights_only_load(None):
+        monkeypatch.setenv('SET_MEANWHILE', '1')
+        assert os.environ['TORCH_FORCE_WEIGHTS_ONLY_LOAD'] == '1'
+    assert os.environ['SET_MEANWHILE'] == '1'
+    assert 'TORCH_FORCE_WEIGHTS_ONLY_LOAD' not in os.environ
 
 
 class Net(ComposerModel):
