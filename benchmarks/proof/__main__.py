@@ -201,10 +201,9 @@ def run_step(step: Step, machine: Machine, limit: float) -> tuple[list[dict], bo
         out, log = Path(name, 'records.jsonl'), Path(name, 'log')
         script = ('-m', 'benchmarks.proof.steps')
         command = machine.launch(*script) if step.on_all_devices else [sys.executable, *script]
-        environment = {'PYTORCH_CUDA_ALLOC_CONF': 'expandable_segments:True', **os.environ}  # as benchmark.py has it
         start = time.monotonic()
         with open(log, 'w') as file:
-            process = subprocess.Popen([*command, step.work, str(out), *step.flags], cwd=ROOT, env=environment,
+            process = subprocess.Popen([*command, step.work, str(out), *step.flags], cwd=ROOT,
                                        stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
             error = ''
             ended_by_itself = True
@@ -358,7 +357,8 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from sdbench.process import one_line_errors
+    from sdbench.process import begin, one_line_errors
+    begin()  # the environment of a command, which the steps inherit
     parser = argparse.ArgumentParser('proof.py', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder', type=Path, nargs='?', help='of the records and the page')
