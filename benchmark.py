@@ -23,6 +23,7 @@ from composer.callbacks import LRMonitor, SpeedMonitor
 from composer.core import DataSpec
 from composer.utils import get_device
 from diffusers import DDPMScheduler, UNet2DConditionModel
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch.utils.data import Dataset
 from torchmetrics import MeanSquaredError
 
@@ -34,9 +35,8 @@ from sdbench.gpus import peak_of
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.clock import Measurement, build_profiler, measure_loader
 from sdbench.models.flops import flops_of_an_image
-from sdbench.models.latents import draw_latents, vae_moments
 from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
-from sdbench.models.switches import apply_switches, process_switches, switch_callbacks
+from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
 from sdbench.training.augmentation import build_augmentation
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
 from sdbench.training.compatibility import difference_of_models, facts_of_model, flags_to_keep
@@ -146,14 +146,21 @@ class StableDiffusion(ComposerModel):
     @torch.no_grad()
     def encode(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return latents float32 (B, 4, H/8, W/8), of unit variance, and text states float32 (B, 77, D)."""
+        # mean and log variance of the latents, (B, 8, H/8, W/8), stored or computed
         if MOMENTS in batch:
             moments = batch[MOMENTS]
         else:
             image = normalize(batch)['image']  # (B, 3, H, W) in [-1, 1]
             with self.encoder_autocast(image.device.type):
-                moments = vae_moments(self.vae, image)  # (B, 8, H/8, W/8)
-        noise = batch[NOISE][:, :4] if NOISE in batch else None  # (B, 4, H/8, W/8)
-        return draw_latents(moments, self.scaling_factor, noise), self.text_states(batch['caption'])
+                moments = self.vae.encode(image.to(self.vae.dtype)).latent_dist.parameters
+
+        # the latents, in the VAE's own layout, which stored moments have lost: random draws follow it
+        posterior = DiagonalGaussianDistribution(moments.to(torch.float32, memory_format=torch.channels_last))
+        if NOISE in batch:
+            latents = posterior.mean + posterior.std * batch[NOISE][:, :4]
+        else:
+            latents = posterior.sample()
+        return latents * self.scaling_factor, self.text_states(batch['caption'])
 
     @torch.no_grad()
     def text_states(self, caption: torch.Tensor) -> torch.Tensor:
@@ -192,9 +199,7 @@ class StableDiffusion(ComposerModel):
     @cached_property
     def flops_per_image(self) -> dict[str, int]:
         """Count the FLOPs (1 multiply-add = 2) of an image: UNet forward and backward, VAE encode, text; on no data."""
-        vae_config = None if self.vae is None else self.vae.config
-        return flops_of_an_image(self.unet.config, self.text_encoder.config, vae_config, self.image_size,
-                                 self.latent_size)
+        return flops_of_an_image(self)
 
     def flops_per_batch(self, batch: dict[str, torch.Tensor]) -> int:
         """Count the FLOPs of a batch at `image_size`, whatever size it is stored at. Composer's MFU comes from this."""
@@ -236,13 +241,11 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
     # Composer's own curves of speed. It is told the GPU's peak, which it would look up by a name that it may not know.
     window = min(10, settings.measure_batches or 10)  # batches
     peak = peak_of(torch.cuda.get_device_name(), settings.precision) if torch.cuda.is_available() else None
-    speed_monitor = SpeedMonitor(window, (peak or 0) * 1e12)
 
     # around each batch
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
     callbacks = [
-        *switch_callbacks(settings),
-        speed_monitor,
+        SpeedMonitor(window, (peak or 0) * 1e12),
         *more,                  # what they do counts as part of the batch
         measurement,            # the clock stops here, before anything is drawn or saved
         Progress(),
@@ -255,7 +258,7 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
 
     # between two batches: drawing, then saving
     if prompts:
-        callbacks.append(Sampling(settings, prompts, model, files, measurement, stop))
+        callbacks.append(Sampling(settings, prompts, model, files, measurement.stopwatch, stop))
     if settings.save_folder:
         callbacks.append(AtomicCheckpointSaver(settings.save_folder, settings.save_interval,
                                                settings.save_num_checkpoints_to_keep))
@@ -321,6 +324,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
             dist_timeout=settings.dist_timeout,
             profiler=build_profiler(settings),
         )
+    switch_allreduce(trainer.state.model, settings)
     return settings, model, trainer
 
 
@@ -331,9 +335,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
     """
     # What is trained, and from where on.
     log_config(settings)
-    checkpoint = None
-    if settings.autoresume:
-        checkpoint = newest_checkpoint(settings.save_folder)
+    checkpoint = newest_checkpoint(settings.save_folder) if settings.autoresume else None
 
     # The training. A signal ends it, or its budget, and lets the record be kept.
     with StopAtSignal() as stop:

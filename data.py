@@ -34,7 +34,6 @@ from sdbench.inputs.shards import (
 )
 from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
-from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
 from sdbench.paths import INDEX, number_of_samples
 from sdbench.training.evaluation import LABEL, NOISE, TIMESTEP, HeldOutSamples
@@ -368,7 +367,7 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
 
     # what --remote holds
     if settings.latents:  # images are of no VAE, whose weights take seconds to hash
-        require_same_origin(settings.remote, index, origin_of_latents(files, image_size))
+        require_same_origin(settings.remote, index, files.origin_of_latents(image_size))
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
                                     cache_limit=settings.cache_limit, batch_size=device_batch_size, shuffle=True,
@@ -394,7 +393,7 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
     # what it holds, and whether a model that is trained so can be evaluated on it
     index = read_index(remote, flag)
     if 'latents' in index:
-        require_same_origin(remote, index, origin_of_latents(files, settings.image_size), flag)
+        require_same_origin(remote, index, files.origin_of_latents(settings.image_size), flag)
     elif trained_on.latents:
         raise ValueError(f'{flag} {remote} holds images, and the training is on latents, without a VAE; encode it, too')
     if settings.remote and hash_of_images(index) == trained_on.images_hash:

@@ -40,7 +40,6 @@ from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.complete import complete_encoding
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, read_image_index
 from sdbench.models.flops import flops_of_latents
-from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import find_model
 from sdbench.paths import number_of_samples
 from sdbench.records.figures import OF_AN_ENCODING, summary_lines
@@ -65,7 +64,7 @@ def encode(settings: Encode) -> dict | None:
     # find the images and the VAE, on which the parts depend
     output = Output(settings.out, '--out')
     files = find_model(settings.model_name, settings.pretrained)
-    origin = origin_of_latents(files, settings.image_size)
+    origin = files.origin_of_latents(settings.image_size)
     index = read_image_index(settings.remote)
     facts = {'encoder_precision': settings.encoder_precision, **origin}
     if not settings.pretrained:

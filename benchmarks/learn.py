@@ -35,7 +35,6 @@ from export import main as export
 from sdbench.datasets.job import join_parts, write_index
 from sdbench.datasets.output import Output, PartWriter
 from sdbench.inputs.shards import IMAGES_HASH, LATENT_COLUMNS, MOMENTS, index_hash
-from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import BUILT_IN, find_model
 from sdbench.training.checkpoints import checkpoints_in
 
@@ -103,7 +102,7 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
         moments[4:] = 2 * math.log(jitter / SCALE)
         part.write({MOMENTS: moments, 'caption': caption})
     part.finish()
-    origin = origin_of_latents(files, image_size) | {IMAGES_HASH: index_hash({'captions': captions})}
+    origin = files.origin_of_latents(image_size) | {IMAGES_HASH: index_hash({'captions': captions})}
     write_index(output, join_parts(output, ['all']), latents=origin)
 
 

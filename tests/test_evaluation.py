@@ -13,7 +13,6 @@ from benchmark import StableDiffusion, main
 from ema import EMA
 from sdbench.inputs.shards import IMAGES_HASH, MOMENTS, index_hash, read_index
 from sdbench.inputs.tokenizer import build_tokenizer
-from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from tests.runs import SMALLEST, TINY, assert_same_training, one_error_line
@@ -32,7 +31,7 @@ def moments(tmp_path_factory) -> tuple[str, list[dict]]:
     folder = tmp_path_factory.mktemp('latents') / 'mds'
     write_shards(folder, samples, {MOMENTS: 'ndarray:float16:8,64,64', 'caption': 'str'})
     index = json.loads((folder / 'index.json').read_text())
-    index['latents'] = origin_of_latents(find_model(SMALLEST), 64) | {IMAGES_HASH: 'of the images'}
+    index['latents'] = find_model(SMALLEST).origin_of_latents(64) | {IMAGES_HASH: 'of the images'}
     (folder / 'index.json').write_text(json.dumps(index))
     return str(folder), samples
 

@@ -26,7 +26,6 @@ from sdbench.flags.commands import Encode
 from sdbench.inputs.images import decode_image, normalize_images, stack_images
 from sdbench.inputs.shards import LATENT_COLUMNS, MOMENTS
 from sdbench.inputs.stream import VerifiedStream, is_readable_in_place
-from sdbench.models.latents import vae_moments
 from sdbench.models.loading import build_vae, find_model
 from sdbench.models.switches import compile_in_place
 
@@ -82,7 +81,8 @@ class Batches(Dataset):
 
 def encode_images(vae: AutoencoderKL, images: torch.Tensor, image_size: int) -> torch.Tensor:
     """Return the moments, float16 (B, 8, H/8, W/8), of images uint8 (B, 3, S, S), which get `image_size` pixels."""
-    return vae_moments(vae, normalize_images(images, image_size)).half()
+    images = normalize_images(images, image_size).to(vae.dtype)
+    return vae.encode(images).latent_dist.parameters.half()
 
 
 class Encoder:

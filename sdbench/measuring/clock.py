@@ -1,10 +1,9 @@
 """How fast a run is: the clock of its batches, the figures that follow from it, the loader's alone, and a trace."""
-import contextlib
 import itertools
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,20 +120,6 @@ class Measurement(Callback):
             room = batches_left - self.measure_batches
         self.turnover_batches = min(self.window.queue_batches, max(0, room))
         self._previous_end = time.perf_counter()
-
-    @contextlib.contextmanager
-    def excluded(self, name: str) -> Iterator[None]:
-        """Count what a callback does in this context, between two batches, as `name` of EXCLUDED.
-
-        All ranks enter it together, and leave it when the last of them is through, whoever of them has the work.
-        """
-        before = self.stopwatch.name
-        self.stopwatch.count_as(name)
-        try:
-            yield
-            dist.barrier()
-        finally:
-            self.stopwatch.count_as(before)
 
     def before_dataloader(self, state: State, logger) -> None:
         """Pause the stopwatch: the next batch begins."""

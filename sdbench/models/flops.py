@@ -7,34 +7,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from composer import ComposerModel
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextModel
 
 
-def flops_of_an_image(unet_config: dict, text_config: CLIPTextConfig, vae_config: dict | None,
-                      image_size: int, latent_size: int) -> dict[str, int]:
-    """Count the FLOPs of training on one image, for each part of the model.
+def flops_of_an_image(model: ComposerModel) -> dict[str, int]:
+    """Count the FLOPs of training on one image of `model.image_size`, for each part of a StableDiffusion.
 
-    Args:
-        unet_config: of the UNet, which runs forward and backward.
-        text_config: of the text encoder, which runs forward.
-        vae_config: of the VAE, whose encoder runs forward; None: it does not run.
-        image_size: height and width of the image in pixels.
-        latent_size: height and width of its latents.
+    The UNet runs forward and backward, the text encoder forward, and so does the VAE's encoder where there is a VAE.
     """
     # Networks and inputs without memory: what they compute is all that counts. The text encoder's states are the
     # UNet's input, so that it runs first.
     with torch.device('meta'):
-        unet = UNet2DConditionModel.from_config(unet_config)
-        text_encoder = CLIPTextModel(text_config)
-        latents = torch.empty(1, unet.config.in_channels, latent_size, latent_size)
-        caption = torch.empty(1, text_config.max_position_embeddings, dtype=torch.long)
+        unet = UNet2DConditionModel.from_config(model.unet.config)
+        text_encoder = CLIPTextModel(model.text_encoder.config)
+        latents = torch.empty(1, unet.config.in_channels, model.latent_size, model.latent_size)
+        caption = torch.empty(1, text_encoder.config.max_position_embeddings, dtype=torch.long)
         timestep = torch.empty(1, dtype=torch.long)
     with torch.no_grad():
         text_flops, output = count_flops(lambda: text_encoder(caption))
     unet_flops, _ = count_flops(lambda: unet(latents, timestep, output[0]).sample.sum().backward())
-    vae_flops = 0 if vae_config is None else flops_of_latents(vae_config, image_size)
+    vae_flops = 0 if model.vae is None else flops_of_latents(model.vae.config, model.image_size)
     return {'unet': unet_flops, 'text_encoder': text_flops, 'vae': vae_flops}
 
 

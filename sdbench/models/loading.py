@@ -67,6 +67,10 @@ class ModelFiles:
         blocks = self.configs['vae'].get('block_out_channels', (64,))  # as AutoencoderKL has it
         return image_size // 2 ** (len(blocks) - 1)
 
+    def origin_of_latents(self, image_size: int) -> dict:
+        """Return what latents depend on: encode.py keeps it in their index.json, and a training on them compares it."""
+        return {'image_size': image_size, 'vae_sha256': self.vae_sha256, 'scaling_factor': self.scaling_factor}
+
     @cached_property
     def vae_sha256(self) -> str:
         """A hash that tells the VAE from others, RANDOM where its weights are drawn.

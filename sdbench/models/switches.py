@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from composer import Callback, ComposerModel
-from composer.core import State
+from composer import ComposerModel
 from composer.utils import dist
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
@@ -118,19 +117,10 @@ def process_switches(settings: Train) -> contextlib.AbstractContextManager:
     return sdpa_kernel(SDPA_BACKENDS[settings.attention], set_priority=True)
 
 
-def switch_callbacks(settings: Train) -> list[Callback]:
-    """Build what the switches do within a step."""
-    if settings.allreduce_precision == 'bf16':
-        return [AllReduceInBf16()]
-    return []
-
-
-class AllReduceInBf16(Callback):
-    """DDP sends the gradients in bf16, half the bytes between GPUs; the optimizer has them in float32 again."""
-
-    def fit_start(self, state: State, logger) -> None:
-        if dist.get_world_size() > 1:
-            state.model.register_comm_hook(None, bf16_compress_hook)
+def switch_allreduce(model: torch.nn.Module, settings: Train) -> None:
+    """Let DDP send the gradients in bf16, half the bytes between GPUs; the optimizer has them in float32 again."""
+    if settings.allreduce_precision == 'bf16' and dist.get_world_size() > 1:
+        model.register_comm_hook(None, bf16_compress_hook)
 
 
 # Norms that move fewer bytes in a step; weights stay

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
-from composer.utils import dist, get_file, maybe_create_object_store_from_uri, parse_uri
+from composer.utils import get_file, maybe_create_object_store_from_uri, parse_uri
 
 from sdbench.errors import DataError, one_line
 from sdbench.flags.train import Train
@@ -42,22 +42,15 @@ def build_loggers(settings: Train, name: str | None) -> list[LoggerDestination]:
 
 
 class WandB(WandBLogger):
-    """Composer's logger of W&B. Where it cannot start, the training fails with the reason before its first batch."""
-    failure: Exception | None = None
+    """Composer's logger of W&B. Where it cannot start, the run ends in one line before its first batch."""
 
     def init(self, state: State, logger: Logger) -> None:
         try:
             super().init(state, logger)
         except Exception as error:  # of nearly any kind: nobody has logged in, or the server is out of reach
-            self.failure = error
-            self._enabled = False
-            dist.broadcast_object_list(['', ''])  # the entity and the project, for which the other ranks wait
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        if self.failure is not None:
             raise DataError('--wandb_name and --wandb_project: the log of Weights & Biases cannot be opened '
-                            f'({one_line(self.failure, 200)}); log in by `wandb login` or WANDB_API_KEY, or set '
-                            'WANDB_MODE=offline to keep it on this machine')
+                            f'({one_line(error, 200)}); log in by `wandb login` or WANDB_API_KEY, or set '
+                            'WANDB_MODE=offline to keep it on this machine') from None
 
 
 def name_of_run(settings: Train, kept: str | None) -> str | None:

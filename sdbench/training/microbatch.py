@@ -26,16 +26,6 @@ SPARE_SHARE = 1 / 32  # of a GPU's memory, kept free for the fragmentation of a 
 TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse32BitIndexMath'
 
 
-def with_found_microbatch(settings: Train, model: ComposerModel, data: DataSpec) -> Train:
-    """Return the settings with the microbatch that trials find, if it is open. Raises ValueError if no image fits."""
-    if settings.device_train_microbatch_size != 'auto':
-        return settings
-    device_batch_size = settings.batch_size // dist.get_world_size()
-    microbatch = largest_microbatch(model, data, device_batch_size, settings.precision, settings.use_ema)
-    print_on_rank_0(f'{plural(microbatch, "image")} at once: the largest power of two that fits')
-    return dataclasses.replace(settings, device_train_microbatch_size=microbatch, microbatch_search=True)
-
-
 def sizes_to_try(device_batch_size: int) -> list[int]:
     """List the powers of two that divide a device's share of the batch, the smallest first."""
     sizes = [1]
@@ -44,38 +34,40 @@ def sizes_to_try(device_batch_size: int) -> list[int]:
     return sizes
 
 
-def largest_microbatch(model: ComposerModel, data: DataSpec, device_batch_size: int, precision: str,
-                       use_ema: bool) -> int:
-    """Find the largest of `sizes_to_try` that trains within the memory of every rank.
+def with_found_microbatch(settings: Train, model: ComposerModel, data: DataSpec) -> Train:
+    """Return the settings with the largest microbatch that trains within the memory of every rank, if it is open.
 
     The first trial is of one image, so that CUDA's libraries make their handles and workspaces while there is room. All
     ranks try a size at once, so that none waits for another. A trial does what the first two batches of the run do,
     with the memory occupied that the run will occupy. It changes no weights, and needs no optimizer.
 
     Args:
+        settings: of the run.
         model: with its switches; it is moved to its device. Compiled parts run uncompiled: compiling takes minutes for
             each size, and a compiled model usually needs less memory.
         data: what the run will train on.
-        device_batch_size: images of a batch on each device.
-        precision: amp_bf16, amp_fp16 or fp32.
-        use_ema: whether the run keeps an average of the weights.
 
     Raises ValueError if not even one image fits.
     """
+    if settings.device_train_microbatch_size != 'auto':
+        return settings
+
     # each size on all ranks, until one has no room for it
     get_device().module_to_device(model)
-    copies = int(use_ema) + int(dist.get_world_size() > 1)  # the average, and the buckets of DDP
+    ranks = dist.get_world_size()
+    copies = int(settings.use_ema) + int(ranks > 1)  # the average, and the buckets of DDP
     largest = 0
     with torch.compiler.set_stance('force_eager'):
-        for size in sizes_to_try(device_batch_size):
-            fits_here = fits(model, data, size, precision, copies)
+        for size in sizes_to_try(settings.batch_size // ranks):
+            fits_here = fits(model, data, size, settings.precision, copies)
             if not all(dist.all_gather_object(fits_here)):
                 break
             largest = size
     if largest == 0:
         raise ValueError(f'not even one image of --image_size {model.image_size} fits into the memory of this device; '
                          'use --gradient_checkpointing, a smaller image, or a smaller --batch_size')
-    return largest
+    print_on_rank_0(f'{plural(largest, "image")} at once: the largest power of two that fits')
+    return dataclasses.replace(settings, device_train_microbatch_size=largest, microbatch_search=True)
 
 
 def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int) -> bool:

@@ -75,15 +75,6 @@ def log_start(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
               'and its loss says nothing of one that does; give --model_name FOLDER --pretrained', file=sys.stderr)
 
 
-def reason(error: Exception, batch_flag: str) -> str:
-    """Return in one line why a run failed, as `known_reason` does; print the traceback of any other error."""
-    known = known_reason(error, batch_flag)
-    if known is not None:
-        return known
-    traceback.print_exception(error)
-    return f'{type(error).__name__}: {one_line(error)[:500]}'
-
-
 def fit(trainer: Trainer, stop: StopAtSignal) -> dict[str, str]:
     """Train to the end, and return how that was.
 
@@ -97,8 +88,11 @@ def fit(trainer: Trainer, stop: StopAtSignal) -> dict[str, str]:
                 warnings.filterwarnings('ignore', words)
             trainer.fit()
     except Exception as error:
-        microbatch_flag = f'--device_train_microbatch_size {trainer.state.device_train_microbatch_size}'
-        return {'status': FAILED, 'error': redacted(reason(error, microbatch_flag))}
+        reason = known_reason(error, f'--device_train_microbatch_size {trainer.state.device_train_microbatch_size}')
+        if reason is None:  # nobody foresaw it: its traceback says where it was
+            traceback.print_exception(error)
+            reason = f'{type(error).__name__}: {one_line(error, 500)}'
+        return {'status': FAILED, 'error': redacted(reason)}
     finally:
         for callback in trainer.state.callbacks:
             if isinstance(callback, Progress):
@@ -168,15 +162,12 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         else:
             text += '; without --save_folder nothing was saved'
 
-    # the record, and the end of the loggers
-    try:
-        if record['status'] != FAILED:
-            numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
-            trainer.logger.log_metrics(numbers)  # each is a curve of one point
-            trainer.close()
-        append_record(record, text, settings.results_file)
-    except Exception as error:
-        raise DataError(redacted(reason(error, ''))) from None
+    # the end of the loggers, and the record
+    if record['status'] != FAILED:
+        numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
+        trainer.logger.log_metrics(numbers)  # each is a curve of one point
+        trainer.close()
+    append_record(record, text, settings.results_file)
 
     # the end of the process
     if record['status'] == INTERRUPTED:

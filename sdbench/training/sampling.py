@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from sdbench.errors import one_line
 from sdbench.flags.train import Train
-from sdbench.measuring.clock import Measurement
+from sdbench.measuring.clock import Stopwatch
 from sdbench.models.drawing import GUIDANCE, STEPS, build_pipeline, decode, seeded
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer, build_vae
 from sdbench.paths import atomic_write, read_text
@@ -82,17 +82,17 @@ class Sampling(Callback):
         prompts: what is drawn.
         model: where it trains on latents, the VAE of `files` decodes.
         files: of the model.
-        measurement: of the run, which counts the seconds apart.
+        stopwatch: of the run, which counts the seconds apart.
         stop: of the run.
     """
 
     def __init__(self, settings: Train, prompts: list[str], model: ComposerModel, files: ModelFiles,
-                 measurement: Measurement, stop: StopAtSignal):
+                 stopwatch: Stopwatch, stop: StopAtSignal):
         self.settings = settings
         self.prompts = prompts
         self.model = model
         self.files = files
-        self.measurement = measurement
+        self.stopwatch = stopwatch
         self.stop = stop
         self._is_due = create_interval_scheduler(settings.sample_interval)
 
@@ -110,14 +110,16 @@ class Sampling(Callback):
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if self.stop.interrupted or not self._is_due(state, Event.BATCH_CHECKPOINT):
             return
-        with self.measurement.excluded('sampling'):  # for all ranks, until the last of them is through
-            if dist.get_global_rank() == 0:
-                try:
-                    self._draw_and_keep(state, logger)
-                except Exception as error:  # of a disk, of memory: whatever it is, weeks of training do not end with it
-                    batch = state.timestamp.batch.value
-                    tqdm.write(f'warning: nothing was drawn at batch {batch} ({type(error).__name__}: '
-                               f'{one_line(error, 200)}); the training goes on', file=sys.stderr)
+        # on rank 0; the seconds of all ranks count apart, until that one is through
+        self.stopwatch.count_as('sampling')
+        if dist.get_global_rank() == 0:
+            try:
+                self._draw_and_keep(state, logger)
+            except Exception as error:  # of a disk, of memory: whatever it is, weeks of training do not end with it
+                tqdm.write(f'warning: nothing was drawn at batch {state.timestamp.batch.value} '
+                           f'({type(error).__name__}: {one_line(error, 200)}); the training goes on', file=sys.stderr)
+        dist.barrier()
+        self.stopwatch.count_as('checkpoint')  # which comes next
 
     def _draw_and_keep(self, state: State, logger: Logger) -> None:
         """Draw with the weights of now, and keep the grid as a PNG and with the loggers."""

@@ -9,7 +9,7 @@ from benchmark import main
 from sdbench.training.checkpoints import RUN_NAME
 from sdbench.training.loggers import build_loggers, kept_name, name_of_run
 from tests.forked_runs import run_program
-from tests.runs import TINY, failed, settings_of
+from tests.runs import TINY, one_error_line, settings_of
 
 CURVES = {'loss/train/total', 'lr-AdamW/group0', 'l2_norm/grad/global', 'throughput/samples_per_sec', 'images_per_sec'}
 
@@ -82,12 +82,11 @@ def test_a_run_that_was_lost_before_its_first_checkpoint_goes_on_at_wandb_by_the
     assert ids == {(tmp_path / RUN_NAME).read_text().strip()}
 
 
-def test_a_logger_that_cannot_start_is_one_line_and_the_record_says_failed(results, capfd, monkeypatch):
+def test_a_logger_that_cannot_start_is_one_line(capfd, monkeypatch):
     def nobody_has_logged_in(**_):
         raise wandb.errors.UsageError('api_key not configured (no-tty).')
     monkeypatch.setattr(wandb, 'init', nobody_has_logged_in)
-    argv = ['--use_synth_latents', *TINY, '--wandb_name', 'x', '--results', results]
-    line = failed(argv, results, capfd)
+    line = one_error_line(['--use_synth_latents', *TINY, '--wandb_name', 'x'], capfd)
     assert '--wandb_name' in line
     assert '(api_key not configured (no-tty).); log in by `wandb login` or WANDB_API_KEY, or set WANDB_MODE' in line
 

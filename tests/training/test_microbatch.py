@@ -10,7 +10,7 @@ import benchmark
 from benchmark import StableDiffusion, build_data, main
 from sdbench.flags.complete import complete
 from sdbench.models.loading import find_model
-from sdbench.training.microbatch import is_too_large, largest_microbatch
+from sdbench.training.microbatch import is_too_large, with_found_microbatch
 from tests.forked_runs import run_ranks
 from tests.runs import SMALLEST, TINY, assert_same_training, settings_of
 
@@ -36,9 +36,9 @@ def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str) -> l
 
 def search(model: StableDiffusion, *argv: str) -> int:
     """Return the largest microbatch of a run with these flags."""
-    settings = settings_of('--use_synth_data', *TINY, *argv)
-    return largest_microbatch(model, build_data(settings, find_model(SMALLEST), None), settings.batch_size, 'fp32',
-                              settings.use_ema)
+    settings = replace(settings_of('--use_synth_data', *TINY, *argv), device_train_microbatch_size='auto')
+    data = build_data(settings, find_model(SMALLEST), None)
+    return with_found_microbatch(settings, model, data).device_train_microbatch_size
 
 
 @pytest.fixture
