@@ -13,7 +13,7 @@ import pandas as pd
 
 from benchmarks.forecast.fit import Fitted, judge, predict
 from benchmarks.forecast.points import read_points, tested_layouts
-from sdbench.forecast.speed import COMPILED, CONSTANTS, IN_A_GRAPH, TESTED, TESTED_IN_A_GRAPH
+from sdbench.forecast.speed import COMPILED, CONSTANTS, IN_A_GRAPH, TESTED
 
 
 def table(points: pd.DataFrame) -> str:
@@ -63,8 +63,7 @@ def main() -> None:
     # what stands in the code
     print()
     stands = {'CONSTANTS': (fitted.eager, CONSTANTS), 'IN_A_GRAPH': (fitted.in_a_graph, IN_A_GRAPH),
-              'TESTED': (tested_layouts(judged[is_eager]), TESTED),
-              'TESTED_IN_A_GRAPH': (tested_layouts(judged[~is_eager]), TESTED_IN_A_GRAPH)}
+              'TESTED': (tested_layouts(judged), TESTED)}
     for name, (found, in_code) in stands.items():
         print(f'{name} {found}: {"as in the code" if found == in_code else f"the code has {in_code}"}')
     if len(sys.argv) > 1:

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from sdbench.forecast.speed import IN_GRAPHS
 from sdbench.gpus import CARDS, Card
 
 ROOT = Path(__file__).parents[2]
@@ -55,10 +56,11 @@ def card_of(point: pd.Series) -> Card:
     return AMD if point['device'] == AMD.name else CARDS[f'NVIDIA {point["device"]}']
 
 
-def tested_layouts(points: pd.DataFrame) -> dict[tuple[str, int, bool], list[tuple[int, int]]]:
+def tested_layouts(points: pd.DataFrame) -> dict[bool | str, dict[tuple[str, int, bool], list[tuple[int, int]]]]:
     """Return TESTED of forecast/speed.py: GPUs and images a step on each, of the points that no other one covers."""
-    tested = {}
-    for (device, image_size, encoders), runs in points.groupby(['device', 'image_size', 'encoders']):
+    tested = {False: {}, IN_GRAPHS: {}}  # in which all compiled ones ran
+    of_compile = points['compile'].map(lambda compile: False if compile == 'no' else IN_GRAPHS)
+    for (mode, device, image_size, encoders), runs in points.groupby([of_compile, 'device', 'image_size', 'encoders']):
         images = (runs['batch_size'] / runs['num_devices']).astype(int)
         layouts = sorted(set(zip(runs['num_devices'].astype(int), images, strict=True)))
         edges = []
@@ -67,5 +69,5 @@ def tested_layouts(points: pd.DataFrame) -> dict[tuple[str, int, bool], list[tup
                        if other != (devices, fewest) and other[0] >= devices and other[1] <= fewest]
             if not covered:
                 edges.append((devices, fewest))
-        tested[f'NVIDIA {device}', image_size, encoders != 'in_loop'] = edges
+        tested[mode][f'NVIDIA {device}', image_size, encoders != 'in_loop'] = edges
     return tested

@@ -22,7 +22,7 @@ from sdbench.flags.parser import parse
 from sdbench.flags.train import SD2_BASE, TINY_MODEL, Train
 from sdbench.forecast.compiling import BLOCKS, ENCODER, KEPT, NORMS_IN_FLOAT32, WHOLE, compiled
 from sdbench.forecast.count import CASTS, CONVOLUTIONS, FUSED, NORMS, POINTWISE, StepMemory
-from sdbench.forecast.speed import COMPILED, BatchSplit, StepWork, Work, images_per_sec
+from sdbench.forecast.speed import COMPILED, BatchSplit, StepWork, images_per_sec
 from sdbench.forecast.trace import build_on_meta, lasting_bytes, trace_step
 from sdbench.gpus import CARDS
 from sdbench.models.loading import BUILT_IN, find_model
@@ -70,18 +70,14 @@ def count_compiled(settings: Train) -> tuple[StepMemory, StepWork]:
     return trace_compiled_step(build_on_meta(settings, find_model(settings.model_name), build_model), settings)
 
 
-def shares_of(eager: StepWork, counted: StepWork, part: str = '') -> dict[str, float]:
-    """Return compiled over eager, of bytes for each image and of kernels, by kind of operator."""
+def shares_of(eager: StepWork, counted: StepWork, part: str) -> dict[str, float]:
+    """Return compiled over eager, of bytes for each image and of kernels, by kind, of a part of the work."""
     row = {}
     for name, kinds in ((CONVOLUTIONS, (CONVOLUTIONS,)), ('fused', FUSED_KINDS)):
-        totals = []
-        for work in (eager, counted):
-            fixed, per_image = getattr(work, f'{part}fixed'), getattr(work, f'{part}per_image')
-            totals.append((sum(per_image.get(kind, Work()).nbytes for kind in kinds),
-                           sum(fixed.get(kind, Work()).kernels for kind in kinds)))
-        (bytes_before, kernels_before), (bytes_after, kernels_after) = totals
-        row[f'{part}{name} bytes'] = bytes_after / bytes_before
-        row[f'{part}{name} kernels'] = kernels_after / kernels_before
+        before, after = (getattr(work, part) for work in (eager, counted))
+        share = after[after.index.isin(kinds)].sum() / before[before.index.isin(kinds)].sum()
+        row[f'{part} {name} bytes'] = share['image_bytes']
+        row[f'{part} {name} kernels'] = share['kernels']
     return row
 
 
@@ -115,7 +111,7 @@ def main() -> None:
             counted = count_compiled(settings)
 
             row = {'step': title, 'kept': kept(counted[0]) / kept(eager[0])}
-            for part in ('', 'encoder_'):
+            for part in ('model', 'encoder'):
                 row |= shares_of(eager[1], counted[1], part)
             errors = figures_of(*compiled(*eager, settings), lasting) / figures_of(*counted, lasting) - 1
             row |= (100 * errors).to_dict()

@@ -15,8 +15,8 @@ from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.forecast.compiling import compiled
 from sdbench.forecast.count import UPDATE
-from sdbench.forecast.speed import BatchSplit, StepWork, Work
-from sdbench.forecast.trace import build_on_meta, trace_step
+from sdbench.forecast.speed import BatchSplit, StepWork
+from sdbench.forecast.trace import build_on_meta, trace_step, work_by_kind
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.models.loading import AUTOCAST_DTYPES, SD2_BASE, find_model
 
@@ -82,7 +82,7 @@ def trace(run: Run) -> StepWork:
         return work
     _, work = compiled(*trace_step(outline, precision), replace(settings, compile=True, compile_blocks=False))
     weights = sum(weight.numel() for weight in outline.unet.parameters())
-    return replace(work, update={UPDATE: Work(0, BYTES_OF_FUSED_ADAM * weights, 1)})
+    return work._replace(update=work_by_kind([(UPDATE, 0, 0, BYTES_OF_FUSED_ADAM * weights, 1)]))
 
 
 def take_text_as_encoded(model: ComposerModel) -> None:

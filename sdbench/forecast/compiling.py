@@ -7,13 +7,13 @@ has the compiler schedule the kernels of many steps, compares them with the eage
 the shares that stand here, with the error that each of those steps is met with.
 """
 import dataclasses
-from collections import defaultdict
 
 import numpy as np
+import pandas as pd
 
 from sdbench.flags.train import Train
 from sdbench.forecast.count import CASTS, CONVOLUTIONS, FUSED, ITEMS, NORMS, POINTWISE, StepMemory
-from sdbench.forecast.speed import Bucket, StepWork, Work
+from sdbench.forecast.speed import WORK, StepWork
 
 # What is left of an eager step with norms in half precision and images in channels_last: shares of an image's bytes and
 # of kernels, by kind of operator. Bytes that are no image's, as of weights and their casts, all stay, and so does all
@@ -42,47 +42,28 @@ def compiled(step: StepMemory, work: StepWork, settings: Train) -> tuple[StepMem
     if not settings.half_precision_norms:
         (nbytes, kernels), (more, fewer) = shares[FUSED], NORMS_IN_FLOAT32[bool(settings.compile_blocks)]
         shares = shares | {FUSED: (nbytes * more, kernels * fewer)}
-    fixed, per_image = left_of(work.fixed, work.per_image, shares)
-    encoder_fixed, encoder_per_image = left_of(work.encoder_fixed, work.encoder_per_image, ENCODER)
+    model = left_of(work.model, shares)
 
     # Gradients travel while others are computed only if a graph ends between them. One of the whole UNet returns all
     # its gradients at its end, and holds them until then.
-    buckets = []
-    for bucket in work.buckets:
-        left = Bucket(bucket.nbytes, Work(), Work())
-        if settings.compile_blocks:
-            left = Bucket(bucket.nbytes, in_proportion(bucket.fixed, work.fixed, fixed),
-                          in_proportion(bucket.per_image, work.per_image, per_image))
-        buckets.append(left)
+    buckets = work.buckets.copy()
+    left = model.sum() / work.model.sum() if settings.compile_blocks else 0
+    buckets[WORK] *= left
     gradients, _, activations, working = range(len(ITEMS))
-    alive = []
-    for rows in (step.fixed, step.per_image):
-        rows = rows.copy()
-        rows[:, activations] = np.round(rows[:, activations] * KEPT)
-        if not settings.compile_blocks:
-            if settings.gradient_checkpointing:
-                rows[~step.in_encoder, working] = np.round(rows[~step.in_encoder, working] * COMPUTED_EARLY)
-            rows[:, working] += rows[:, gradients]
-            rows[:, gradients] = 0
-        alive.append(rows)
-
-    step = dataclasses.replace(step, fixed=alive[0], per_image=alive[1])
-    return step, dataclasses.replace(work, fixed=fixed, per_image=per_image, buckets=buckets,
-                                     encoder_fixed=encoder_fixed, encoder_per_image=encoder_per_image)
+    alive = step.alive.copy()
+    alive[..., activations] = np.round(alive[..., activations] * KEPT)
+    if not settings.compile_blocks:
+        if settings.gradient_checkpointing:
+            alive[~step.in_encoder, :, working] = np.round(alive[~step.in_encoder, :, working] * COMPUTED_EARLY)
+        alive[..., working] += alive[..., gradients]
+        alive[..., gradients] = 0
+    return (dataclasses.replace(step, alive=alive),
+            work._replace(model=model, encoder=left_of(work.encoder, ENCODER), buckets=buckets))
 
 
-def left_of(fixed: dict[str, Work], per_image: dict[str, Work], shares: Shares) -> tuple[dict, dict]:
-    """Return what is left of eager work, whatever the microbatch and for each image, with one kind for all fused."""
-    left_fixed, left_per_image = defaultdict(Work), defaultdict(Work)
-    for kind in fixed:
-        name = FUSED if kind in (NORMS, CASTS, POINTWISE) else kind
-        nbytes, kernels = shares.get(name, (1, 1))
-        left_fixed[name] += fixed[kind]._replace(kernels=fixed[kind].kernels * kernels)
-        left_per_image[name] += per_image[kind]._replace(nbytes=per_image[kind].nbytes * nbytes)
-    return dict(left_fixed), dict(left_per_image)
-
-
-def in_proportion(part: Work, eager: dict[str, Work], left: dict[str, Work]) -> Work:
-    """Return a part of eager work times what is left of all of it."""
-    before, after = sum(eager.values(), Work()), sum(left.values(), Work())
-    return Work(*(share * new / max(old, 1) for share, new, old in zip(part, after, before, strict=True)))
+def left_of(work: pd.DataFrame, shares: Shares) -> pd.DataFrame:
+    """Return what is left of eager work, with one kind for all that is fused."""
+    left = work.rename(index=dict.fromkeys((NORMS, CASTS, POINTWISE), FUSED)).groupby(level=0).sum()
+    for kind, of_bytes_and_kernels in shares.items():
+        left.loc[left.index == kind, ['image_bytes', 'kernels']] *= of_bytes_and_kernels
+    return left

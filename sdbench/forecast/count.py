@@ -6,7 +6,6 @@ kernels do more, it is said here: each rule names what they do.
 """
 import math
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,8 +17,6 @@ from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-
-from sdbench.forecast.speed import Work
 
 PRODUCTS = 'matrix products'
 CONVOLUTIONS = 'convolutions'
@@ -165,13 +162,11 @@ class StepMemory:
     """Bytes that are alive at each operator of a step, apart from the weights, as a function of the microbatch.
 
     Attributes:
-        fixed: int64 (operators, ITEMS), whatever the microbatch.
-        per_image: int64 (operators, ITEMS), for each image of the microbatch.
+        alive: int64 (operators, 2, ITEMS), whatever the microbatch, and for each image of it.
         in_encoder: bool (operators,), those of the VAE's encoder, which a step on latents has not.
         gradients: of all weights together.
     """
-    fixed: np.ndarray
-    per_image: np.ndarray
+    alive: np.ndarray
     in_encoder: np.ndarray
     gradients: int
 
@@ -186,7 +181,7 @@ class StepMemory:
             accumulated: the gradients of an earlier microbatch are there. Else they come as the activations go.
             latents: the images were encoded before. Themselves, 6 MiB each at 512 pixels, they stay counted.
         """
-        alive = self.fixed + microbatch * self.per_image
+        alive = self.alive[:, 0] + microbatch * self.alive[:, 1]
         if latents:
             alive = alive[~self.in_encoder]
         if accumulated:
@@ -206,10 +201,8 @@ class StepCounter(TorchDispatchMode):
         now: int64 (2, ITEMS), what is alive whatever the microbatch, and for each image of it.
         rows: `now` after each operator.
         in_encoder: whether the VAE's encoder is at work. `encoder_rows` has it for each of `rows`.
-        arrivals: of each gradient its bytes, and the work until it was there, fixed and for each image.
-        fixed, per_image: the work of all operators by kind, whatever the microbatch, and for each image of it, but for
-            that of the VAE's encoder.
-        encoder_fixed, encoder_per_image: the same of the VAE's encoder.
+        work: of each operator that computes something whether it is the encoder's, its kind, and its WORK.
+        arrivals: of each gradient its bytes, and how much of `work` was done when it was there.
     """
 
     def __init__(self, weights: list[torch.Tensor], images: int = TRACED_IMAGES):
@@ -224,11 +217,8 @@ class StepCounter(TorchDispatchMode):
         self.rows: list[np.ndarray] = []
         self.in_encoder = False
         self.encoder_rows: list[bool] = []
-        self.arrivals: list[tuple[int, Work, Work]] = []
-        self.fixed = defaultdict(Work)
-        self.per_image = defaultdict(Work)
-        self.encoder_fixed = defaultdict(Work)
-        self.encoder_per_image = defaultdict(Work)
+        self.work: list[tuple[bool, str, float, float, float, int]] = []
+        self.arrivals: list[tuple[int, int]] = []
 
     def watch_encoder(self, vae: AutoencoderKL) -> None:
         """Count from now on what a VAE's encoder does apart from all else."""
@@ -264,23 +254,15 @@ class StepCounter(TorchDispatchMode):
         self.encoder_rows.append(self.in_encoder)
 
     def add_work(self, operator: Operator) -> None:
-        """Add an operator to the work of its kind: bytes that the number of images divides are those of images."""
+        """Add an operator to the work: bytes that the number of images divides are those of images."""
         of_images = sum(size for size in operator.sizes if size % self.images == 0)
-        of_step = sum(operator.sizes) - of_images
-        fixed, per_image = self.fixed, self.per_image
-        if self.in_encoder:
-            fixed, per_image = self.encoder_fixed, self.encoder_per_image
-        fixed[operator.kind] += Work(0, of_step, operator.kernels)
-        per_image[operator.kind] += Work(operator.flops / self.images, of_images / self.images, 0)
+        self.work.append((self.in_encoder, operator.kind, operator.flops / self.images, of_images / self.images,
+                          sum(operator.sizes) - of_images, operator.kernels))
 
     def notice_gradient(self, weight: torch.Tensor) -> None:
         """Count a gradient that is there now, and note when it came."""
         self.count_as('gradients', weight.grad)
-        self.arrivals.append((weight.nbytes, *self.work_so_far()))
-
-    def work_so_far(self) -> tuple[Work, Work]:
-        """Return the work of all kinds, whatever the microbatch, and for each image of it."""
-        return sum(self.fixed.values(), Work()), sum(self.per_image.values(), Work())
+        self.arrivals.append((weight.nbytes, len(self.work)))
 
     def notice(self, tensor: torch.Tensor) -> None:
         """Count a storage that is new, until it is freed."""

@@ -175,12 +175,9 @@ def training_answer(given: Estimate, build_model: Callable, cards: list[Card], f
     if is_forecast:
         split = given.split(given.microbatch_on(first))
         seconds = seconds_by_kind(first, given.work_of_run, split, given.constants)
-        total = sum(seconds.values())
-        shares = []
-        for kind, spent in sorted(seconds.items(), key=lambda item: -item[1]):
-            if spent >= 0.005 * total:
-                shares.append(f'{kind} {spent / total:.0%}')
-        time = textwrap.fill(f'Where the time goes: {", ".join(shares)}.', WIDTH)
+        shares = (seconds / seconds.sum()).sort_values(ascending=False)
+        kinds = [f'{kind} {share:.0%}' for kind, share in shares.items() if share >= 0.005]
+        time = textwrap.fill(f'Where the time goes: {", ".join(kinds)}.', WIDTH)
         encoding = rounded(record_of_first['encode_images_per_sec'])
         blocks.append(f'{time}\nEncoding once, before a training on latents: {encoding} images/s.')
 

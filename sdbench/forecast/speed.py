@@ -12,8 +12,10 @@ Several GPUs exchange their gradients while the last backward pass of a step is 
 pass is over is added to the step.
 """
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import pandas as pd
 
 from sdbench.gpus import Card, peak_of
 
@@ -42,33 +44,24 @@ IN_A_GRAPH = replace(COMPILED, seconds_a_kernel=3.27e-06)
 # The largest error of a published point of an eager step, either way, when the constants are fitted without its source.
 # Compiled ones are met twice as well, but all of one program: their range is the same.
 LARGEST_ERROR = 0.12
-# The fitted points, all of Stable Diffusion 2, by card, image size and whether they were on latents: on how many GPUs,
-# and how many images a step on each. Those are left out that another one has in it, with as many GPUs or more and as
-# few images or less.
-TESTED = {('NVIDIA A100-SXM4-40GB', 512, False): [(128, 16)], ('NVIDIA A100-SXM4-80GB', 256, True): [(128, 16)],
-          ('NVIDIA A100-SXM4-80GB', 512, False): [(8, 256)], ('NVIDIA A100-SXM4-80GB', 512, True): [(128, 16)],
-          ('NVIDIA H100 80GB HBM3', 512, False): [(1, 1), (8, 256)], ('NVIDIA H200', 512, False): [(8, 32)],
-          ('NVIDIA L40S', 512, False): [(1, 1)]}
-# The same of compiled points
-TESTED_IN_A_GRAPH = {('NVIDIA B200', 512, True): [(64, 8)], ('NVIDIA H100 80GB HBM3', 512, True): [(64, 16)],
-                     ('NVIDIA H200', 512, True): [(16, 32)]}
+IN_GRAPHS = 'reduce-overhead'  # the mode of --compile that replays CUDA graphs
+# The fitted points, all of Stable Diffusion 2, by the mode of --compile, then by card, image size and whether they were
+# on latents: on how many GPUs, and how many images a step on each. Those are left out that another one has in it, with
+# as many GPUs or more and as few images or less.
+TESTED = {
+    False: {('NVIDIA A100-SXM4-40GB', 512, False): [(128, 16)], ('NVIDIA A100-SXM4-80GB', 256, True): [(128, 16)],
+            ('NVIDIA A100-SXM4-80GB', 512, False): [(8, 256)], ('NVIDIA A100-SXM4-80GB', 512, True): [(128, 16)],
+            ('NVIDIA H100 80GB HBM3', 512, False): [(1, 1), (8, 256)], ('NVIDIA H200', 512, False): [(8, 32)],
+            ('NVIDIA L40S', 512, False): [(1, 1)]},
+    IN_GRAPHS: {('NVIDIA B200', 512, True): [(64, 8)], ('NVIDIA H100 80GB HBM3', 512, True): [(64, 16)],
+                ('NVIDIA H200', 512, True): [(16, 32)]},
+}
 WAITING = 'exchange beyond the backward pass'
 
-
-class Work(NamedTuple):
-    """What operators ask of a GPU: FLOPs (1 multiply-add = 2), bytes read and written, kernels."""
-    flops: float = 0
-    nbytes: float = 0
-    kernels: float = 0
-
-    def __add__(self, other: 'Work') -> 'Work':
-        return Work(*(mine + others for mine, others in zip(self, other, strict=True)))
-
-    def __sub__(self, other: 'Work') -> 'Work':
-        return self + other * -1
-
-    def __mul__(self, times: float) -> 'Work':
-        return Work(*(mine * times for mine in self))
+# What operators ask of a GPU, the columns of a table: FLOPs (1 multiply-add = 2) and bytes, read and written, for each
+# image, and other bytes and kernels, however many images there are.
+WORK = ['image_flops', 'image_bytes', 'other_bytes', 'kernels']
+NOTHING = pd.DataFrame(columns=WORK, dtype=float)
 
 
 class BatchSplit(NamedTuple):
@@ -96,62 +89,32 @@ class BatchSplit(NamedTuple):
         return self.images - (self.microbatches - 1) * self.microbatch
 
 
-class Bucket(NamedTuple):
-    """Gradients that are sent together.
+class StepWork(NamedTuple):
+    """The work of a step, in tables with the columns of WORK. But for `buckets` they have a row for each kind.
 
     Attributes:
-        nbytes: of them in float32.
-        fixed: the work of the backward pass that is left when they are there, whatever the microbatch.
-        per_image: the work that is left, in addition, for each image of the microbatch.
-    """
-    nbytes: int
-    fixed: Work
-    per_image: Work
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """The work of a step by kind of operator.
-
-    Attributes:
-        fixed: of a microbatch, whatever its size, but for the VAE's encoder.
-        per_image: in addition, of each of its images.
+        model: of each microbatch, without the VAE's encoder.
+        encoder: what that adds, unless latents were stored.
         accumulation: of adding a microbatch's gradients to those of an earlier one.
         update: once a step.
         exchange: once a step where there are several GPUs: of copying gradients to the buckets and back.
-        buckets: in the order in which the backward pass fills them.
-        encoder_fixed, encoder_per_image: what the VAE's encoder adds to `fixed` and `per_image`, unless its latents
-            were stored.
+        buckets: of gradients that are sent together, a row for each, in the order in which the backward pass fills
+            them: `sent`, its bytes in float32, and the work of the backward pass that is left then.
     """
-    fixed: dict[str, Work]
-    per_image: dict[str, Work]
-    accumulation: dict[str, Work]
-    update: dict[str, Work]
-    exchange: dict[str, Work] = field(default_factory=dict)
-    buckets: list[Bucket] = field(default_factory=list)
-    encoder_fixed: dict[str, Work] = field(default_factory=dict)
-    encoder_per_image: dict[str, Work] = field(default_factory=dict)
+    model: pd.DataFrame
+    encoder: pd.DataFrame = NOTHING
+    accumulation: pd.DataFrame = NOTHING
+    update: pd.DataFrame = NOTHING
+    exchange: pd.DataFrame = NOTHING
+    buckets: pd.DataFrame = NOTHING
 
     def on_latents(self) -> 'StepWork':
         """Return the work of a step whose images were encoded before."""
-        return replace(self, encoder_fixed={}, encoder_per_image={})
+        return self._replace(encoder=NOTHING)
 
     def of_encoder(self) -> 'StepWork':
         """Return the work of encoding a batch of images once, as encode.py does."""
-        return StepWork(self.encoder_fixed, self.encoder_per_image, accumulation={}, update={})
-
-    def of_step(self, split: BatchSplit) -> dict[str, Work]:
-        """Return the work of a step on one GPU by kind."""
-        parts = [(self.fixed, split.microbatches), (self.per_image, split.images),
-                 (self.encoder_fixed, split.microbatches), (self.encoder_per_image, split.images),
-                 (self.accumulation, split.microbatches - 1), (self.update, 1)]
-        if split.num_devices > 1:
-            parts.append((self.exchange, 1))
-        total = {}
-        for works, times in parts:
-            for kind, work in works.items():
-                total[kind] = total.get(kind, Work()) + work * times
-        return total
+        return StepWork(self.encoder)
 
 
 def can_forecast(card: Card, precision: str) -> bool:
@@ -159,13 +122,13 @@ def can_forecast(card: Card, precision: str) -> bool:
     return card.multiprocessors is not None and peak_of(card.name, precision) is not None
 
 
-def seconds_of(card: Card, work: Work, constants: Constants = CONSTANTS) -> float:
-    """Return the seconds that work takes on a card."""
+def seconds_of(card: Card, work: pd.DataFrame, images: int, times: int, constants: Constants = CONSTANTS) -> pd.Series:
+    """Return the seconds that each row of work takes on a card, done so many times, for so many images in all."""
     memory = constants.bandwidth_share * card.gigabytes_per_sec * 1e9
     multiprocessors = constants.bytes_a_cycle * card.multiprocessors * card.gigahertz * 1e9
-    return (work.flops / (constants.peak_share * card.tflops * 1e12)
-            + work.nbytes / min(memory, multiprocessors)
-            + work.kernels * constants.seconds_a_kernel)
+    return (work['image_flops'] * images / (constants.peak_share * card.tflops * 1e12)
+            + (work['image_bytes'] * images + work['other_bytes'] * times) / min(memory, multiprocessors)
+            + work['kernels'] * times * constants.seconds_a_kernel)
 
 
 def seconds_of_waiting(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> float:
@@ -179,24 +142,21 @@ def seconds_of_waiting(card: Card, step: StepWork, split: BatchSplit, constants:
     over_link = 2 * (split.num_devices - 1) / split.num_devices  # bytes for each byte of gradients, by a ring
     if split.allreduce_precision == 'bf16':
         over_link /= 2
-    waiting = 0.0
-    travelling = 0.0  # seconds of this bucket and all after it
-    for bucket in reversed(step.buckets):
-        travelling += bucket.nbytes * over_link / (card.link_gigabytes_per_sec * 1e9)
-        computing = seconds_of(card, bucket.fixed + bucket.per_image * split.last_microbatch, constants)
-        waiting = max(waiting, travelling - computing)
-    return waiting
+    sent = step.buckets['sent'][::-1].cumsum()  # with all after it
+    travelling = sent * over_link / (card.link_gigabytes_per_sec * 1e9)
+    computing = seconds_of(card, step.buckets, split.last_microbatch, 1, constants)
+    return max(0.0, (travelling - computing).max())
 
 
-def seconds_by_kind(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS
-                    ) -> dict[str, float]:
-    """Return the seconds of a step by kind of operator, and for several GPUs those of WAITING."""
-    seconds = {kind: seconds_of(card, work, constants) for kind, work in step.of_step(split).items()}
-    if split.num_devices > 1:
-        seconds[WAITING] = seconds_of_waiting(card, step, split, constants)
-    return seconds
+def seconds_by_kind(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> pd.Series:
+    """Return the seconds of a step by kind of operator, and those of WAITING."""
+    parts = [(step.model, split.microbatches), (step.encoder, split.microbatches),
+             (step.accumulation, split.microbatches - 1), (step.update, 1), (step.exchange, split.num_devices > 1)]
+    seconds = [seconds_of(card, work, split.images, times, constants) for work, times in parts]
+    seconds.append(pd.Series({WAITING: seconds_of_waiting(card, step, split, constants)}))
+    return pd.concat(seconds).groupby(level=0).sum()
 
 
 def images_per_sec(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> float:
     """Return the images per second of all GPUs together."""
-    return split.num_devices * split.images / sum(seconds_by_kind(card, step, split, constants).values())
+    return split.num_devices * split.images / seconds_by_kind(card, step, split, constants).sum()

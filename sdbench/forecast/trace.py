@@ -9,10 +9,11 @@ torch's own MemTracker, with which the tests compare it, counts one microbatch, 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import torch
 from composer import ComposerModel
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -29,13 +30,12 @@ from sdbench.forecast.speed import (
     COMPILED,
     CONSTANTS,
     IN_A_GRAPH,
+    IN_GRAPHS,
     TESTED,
-    TESTED_IN_A_GRAPH,
+    WORK,
     BatchSplit,
-    Bucket,
     Constants,
     StepWork,
-    Work,
     images_per_sec,
 )
 from sdbench.gpus import Card
@@ -47,7 +47,6 @@ from sdbench.training.optimization import ADAM_MOMENTS
 # What a GPU takes beside the tensors that are counted: CUDA itself, its libraries' workspaces, and memory that the
 # allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.
 UNCOUNTED_SHARE = 0.12
-IN_GRAPHS = 'reduce-overhead'  # the mode of --compile that replays CUDA graphs
 BUCKET_BYTES = 25 * 2**20  # that DistributedDataParallel fills before it sends them
 
 
@@ -87,8 +86,7 @@ class Estimate:
         if settings.compile:
             step, work = compiled(step, work, settings)
         if not settings.use_ema:
-            without_average = {kind: of_kind for kind, of_kind in work.update.items() if kind != AVERAGE}
-            work = dataclasses.replace(work, update=without_average)
+            work = work._replace(update=work.update.drop(AVERAGE))
         return cls(settings, model, lasting_bytes(settings, model, settings.dry_run), step, work)
 
     @property
@@ -99,9 +97,7 @@ class Estimate:
     @property
     def constants(self) -> Constants:
         """The constants of the forecast."""
-        if not self.settings.compile:
-            return CONSTANTS
-        return IN_A_GRAPH if self.settings.compile == IN_GRAPHS else COMPILED
+        return {False: CONSTANTS, IN_GRAPHS: IN_A_GRAPH}.get(self.settings.compile, COMPILED)
 
     @property
     def device_batch_size(self) -> int:
@@ -148,16 +144,11 @@ class Estimate:
         the exchange of gradients and the update weighed as much as here, or more.
         """
         settings = self.settings
-        if settings.gradient_checkpointing or settings.attention == 'math':
+        if settings.gradient_checkpointing or settings.attention == 'math' or settings.compile_blocks:
             return False
         if not is_stable_diffusion_2(self.model.unet.config):
             return False
-        tested = TESTED
-        if settings.compile:
-            if settings.compile != IN_GRAPHS or settings.compile_blocks:
-                return False
-            tested = TESTED_IN_A_GRAPH
-        layouts = tested.get((card.name, settings.image_size, settings.latents), [])
+        layouts = TESTED.get(settings.compile, {}).get((card.name, settings.image_size, settings.latents), [])
         return any(settings.dry_run <= devices and self.device_batch_size >= images for devices, images in layouts)
 
 
@@ -231,7 +222,7 @@ def trace_step(meta_model: ComposerModel, precision: str, prepare_update: Callab
         forward_and_backward(model, precision, counter, attention)
 
     # what happens once a step: the second update, since the first makes the optimizer's state
-    works = {}
+    updates = []
     if prepare_update is not None:
         with mode:
             for kind, update in prepare_update(model).items():
@@ -239,8 +230,8 @@ def trace_step(meta_model: ComposerModel, precision: str, prepare_update: Callab
                 counter_of_update = StepCounter([])
                 with counter_of_update:
                     update()
-                works[kind] = sum(counter_of_update.fixed.values(), Work())
-    return memory_and_work(model, counter, works)
+                updates += [(kind, *work) for _, _, *work in counter_of_update.work]
+    return memory_and_work(model, counter, work_by_kind(updates))
 
 
 def with_fake_tensors(meta_model: ComposerModel, mode: FakeTensorMode) -> ComposerModel:
@@ -272,28 +263,33 @@ def forward_and_backward(model: ComposerModel, precision: str, counter: StepCoun
     del composers_copy
 
 
-def memory_and_work(model: ComposerModel, counter: StepCounter, update: dict[str, Work]) -> tuple[StepMemory, StepWork]:
+def work_by_kind(rows: Iterable[tuple]) -> pd.DataFrame:
+    """Return a table of work, summed by kind, of rows that are each a kind and its WORK."""
+    return pd.DataFrame(rows, columns=['kind', *WORK]).groupby('kind').sum().astype(float)
+
+
+def memory_and_work(model: ComposerModel, counter: StepCounter, update: pd.DataFrame) -> tuple[StepMemory, StepWork]:
     """Return memory and work of the step that `counter` has seen, with the work of the update after it."""
     # the buckets that DistributedDataParallel fills with gradients as they come, and sends one by one
-    fixed, per_image = counter.work_so_far()
+    operators = pd.DataFrame(counter.work, columns=['in_encoder', 'kind', *WORK])
     buckets = []
     nbytes = 0
-    for number, (size, fixed_so_far, per_image_so_far) in enumerate(counter.arrivals, start=1):
+    for number, (size, done) in enumerate(counter.arrivals, start=1):
         nbytes += size
         if nbytes >= BUCKET_BYTES or number == len(counter.arrivals):
-            buckets.append(Bucket(nbytes, fixed - fixed_so_far, per_image - per_image_so_far))
+            buckets.append({'sent': nbytes} | operators[WORK][done:].sum().to_dict())
             nbytes = 0
 
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     gradients = sum(weight.nbytes for weight in trainable)
-    work = StepWork(dict(counter.fixed), dict(counter.per_image),
-                    accumulation={EXCHANGE: Work(0, 3 * gradients, len(trainable))},  # read two, write their sum
-                    update=update,
-                    exchange={EXCHANGE: Work(0, 4 * gradients, 2 * len(trainable))},  # read and write, there and back
-                    buckets=buckets,
-                    encoder_fixed=dict(counter.encoder_fixed), encoder_per_image=dict(counter.encoder_per_image))
-    rows = np.array(counter.rows)  # (operators, 2, ITEMS)
-    return StepMemory(rows[:, 0], rows[:, 1], np.array(counter.encoder_rows), gradients), work
+    work = StepWork(
+        model=work_by_kind(operators[~operators['in_encoder']]),
+        encoder=work_by_kind(operators[operators['in_encoder']]),
+        accumulation=work_by_kind([(EXCHANGE, 0, 0, 3 * gradients, len(trainable))]),  # read two, write their sum
+        update=update,
+        exchange=work_by_kind([(EXCHANGE, 0, 0, 4 * gradients, 2 * len(trainable))]),  # read, write, there and back
+        buckets=pd.DataFrame(buckets))
+    return StepMemory(np.array(counter.rows), np.array(counter.encoder_rows), gradients), work
 
 
 @contextlib.contextmanager

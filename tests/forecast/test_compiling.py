@@ -15,8 +15,7 @@ from benchmarks.forecast.absent_gpu import a_gpu, module_on_gpu, tensor_on_gpu
 from benchmarks.forecast.compiled import COMPILED_IMAGES, CompiledStepCounter, Compiler
 from sdbench.forecast.compiling import compiled
 from sdbench.forecast.count import ATTENTION, FUSED
-from sdbench.forecast.speed import Work
-from sdbench.forecast.trace import with_fake_tensors
+from sdbench.forecast.trace import with_fake_tensors, work_by_kind
 from sdbench.models.loading import SD2_BASE
 from sdbench.models.switches import compile_in_place
 
@@ -50,10 +49,6 @@ def counted(module: torch.nn.Module, *shape: int) -> CompiledStepCounter:
         with counter:
             torch.autograd.backward(module(inputs), gradient)
     return counter
-
-
-def total(works: dict[str, Work]) -> Work:
-    return sum(works.values(), Work())
 
 
 def launches_in_code(module: torch.nn.Module, *shape: int) -> list[float]:
@@ -95,9 +90,9 @@ def norms_and_convolutions() -> torch.nn.Module:
 def test_kernels_and_bytes_are_those_of_the_code_that_inductor_writes():
     launches = launches_in_code(norms_and_convolutions(), 32, 16, 16)
     counter = counted(norms_and_convolutions(), 32, 16, 16)
-    fused = counter.fixed[FUSED]
-    nbytes = COMPILED_IMAGES * counter.per_image[FUSED].nbytes + fused.nbytes
-    assert fused.kernels == len(launches) > 10
+    fused = work_by_kind(work for _, *work in counter.work).loc[FUSED]
+    nbytes = COMPILED_IMAGES * fused['image_bytes'] + fused['other_bytes']
+    assert fused['kernels'] == len(launches) > 10
     assert nbytes == pytest.approx(sum(launches), rel=0.02)
 
 
@@ -123,10 +118,11 @@ def test_a_compiled_step_is_forecast_as_the_compiler_would_run_it(flags):
 def test_stable_diffusion_2_on_latents_is_3150_kernels_and_6_7_gigabytes_an_image_compiled():
     settings = shares.settings_of(SD2_BASE, 512, '--compile', '--no-compile_blocks')
     memory, work = shares.count_compiled(settings)
-    assert total(work.fixed).kernels == pytest.approx(3150, rel=0.02)
-    assert total(work.per_image).nbytes == pytest.approx(6.7e9, rel=0.03)
+    assert work.model['kernels'].sum() == pytest.approx(3150, rel=0.02)
+    assert work.model['image_bytes'].sum() == pytest.approx(6.7e9, rel=0.03)
     published = 2408.7e9 + 45.1e9  # of UNet and text encoder, without the scores that attention computes again
-    assert total(work.per_image).flops == pytest.approx(published + work.per_image[ATTENTION].flops / 6, rel=0.01)
+    flops = work.model['image_flops']
+    assert flops.sum() == pytest.approx(published + flops[ATTENTION] / 6, rel=0.01)
     assert memory.peak(64, accumulated=False)['activations'] == pytest.approx(64 * 0.71 * 2 ** 30, rel=0.02)
     # and is forecast so
     *eager, lasting = shares.count_eager(SD2_BASE, 512)

@@ -1,6 +1,7 @@
 """The forecast: its arithmetic, what it counts of an operator, and that its constants are those of the fit."""
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -14,17 +15,15 @@ from sdbench.forecast.speed import (
     IN_A_GRAPH,
     LARGEST_ERROR,
     TESTED,
-    TESTED_IN_A_GRAPH,
     WAITING,
+    WORK,
     BatchSplit,
-    Bucket,
     Constants,
     StepWork,
-    Work,
     seconds_by_kind,
     seconds_of_waiting,
 )
-from sdbench.forecast.trace import build_on_meta, trace_step
+from sdbench.forecast.trace import build_on_meta, trace_step, work_by_kind
 from sdbench.gpus import Card
 from sdbench.models.loading import find_model
 from tests.runs import settings_of
@@ -34,12 +33,12 @@ CARD = Card('round', tflops=100, gigabytes_per_sec=1000, gib=80, multiprocessors
 ROUND = Constants(peak_share=0.5, bandwidth_share=1, bytes_a_cycle=20, seconds_a_kernel=1e-5)
 
 
-def counted(call) -> StepCounter:
-    """The work of a call on real tensors; none of the traced number of images is among their sizes."""
+def bytes_moved(call) -> float:
+    """The bytes of a call on real tensors; none of the traced number of images is among their sizes."""
     counter = StepCounter([])
     with counter:
         call()
-    return counter
+    return work_by_kind(work for _, *work in counter.work)['other_bytes'].sum()
 
 
 def work_of_tiny(*flags: str) -> StepWork:
@@ -49,10 +48,6 @@ def work_of_tiny(*flags: str) -> StepWork:
     return work
 
 
-def total(works: dict[str, Work]) -> Work:
-    return sum(works.values(), Work())
-
-
 # The arithmetic
 
 # seconds of the backward pass that are left when each of three buckets of 10 GB is there: so long is an image's
@@ -60,8 +55,9 @@ LEFT = (0.9, 0.5, 0.0)
 
 
 def step_of_buckets() -> StepWork:
-    buckets = [Bucket(10**10, Work(), Work(nbytes=seconds * 1e12)) for seconds in LEFT]
-    return StepWork({}, {'a': Work(nbytes=2e12)}, {}, {}, exchange={'b': Work(nbytes=1e11)}, buckets=buckets)
+    return StepWork(work_by_kind([('a', 0, 2e12, 0, 0)]), exchange=work_by_kind([('b', 0, 0, 1e11, 0)]),
+                    buckets=pd.DataFrame([[10**10, 0, seconds * 1e12, 0, 0] for seconds in LEFT],
+                                         columns=['sent', *WORK]))
 
 
 def waiting_by_the_clock(images: int, seconds_a_bucket: float) -> float:
@@ -81,7 +77,7 @@ def test_a_step_waits_for_what_is_left_of_the_exchange_after_the_last_backward_p
     layout = BatchSplit(microbatch=8, images=24 + images, num_devices=devices, allreduce_precision=precision)
     expected = waiting_by_the_clock(images, over_link * share * 10e9 / 10e9)
     assert seconds_of_waiting(CARD, step_of_buckets(), layout, ROUND) == pytest.approx(expected)
-    assert seconds_by_kind(CARD, step_of_buckets(), layout, ROUND) == pytest.approx(
+    assert seconds_by_kind(CARD, step_of_buckets(), layout, ROUND).to_dict() == pytest.approx(
         {'a': 2 * layout.images, 'b': 0.1, WAITING: expected})
 
 
@@ -91,10 +87,10 @@ def test_attention_math_writes_and_reads_its_matrix():
     queries = torch.zeros(1, 2, 64, 8)
     matrix = 4 * 2 * 64 * 64
     with sdpa_kernel(SDPBackend.MATH):
-        work = total(counted(lambda: torch.nn.functional.scaled_dot_product_attention(queries, queries, queries)).fixed)
+        moved = bytes_moved(lambda: torch.nn.functional.scaled_dot_product_attention(queries, queries, queries))
     # it is written by a product, read and written twice by the softmax, read to look for masked rows, read by a product
-    assert work.nbytes == pytest.approx(7 * matrix, rel=0.15)  # and queries, keys and values
-    fused, math = (total(work_of_tiny(*flags).per_image).nbytes for flags in ([], ['--attention', 'math']))
+    assert moved == pytest.approx(7 * matrix, rel=0.15)  # and queries, keys and values
+    fused, math = (work_of_tiny(*flags).model['image_bytes'].sum() for flags in ([], ['--attention', 'math']))
     assert math > 1.02 * fused
 
 
@@ -102,10 +98,11 @@ def test_arithmetic_of_a_step_is_that_of_the_model_and_attention():
     work = work_of_tiny()
     model = benchmark.StableDiffusion('tiny', 64)
     vae = model.flops_per_image.pop('vae')
-    assert total(work.encoder_per_image).flops == pytest.approx(vae)
+    assert work.encoder['image_flops'].sum() == pytest.approx(vae)
     counted_by_torch = sum(model.flops_per_image.values())
     # fused attention computes its scores again in the backward pass, which torch's counter sees on no meta device
-    assert counted_by_torch < total(work.per_image).flops < counted_by_torch + work.per_image[ATTENTION].flops / 6
+    flops = work.model['image_flops']
+    assert counted_by_torch < flops.sum() < counted_by_torch + flops[ATTENTION] / 6
 
 
 # The fit
@@ -117,8 +114,7 @@ def test_the_points_that_are_fitted_are_what_is_tested_and_each_other_has_its_re
     eager, compiled = fitted[fitted['compile'] == 'no'], fitted[fitted['compile'] != 'no']
     assert (len(eager), eager['device'].nunique()) == (32, 5)
     assert (len(compiled), compiled['by'].nunique()) == (11, 5)
-    assert published.tested_layouts(eager) == TESTED
-    assert published.tested_layouts(compiled) == TESTED_IN_A_GRAPH
+    assert published.tested_layouts(fitted) == TESTED
 
 
 IN_CODE = fit.Fitted(CONSTANTS, IN_A_GRAPH)
