@@ -21,7 +21,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from sdbench.errors import DataError, unreadable_shard
 from sdbench.flags.train import SD2_BASE, Train
-from sdbench.inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
+from sdbench.inputs.images import decode_image, decode_whole_image, normalize, stack_images
 from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from sdbench.inputs.shards import (
     DRAW,
@@ -275,24 +275,6 @@ def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[
     if bad_samples:
         batch['bad_samples'] = bad_samples
     return batch
-
-
-def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> dict[str, torch.Tensor]:
-    """Bring images as stored, uint8 (B, 3, H, H), to float32 (B, 3, image_size, image_size) in [-1, 1].
-
-    Without `image_size` they keep their size. Images that are floats are in [-1, 1] already, and stay so. Those that
-    the batch's `flip` bool (B,) names are mirrored. Moments stay as they are. All stay on their device.
-
-    Raises ValueError if the images are whole numbers of another type, so that nothing says what is black and what is
-    white.
-    """
-    if MOMENTS in batch:
-        return batch
-    batch = dict(batch)
-    image = normalize_images(batch['image'], image_size)
-    if FLIP in batch:
-        image = torch.where(batch.pop(FLIP)[:, None, None, None], image.flip(-1), image)
-    return {**batch, 'image': image}
 
 
 def leave_process_group(worker: int) -> None:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL
 from streaming.base.format import reader_from_json
 from streaming.base.format.mds.reader import MDSReader
 from torch.utils.data import DataLoader, Dataset
@@ -23,7 +22,7 @@ from sdbench.datasets.output import Output, PartWriter
 from sdbench.datasets.workers import Part
 from sdbench.errors import DataError
 from sdbench.flags.commands import Encode
-from sdbench.inputs.images import decode_image, normalize_images, stack_images
+from sdbench.inputs.images import decode_image, normalize, stack_images
 from sdbench.inputs.shards import LATENT_COLUMNS, MOMENTS
 from sdbench.inputs.stream import VerifiedStream, is_readable_in_place
 from sdbench.models.loading import build_vae, find_model
@@ -77,12 +76,6 @@ class Batches(Dataset):
         if images:
             batch['image'] = stack_images(images, self.image_size)
         return batch
-
-
-def encode_images(vae: AutoencoderKL, images: torch.Tensor, image_size: int) -> torch.Tensor:
-    """Return the moments, float16 (B, 8, H/8, W/8), of images uint8 (B, 3, S, S), which get `image_size` pixels."""
-    images = normalize_images(images, image_size).to(vae.dtype)
-    return vae.encode(images).latent_dist.parameters.half()
 
 
 class Encoder:
@@ -175,7 +168,9 @@ class Encoder:
         if self.settings.compile:  # the encoder would be compiled again for another number of images
             missing = self.settings.batch_size - len(images)
             images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))
-        moments = encode_images(self.vae, images, self.settings.image_size)[:len(batch['number'])].cpu()
+        images = normalize({'image': images}, self.settings.image_size)['image'].to(self.vae.dtype)
+        moments = self.vae.encode(images).latent_dist.parameters.half()  # (B, 8, H/8, W/8)
+        moments = moments[:len(batch['number'])].cpu()
         for number, of_image in zip(batch['number'], moments, strict=True):
             if not of_image.isfinite().all():
                 raise DataError(f'sample {shard.first + number} has moments that are not finite in float16, with '

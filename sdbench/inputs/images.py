@@ -165,15 +165,19 @@ def stack_images(images: list[torch.Tensor], image_size: int) -> torch.Tensor:
     return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
 
 
-def normalize_images(images: torch.Tensor, image_size: int | None = None) -> torch.Tensor:
-    """Convert images (B, 3, H, H) to floats (B, 3, image_size, image_size) in [-1, 1], on their device.
+def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> dict[str, torch.Tensor]:
+    """Bring a batch's images as stored, uint8 (B, 3, H, H), to float32 (B, 3, image_size, image_size) in [-1, 1].
 
-    Args:
-        images: uint8, which become float32, or floats that are in [-1, 1] already, which keep their type.
-        image_size: height and width in pixels; None keeps their size.
+    Without `image_size` they keep their size. Images that are floats are in [-1, 1] already, and stay so. Those that
+    the batch's `flip` bool (B,) names are mirrored. A batch of moments stays as it is. All stay on their device.
 
-    Raises ValueError if they are other integers, whose range is not known.
+    Raises ValueError if the images are whole numbers of another type, so that nothing says what is black and what is
+    white.
     """
+    if 'image' not in batch:
+        return batch
+    batch = dict(batch)
+    images = batch['image']
     is_bytes = images.dtype == torch.uint8
     if is_bytes:
         images = images.to(torch.float32, memory_format=torch.contiguous_format)
@@ -183,4 +187,6 @@ def normalize_images(images: torch.Tensor, image_size: int | None = None) -> tor
         images = F.interpolate(images, size=(image_size, image_size), mode='bilinear')
     if is_bytes:
         images = images / 127.5 - 1
-    return images
+    if FLIP in batch:
+        images = torch.where(batch.pop(FLIP)[:, None, None, None], images.flip(-1), images)
+    return {**batch, 'image': images}

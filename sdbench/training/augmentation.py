@@ -64,7 +64,7 @@ class CaptionDrop(RandomBatchTransform):
 
 
 class RandomFlip(RandomBatchTransform):
-    """Chooses the images to mirror, each with probability 0.5; `data.normalize` mirrors them on the device.
+    """Chooses the images to mirror, each with probability 0.5; `inputs.images.normalize` mirrors them on the device.
 
     Args:
         seed: of the run.
