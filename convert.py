@@ -32,15 +32,13 @@ from sdbench.datasets.job import (
     Joined,
     done_already,
     join_parts,
-    make_parts,
-    missing_parts,
     training_command,
     write_index,
 )
 from sdbench.datasets.output import Output, part_name
 from sdbench.datasets.sources import Found, find_files, join_neighbours
 from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, TABLE_SUFFIXES, Columns, read_rows
-from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers
+from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, one_line, plural
 from sdbench.flags.train import TINY_MODEL
 from sdbench.inputs.images import formats
@@ -90,7 +88,7 @@ def convert(settings: Convert) -> int:
 
         # make the parts that are missing
         done = [output.parts() for output in outputs]
-        missing = missing_parts(parts, done)
+        missing = [part for part in parts if not all(of_output.get(part.name) for of_output in done)]
         if missing:
             convert_missing(settings, outputs, parts, missing)
 
@@ -140,7 +138,7 @@ def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part],
         cores = len(os.sched_getaffinity(0))
         workers = LocalWorkers(do, min(settings.num_workers or cores, len(missing)))
     with workers:
-        make_parts(workers, outputs[0], parts, missing, 'B')
+        make_parts(workers, parts, missing, outputs[0].is_done, 'B')
 
 
 def nothing_converted(joined: Joined, held_out: Joined, found: Found, settings: Convert) -> DataError:

@@ -29,13 +29,11 @@ from sdbench.datasets.encoder import ImageShard, encode_parts
 from sdbench.datasets.job import (
     done_already,
     join_parts,
-    make_parts,
-    missing_parts,
     training_command,
     write_index,
 )
 from sdbench.datasets.output import SKIPPED, Output, part_name
-from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers
+from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.complete import complete_encoding
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, read_image_index
@@ -79,7 +77,8 @@ def encode(settings: Encode) -> dict | None:
 
     with output.begun({'program': PROGRAM, **facts}, [settings.remote]):
         # encode the parts that are missing
-        missing = missing_parts(parts, [output.parts()])
+        done = output.parts()
+        missing = [part for part in parts if not done.get(part.name)]
         if missing:
             figures, devices = encode_missing(settings, output, parts, missing)
 
@@ -154,7 +153,7 @@ def encode_missing(settings: Encode, output: Output, parts: list[Part], missing:
 
     # their work, and how fast each was
     with workers:
-        answers = make_parts(workers, output, parts, missing, ' images', at_once)
+        answers = make_parts(workers, parts, missing, output.is_done, ' images', at_once)
         slots = workers.slots()
     figures = {answer['name']: answer for answer in answers}  # the last of each process
     return list(figures.values()), min(len(figures), slots)  # a successor of a process is on the same device

@@ -14,43 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from sdbench.datasets.output import DAMAGED, SKIPPED, Output
-from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, work
 from sdbench.errors import DataError, plural
 from sdbench.flags.train import BATCH_SIZE, TINY_MODEL
 from sdbench.paths import INDEX
-from sdbench.process import progress_bar
 
 READERS = 64  # of part indexes, at once
 FEWEST_SAMPLES = 10_000  # from which a model learns from random weights; of fewer, one that is trained already
-
-
-def missing_parts(parts: list[Part], done: list[dict[str, bool]]) -> list[Part]:
-    """Return the parts that are not done in all outputs; `done` is what Output.parts says of each."""
-    return [part for part in parts if not all(of_output.get(part.name) for of_output in done)]
-
-
-def make_parts(workers: LocalWorkers | RayWorkers, output: Output, parts: list[Part], missing: list[Part], unit: str,
-               at_once: int = 1) -> list:
-    """Have the missing parts made, with a progress bar; return what the workers' calls returned.
-
-    Args:
-        workers: that make them.
-        output: in which a part is looked for where a worker has died.
-        parts: all parts, which the bar counts.
-        missing: those that are made.
-        unit: of the size of a part, as `progress_bar` takes it.
-        at_once: the most parts of a call.
-
-    Raises DataError as `work` does, and what a call raised.
-    """
-    total = sum(part.size for part in parts)
-    to_do = sum(part.size for part in missing)
-    answers = []
-    with progress_bar(total, unit, total - to_do) as bar:
-        for made, answer in work(workers, missing, output.is_done, at_once):
-            answers.append(answer)
-            bar.update(sum(part.size for part in made))
-    return answers
 
 
 @dataclass

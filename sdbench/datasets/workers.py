@@ -12,16 +12,17 @@ import socket
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from multiprocessing import connection
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sdbench.errors import DataError, one_line
+from sdbench.process import progress_bar
 
 ATTEMPTS = 3  # times that workers may die at a part before the run ends
 SECONDS_BETWEEN_LOOKS = 1.0  # at how many slots a cluster has
@@ -38,56 +39,60 @@ class Part(NamedTuple):
     size: int = 0  # of what it is made of, for the progress bar
 
 
-class WorkerDied(Exception):
-    """A call ended without an answer: its process or machine is gone, or had no memory for it."""
-
-
-def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: Callable[[str], bool],
-         at_once: int = 1) -> Iterator[tuple[list[Part], Any]]:
-    """Have all parts made. Yield the parts of each call with what it returned, in the order in which calls end.
+def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing: Iterable[Part],
+               is_done: Callable[[str], bool], unit: str, at_once: int = 1) -> list:
+    """Have all missing parts made, with a progress bar; return what the calls returned, in the order in which they end.
 
     Args:
         workers: that make them.
-        parts: to make, in their order.
+        parts: all parts, which the bar counts.
+        missing: those that are made, in their order.
         is_done: tells whether the part of a name is there, which is asked where a worker has died.
+        unit: of the size of a part, as `progress_bar` takes it.
         at_once: the most parts of a call.
 
     Raises DataError, which names its sources, if workers have died ATTEMPTS times at a part, and what a call raised.
     """
-    waiting = deque(parts)
+    waiting = deque(missing)
     at_work = {}  # the parts of each call
+    answers = []
     deaths = Counter()  # of workers, by the name of the part that each was at
-    while waiting or at_work:
-        # give work to whoever has none
-        slots = workers.slots()
-        while waiting and len(at_work) < slots:
-            number = min(at_once, 1 + len(waiting) // (2 * slots))  # fewer towards the end
-            given = [waiting.popleft() for _ in range(number)]
-            at_work[workers.call(given)] = given
+    total = sum(part.size for part in parts)
+    with progress_bar(total, unit, total - sum(part.size for part in waiting)) as bar:
+        while waiting or at_work:
+            # give work to whoever has none
+            slots = workers.slots()
+            while waiting and len(at_work) < slots:
+                number = min(at_once, 1 + len(waiting) // (2 * slots))  # fewer towards the end
+                given = [waiting.popleft() for _ in range(number)]
+                at_work[workers.call(given)] = given
 
-        # take what has ended, and put back what dead workers were at
-        lost = []  # the part that each was at, of those that it made one after the other
-        for call in workers.ended(list(at_work)):
-            given = at_work.pop(call)
-            try:
-                yield given, workers.result(call)
-            except WorkerDied:
-                left = [part for part in given if not is_done(part.name)]
-                waiting.extendleft(reversed(left))
-                lost += left[:1]
-        deaths.update(part.name for part in lost)
+            # take what has ended, and put back what dead workers were at; there may be more slots after a second
+            lost = []  # the part that each was at, of those that it made one after the other
+            ended, _ = wait(at_work, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
+            for call in ended:
+                given = at_work.pop(call)
+                if workers.is_death(call.exception()):
+                    left = [part for part in given if not is_done(part.name)]
+                    waiting.extendleft(reversed(left))
+                    lost += left[:1]
+                else:
+                    answers.append(call.result())
+                    bar.update(sum(part.size for part in given))
+            deaths.update(part.name for part in lost)
 
-        # say what is made again, unless it is what workers die of
-        fatal = [part for part in lost if deaths[part.name] == ATTEMPTS]
-        names = [source.name for part in fatal or lost for source in part.sources]
-        which = ', '.join(names[:2])
-        if len(names) > 2:
-            which += f' and {len(names) - 2} more'
-        if fatal:
-            raise DataError(f'workers were killed {ATTEMPTS} times while they were at {which}, often for lack of '
-                            'memory; free some, use fewer workers, or leave these files out')
-        if lost:
-            print(f'a worker or its machine was lost; what it was at is made again: {which}', file=sys.stderr)
+            # say what is made again, unless it is what workers die of
+            fatal = [part for part in lost if deaths[part.name] == ATTEMPTS]
+            names = [source.name for part in fatal or lost for source in part.sources]
+            which = ', '.join(names[:2])
+            if len(names) > 2:
+                which += f' and {len(names) - 2} more'
+            if fatal:
+                raise DataError(f'workers were killed {ATTEMPTS} times while they were at {which}, often for lack of '
+                                'memory; free some, use fewer workers, or leave these files out')
+            if lost:
+                print(f'a worker or its machine was lost; what it was at is made again: {which}', file=sys.stderr)
+    return answers
 
 
 class LocalWorkers(AbstractContextManager):
@@ -136,26 +141,14 @@ class LocalWorkers(AbstractContextManager):
         """Give a process parts to make."""
         try:
             return self.pool.submit(self.do, parts)
-        except BrokenProcessPool as error:  # since it was last looked at
-            call = Future()
-            call.set_exception(error)
-            return call
-
-    def ended(self, calls: list[Future]) -> Iterable[Future]:
-        """Return the calls that have ended, at least one, and all where a process has died."""
-        ended, _ = wait(calls, return_when=FIRST_COMPLETED)
-        if any(isinstance(call.exception(), BrokenProcessPool) for call in ended):
-            ended, _ = wait(calls)
+        except BrokenProcessPool:  # of which a process has died
             self.end_pool()
             self.begin_pool()
-        return ended
+            return self.pool.submit(self.do, parts)
 
-    def result(self, call: Future) -> Any:
-        """Return what a call returned. Raises WorkerDied, and what the function raised."""
-        try:
-            return call.result()
-        except (BrokenProcessPool, MemoryError):  # the second of a process that lives on
-            raise WorkerDied from None
+    def is_death(self, error: BaseException | None) -> bool:
+        """Tell whether a call ended because its process is gone, or had no memory for it."""
+        return isinstance(error, (BrokenProcessPool, MemoryError))
 
 
 def begin_process(alive: connection.Connection, environment: dict[str, str], numbers: SimpleQueue,
@@ -222,27 +215,20 @@ class RayWorkers(AbstractContextManager):
         """Return how many calls there may be now: at least one, for which a cluster that grows starts a machine."""
         return max(1, int(self.ray.cluster_resources().get('GPU' if self.on_gpus else 'CPU', 0)))
 
-    def call(self, parts: list[Part]):
+    def call(self, parts: list[Part]) -> Future:
         """Give a task parts to make."""
-        return self.task.remote(self.do, parts)
+        return self.task.remote(self.do, parts).future()
 
-    def ended(self, calls: list) -> list:
-        """Return a call that has ended; none after a second, when there may be more slots."""
-        ended, _ = self.ray.wait(calls, timeout=SECONDS_BETWEEN_LOOKS)
-        return ended
+    def is_death(self, error: BaseException | None) -> bool:
+        """Tell whether a call ended because its machine is gone, or had no memory for it.
 
-    def result(self, call) -> Any:
-        """Return what a call returned. Raises WorkerDied, and what the function raised."""
-        try:
-            return self.ray.get(call)
-        except self.ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, MemoryError):
-                raise WorkerDied from None
-            raise error.cause from error
-        except self.ray.exceptions.RuntimeEnvSetupError as error:
+        Raises what the function itself raised, and DataError if no machine can work for this program.
+        """
+        if isinstance(error, self.ray.exceptions.RuntimeEnvSetupError):
             raise DataError(f'a machine of the cluster cannot work for this program ({one_line(error)})') from None
-        except self.ray.exceptions.RayError:
-            raise WorkerDied from None
+        if isinstance(error, self.ray.exceptions.RayTaskError) and not isinstance(error.cause, MemoryError):
+            raise error.cause from error
+        return isinstance(error, self.ray.exceptions.RayError)
 
 
 def no_cluster_error(address: str, error: Exception) -> ValueError:

@@ -13,7 +13,7 @@ import pytest
 
 import convert
 import encode
-from sdbench.datasets.workers import PACKAGE, Part, RayWorkers, work
+from sdbench.datasets.workers import PACKAGE, Part, RayWorkers, make_parts
 from sdbench.flags.commands import Convert
 from sdbench.flags.parser import parse
 from tests.local_s3 import local_s3
@@ -114,15 +114,15 @@ def test_work_for_gpus_waits_for_one_and_says_so_and_each_task_is_a_process_of_i
     parts = [Part(str(number), []) for number in range(3)]
     with RayWorkers(partial(process_of, 'x'), cluster.address, on_gpus=True) as workers:
         assert 'no machine of the cluster has a GPU yet; waiting for one (--cpu' in capfd.readouterr().err
-        made, answers = in_thread(lambda: list(work(workers, parts, lambda name: False)))
+        made, answers = in_thread(make_parts, workers, parts, parts, lambda name: False, 'B')
         assert workers.slots() == 1
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')  # which Ray looks at: the tests hide all
         node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=1 << 27)
         made.join(300)
     cluster.remove_node(node)
     [answers] = answers
-    assert [gpu for _, (_, gpu) in answers] == ['0', '0', '0']
-    assert len({process for _, (process, _) in answers}) == 3
+    assert [gpu for _, gpu in answers] == ['0', '0', '0']
+    assert len({process for process, _ in answers}) == 3
 
 
 @pytest.mark.long

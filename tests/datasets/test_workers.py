@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sdbench.datasets.sources import File
-from sdbench.datasets.workers import LocalWorkers, Part, work
+from sdbench.datasets.workers import LocalWorkers, Part, make_parts
 from sdbench.errors import DataError
 
 
@@ -45,8 +45,8 @@ def run(folder: Path, number: int, at_once: int = 1, seconds: float = 0.0, fatal
     """Have so many parts made by two workers, and return the names of those that were answered."""
     parts = [Part(str(index), [File(f'{index}.tar', 0)]) for index in range(number)]
     with LocalWorkers(partial(do, folder, seconds, fatal or {}), 2, use_gpu) as workers:
-        answers = list(work(workers, parts, lambda name: (folder / name).exists(), at_once))
-    return [name for _, names in answers for name in names]
+        answers = make_parts(workers, parts, parts, lambda name: (folder / name).exists(), 'B', at_once)
+    return [name for names in answers for name in names]
 
 
 @pytest.mark.parametrize('die', [kill_itself, have_no_memory])
