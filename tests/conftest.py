@@ -181,11 +181,8 @@ def dynamo():
 @pytest.fixture
 def graphs(monkeypatch, dynamo) -> list:
     """The graphs that torch compiles in a test."""
-    import torch
-
     from tests.runs import record_graphs
-    monkeypatch.setattr(torch.nn.Module, 'compile', torch.nn.Module.compile)  # which is put back afterwards
-    return record_graphs()
+    return record_graphs(monkeypatch)
 
 
 @pytest.fixture(scope='session')

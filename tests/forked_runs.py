@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -43,6 +44,7 @@ def become_program(folder: Path, disk: tuple[int, str] | None, environment: dict
     for name, number in (('out', 1), ('err', 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.update(environment)
+    tempfile.tempdir = None  # what the process that forks has found
     os.chdir(folder)
     multiprocessing.set_start_method('fork', force=True)  # for the loader's workers
     if disk:
@@ -87,7 +89,7 @@ def run_program(server, folder: Path, function: Callable, argv: list, disk: tupl
     if disk:
         skip_unless_mounts_are_allowed(disk[1])
     folder.mkdir(exist_ok=True)
-    arguments = (folder, disk, environment, function, list(map(str, argv)))
+    arguments = (folder, disk, {**os.environ, **environment}, function, list(map(str, argv)))
     process = server.Process(target=become_program, args=arguments)
     process.start()
     process.join(1800)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from composer import Callback
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmark import main
 from ema import EMA
@@ -73,28 +74,20 @@ def check_record(record: dict) -> None:
     assert record['versions']['torch'] == torch.__version__.split('+')[0]
 
 
-def error_line(capfd) -> str:
-    """Return the one line of an error of the program's own."""
-    [line] = [line for line in capfd.readouterr().err.splitlines() if 'error:' in line]
-    return line
-
-
 def refusal(capfd, function: Callable, *arguments) -> str:
     """Call what must end in an error of the program's own, whatever else it says, and return its one line."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
         function(*arguments)
     assert exit.value.code in (1, 2)
-    return error_line(capfd)
+    [line] = [line for line in capfd.readouterr().err.splitlines() if 'error:' in line]
+    return line
 
 
 def failed(argv, results, capfd, callbacks=()) -> str:
     """Train what must fail; return its one line, which the record has too."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as exit:
-        main([*map(str, argv), '--results', str(results)], callbacks)
-    line, record = error_line(capfd), json.loads(results.read_text().splitlines()[-1])
-    assert exit.value.code == 1
+    line = refusal(capfd, main, [*map(str, argv), '--results', str(results)], callbacks)
+    record = json.loads(results.read_text().splitlines()[-1])
     assert record['status'] == 'failed'
     assert line.endswith(record['error'])
     return line
@@ -175,21 +168,13 @@ def assert_same_training(one: str | Path, other: str | Path) -> None:
         assert_equal(*(state[part] for state in states))
 
 
-def record_graphs() -> list[torch.fx.GraphModule]:
+def record_graphs(patch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """Have torch compile with a backend that runs graphs as they are; return the list of those that it is given."""
-    given = []
-
-    def backend(graph, inputs, **options):
-        given.append(graph)
-        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
-
     compile_module = torch.nn.Module.compile
-
-    def compile_with(module, **options):
-        compile_module(module, **options | {'backend': backend})
-
-    torch.nn.Module.compile = compile_with
-    return given
+    backend = CompileCounterWithBackend('aot_eager')
+    patch.setattr(torch.nn.Module, 'compile',
+                  lambda module, **options: compile_module(module, **options | {'backend': backend}))
+    return backend.graphs
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -42,7 +42,7 @@ def assert_same_step(wrapped: torch.nn.Module, model: StableDiffusion, expected:
 def train_under_ddp(argv: list[str]) -> None:
     """Compare a compiled step with one that is not, in a process that DDP has to itself; print the number of graphs."""
     name, *flags = argv
-    graphs = record_graphs()
+    graphs = record_graphs(pytest.MonkeyPatch())
     expected = switched_model(name=name, side=16)
     model = switched_model('--compile', *flags, name=name, side=16)
     dist.initialize_dist('cpu')  # of one rank, so that DDP wraps a model as it does on several

@@ -3,12 +3,12 @@ import json
 import os
 import shutil
 import signal
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from composer import Callback, ComposerModel, Trainer
+from composer import Callback, Trainer
+from composer.models import ComposerClassifier
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmark import main
@@ -107,21 +107,19 @@ SAVING_IN_S3 = ['--use_synth_data', *TINY, '--max_duration', '3ba', '--save_fold
 @pytest.mark.long
 def test_a_checkpoint_that_a_store_refuses_is_said_the_next_takes_its_place_and_a_run_resumes_from_that(
         s3, capfd):
-    argv = [*SAVING_IN_S3]
-    record = main(argv, [ReadOnlyUntil(s3, batch=2)])
+    record = main(SAVING_IN_S3, [ReadOnlyUntil(s3, batch=2)])
     assert record['status'] == 'complete'
     sent = [key for key in s3.objects if key.endswith('.pt')]
     assert sent[-1] == 'runs/1/ep0-ba3-rank0.pt'
     assert 'runs/1/ep0-ba1-rank0.pt' not in sent
     assert 'warning: ep0-ba1-rank0.pt could not be sent to --save_folder s3://bucket/runs/1' in capfd.readouterr().err
-    assert main([*argv, '--autoresume', '--max_duration', '5ba'])['first_batch'] == 3
+    assert main([*SAVING_IN_S3, '--autoresume', '--max_duration', '5ba'])['first_batch'] == 3
     assert 'resuming from s3://bucket/runs/1/ep0-ba3-rank0.pt, batch 3 of 5' in capfd.readouterr().out
 
 
 @pytest.mark.long
 def test_the_last_checkpoint_that_a_store_refuses_twice_stays_on_this_machine(s3, results, capfd):
-    argv = [*SAVING_IN_S3]
-    line = failed(argv, results, capfd, [ReadOnlyUntil(s3, batch=None)])
+    line = failed(SAVING_IN_S3, results, capfd, [ReadOnlyUntil(s3, batch=None)])
     assert 'the last checkpoint could not be sent to --save_folder s3://bucket/runs/1' in line
     path = Path(line.split()[-1])
     assert path.name == 'ep0-ba3-rank0.pt'
@@ -129,17 +127,10 @@ def test_the_last_checkpoint_that_a_store_refuses_twice_stays_on_this_machine(s3
     assert [other.name for other in path.parent.iterdir()] == [path.name]
 
 
-def main_after_tmpdir_is_set(argv: list[str]) -> None:
-    tempfile.tempdir = None  # what the process that forks has found
-    main(argv)
-
-
 def test_a_full_disk_on_the_way_to_a_store_is_named_with_its_variable(server, s3, tmp_path, tmp_path_factory, results):
     disk = tmp_path_factory.mktemp('d')  # a short path: sockets of processes are in TMPDIR
     argv = [*SAVING_IN_S3, '--results', results]
-    environment = {name: value for name, value in os.environ.items() if name.startswith(('AWS_', 'S3_'))}
-    code, _, errors = run_program(server, tmp_path / 'out', main_after_tmpdir_is_set, argv, (1, str(disk)),
-                                  TMPDIR=str(disk), **environment)
+    code, _, errors = run_program(server, tmp_path / 'out', main, argv, (1, str(disk)), TMPDIR=str(disk))
     line = errors.splitlines()[-1]
     assert code == 1
     assert f'a checkpoint is written to {disk}' in line
@@ -168,8 +159,7 @@ def test_a_run_in_epochs_that_ended_at_a_checkpoint_between_epochs_has_nothing_l
     assert checkpoints_in('kept') == saved
     assert len(results.read_text().splitlines()) == 1
     main([*argv, '--max_duration', '2ep', '--save_interval', '1ep'])  # goes on at the epoch's end, and saves it once
-    assert [Path(path).name for path in checkpoints_in('kept')] == ['ep0-ba3-rank0.pt',
-                                                                                    'ep1-ba6-rank0.pt']
+    assert [Path(path).name for path in checkpoints_in('kept')] == ['ep0-ba3-rank0.pt', 'ep1-ba6-rank0.pt']
 
 
 def test_only_what_the_run_or_the_one_that_it_resumes_has_written_makes_room_for_newer_checkpoints(tmp_path):
@@ -178,8 +168,7 @@ def test_only_what_the_run_or_the_one_that_it_resumes_has_written_makes_room_for
             if state.timestamp.batch.value == 7:
                 (tmp_path / 'after' / 'ep0-ba6-rank0.pt').rename(tmp_path / 'mine.pt')
 
-    argv = ['--use_synth_latents', *TINY, '--save_interval',
-            '2ba', '--autoresume', '--save_folder']
+    argv = ['--use_synth_latents', *TINY, '--save_interval', '2ba', '--autoresume', '--save_folder']
     main([*argv, 'before', '--max_duration', '4ba'])
     folder = (tmp_path / 'before').rename(tmp_path / 'after')
     own = folder / 'ep0-ba1-rank0.pt'
@@ -277,8 +266,8 @@ def test_a_run_goes_on_and_is_exported_with_the_token_ids_that_it_was_trained_wi
 
 @pytest.mark.parametrize('name', ['runs/{run_name}', 'set {1}', 'a {b} %s c', '{rank}', 'a{'])
 def test_a_save_folder_is_one_folder_whatever_braces_are_in_its_name(tmp_path, name):
-    argv = ['--use_synth_latents', *TINY, '--save_folder', name,
-            '--run_name', 'mine', '--autoresume', '--save_num_checkpoints_to_keep', '1', '--max_duration']
+    argv = ['--use_synth_latents', *TINY, '--save_folder', name, '--run_name', 'mine', '--autoresume',
+            '--save_num_checkpoints_to_keep', '1', '--max_duration']
     main([*argv, '2ba'])
     assert main([*argv, '3ba'])['first_batch'] == 2
     folder = tmp_path / name.replace('{run_name}', 'mine')
@@ -305,25 +294,11 @@ def test_what_is_set_in_the_environment_while_a_checkpoint_is_loaded_stays(monke
     assert 'TORCH_FORCE_WEIGHTS_ONLY_LOAD' not in os.environ
 
 
-class Net(ComposerModel):
-    """A layer, which a Trainer of somebody's own trains."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def forward(self, batch):
-        return self.layer(batch[0])
-
-    def loss(self, outputs, batch):
-        return outputs.square().mean()
-
-
 @pytest.mark.parametrize('to_keep, left', [(None, 2), (1, 1), (0, 0)])
 def test_the_saver_resumes_in_somebodys_own_trainer_as_composers_does(to_keep, left):
-    data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+    data = DataLoader(TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.long)), batch_size=2)
     for epochs in (1, 2):
-        net = Net()
+        net = ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2)
         saver = AtomicCheckpointSaver('kept', '1ep', to_keep)
         saver.load_state_dict({})
         saver.load_state_dict(AtomicCheckpointSaver('kept', '1ep').state_dict())

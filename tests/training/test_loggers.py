@@ -101,7 +101,7 @@ def test_an_offline_run_of_wandb_holds_the_curves_the_settings_and_the_record(se
     folder = tmp_path / 'run'  # of a process of its own, since W&B keeps its first folder
     argv = ['--use_synth_data', '--use_ema', *TINY, '--measure_batches', '11', '--wandb_name', 'x', '--wandb_project',
             'y', '--results', 'results']
-    code, _, errors = run_program(server, folder, main_and_teardown, argv, WANDB_MODE='offline')
+    code, _, errors = run_program(server, folder, main_and_teardown, argv)
     assert code == 0, errors
     [file] = folder.glob('wandb/offline-run-*/*.wandb')
     content = file.read_bytes()
