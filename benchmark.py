@@ -361,7 +361,7 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
         join_ranks(settings.dist_timeout)
         index = index_of_data(settings)
         settings = complete(settings, index)
-        if settings.dry_run:
+        if settings.dry_run is not None:
             return forecast_training(settings, build_model)
 
         with locked_save_folder(settings.save_folder, settings.autoresume), process_switches(settings):

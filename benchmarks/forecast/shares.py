@@ -25,7 +25,7 @@ from sdbench.forecast.count import CASTS, CONVOLUTIONS, FUSED, NORMS, POINTWISE,
 from sdbench.forecast.speed import COMPILED, BatchSplit, StepWork, images_per_sec
 from sdbench.forecast.trace import build_on_meta, lasting_bytes, trace_step
 from sdbench.gpus import CARDS
-from sdbench.models.loading import BUILT_IN, find_model
+from sdbench.models.loading import BUILT_IN
 
 CARD = CARDS['NVIDIA H100 80GB HBM3']
 FUSED_KINDS = (NORMS, CASTS, POINTWISE, FUSED)
@@ -61,13 +61,13 @@ def settings_of(model_name: str, image_size: int, *flags: str) -> Train:
 def count_eager(model_name: str, image_size: int) -> tuple[StepMemory, StepWork, dict[str, int]]:
     """Return memory and work of an eager step, and the bytes that last from step to step."""
     settings = settings_of(model_name, image_size)
-    model = build_on_meta(settings, find_model(model_name), build_model)
-    return *trace_step(model, settings.precision), lasting_bytes(settings, model, 8)
+    model = build_on_meta(settings, build_model)
+    return *trace_step(model, settings.precision), lasting_bytes(settings, model)
 
 
 def count_compiled(settings: Train) -> tuple[StepMemory, StepWork]:
     """Return memory and work of a compiled step."""
-    return trace_compiled_step(build_on_meta(settings, find_model(settings.model_name), build_model), settings)
+    return trace_compiled_step(build_on_meta(settings, build_model), settings)
 
 
 def shares_of(eager: StepWork, counted: StepWork, part: str) -> dict[str, float]:

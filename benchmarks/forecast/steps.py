@@ -18,7 +18,7 @@ from sdbench.forecast.count import UPDATE
 from sdbench.forecast.speed import BatchSplit, StepWork
 from sdbench.forecast.trace import build_on_meta, trace_step, work_by_kind
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
-from sdbench.models.loading import AUTOCAST_DTYPES, SD2_BASE, find_model
+from sdbench.models.loading import AUTOCAST_DTYPES
 
 LOOPED_OPTIMIZER = 'mosaicml/diffusion-benchmark'  # torch 1 updated each weight by kernels of its own
 # FSDP: each GPU updates a share of the weights, too little to count. What it exchanges is counted as that of DDP.
@@ -67,7 +67,7 @@ def trace(run: Run) -> StepWork:
     if run.half_precision_norms:
         argv.append('--half_precision_norms')
     settings = complete(parse(Train, '', argv, 'benchmark.py'), None)
-    outline = build_on_meta(settings, find_model(SD2_BASE), build_model)
+    outline = build_on_meta(settings, build_model)
 
     # what no flag has
     if run.encoders == 'none':

@@ -140,7 +140,7 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
         # what it says of this run
         found = Estimate.of(settings, benchmark.build_model)
         gib, speeds = {}, {}
-        for size in sizes_to_try(found.device_batch_size):
+        for size in sizes_to_try(settings.device_batch_size):
             gib[size] = sum(found.needed(size).values()) / GIB
             if device in CARDS and can_forecast(CARDS[device], settings.precision):
                 speeds[size] = found.speed_on(CARDS[device], size)

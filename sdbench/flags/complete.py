@@ -51,17 +51,14 @@ def complete(settings: Train, index: dict | None) -> Train:
     Raises ValueError for what these ranks, this machine or this data cannot serve.
     """
     # The ranks: of a dry run, those that it speaks of. It is of GPUs, whether there are any here or not.
-    devices = settings.dry_run or dist.get_world_size()
+    settings = replace(settings, num_devices=settings.dry_run or dist.get_world_size())
     is_for_gpus = torch.cuda.is_available() or settings.dry_run is not None
-    device_batch_size = settings.batch_size // devices
-    if settings.dry_run is not None:
-        settings = replace(settings, dry_run=devices)
 
     # The data. A dry run without any is of random images.
     settings = with_local_in_place(settings)
     latents = settings.use_synth_latents if index is None else 'latents' in index
     settings = replace(settings, encoders=ENCODERS[latents], use_synth_data=index is None and not latents,
-                       batches_per_epoch=batches_per_epoch(settings, index, devices))
+                       batches_per_epoch=batches_per_epoch(settings, index))
 
     # The machine, which is rank 0's for all: ranks whose loaders differ would train for different numbers of batches.
     here = (cores_of_device(dist.get_local_world_size()), best_precision(is_for_gpus))
@@ -70,11 +67,11 @@ def complete(settings: Train, index: dict | None) -> Train:
     settings = with_defaults(settings, precision=precision, channels_last=is_for_gpus)
     settings = with_defaults(settings, encoder_precision=ENCODER_PRECISIONS[settings.precision])
     if settings.device_train_microbatch_size == 'auto' and not is_for_gpus:  # a trial could take all of its memory
-        settings = replace(settings, device_train_microbatch_size=device_batch_size)
+        settings = replace(settings, device_train_microbatch_size=settings.device_batch_size)
 
     # What is compiled: by blocks, which send gradients while others still compute. CUDA graphs are tied to weights, in
     # which blocks differ.
-    by_blocks = devices > 1 and settings.compile not in (False, 'reduce-overhead')
+    by_blocks = settings.num_devices > 1 and settings.compile not in (False, 'reduce-overhead')
     settings = with_defaults(settings, compile_blocks=by_blocks)
 
     # The folders.
@@ -91,9 +88,9 @@ def complete(settings: Train, index: dict | None) -> Train:
     if settings.precision != 'fp32' and not is_for_gpus and not settings.loader_only:  # Composer has it for GPUs alone
         raise ValueError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
                          'fp32, after a recipe that has the other')
-    if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != device_batch_size:
+    if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != settings.device_batch_size:
         raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
-                         f'overwrite; use --device_train_microbatch_size {device_batch_size}')
+                         f'overwrite; use --device_train_microbatch_size {settings.device_batch_size}')
     if settings.attention == 'cudnn' and torch.cuda.is_available():
         version = torch.backends.cudnn.version()
         if version and version < FAULTLESS_CUDNN:
@@ -127,7 +124,7 @@ def with_local_in_place(settings: Train | Encode) -> Train | Encode:
     return replace(settings, remote=settings.local, local=None)
 
 
-def batches_per_epoch(settings: Train, index: dict | None, devices: int) -> int:
+def batches_per_epoch(settings: Train, index: dict | None) -> int:
     """Return the length of the loader. Raises ValueError if the shards hold no batch to train on."""
     if index is None:
         return max(1, SYNTHETIC_SAMPLES // settings.batch_size)
@@ -135,8 +132,8 @@ def batches_per_epoch(settings: Train, index: dict | None, devices: int) -> int:
     if samples < settings.batch_size and settings.dry_run is None:
         raise ValueError(f'--remote {settings.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
                          f'{settings.batch_size}; use a smaller batch')
-    samples_of_device = math.ceil(samples / devices)  # Streaming repeats some, so that each has as many
-    return max(1, samples_of_device // (settings.batch_size // devices))
+    samples_of_device = math.ceil(samples / settings.num_devices)  # Streaming repeats some, so that each has as many
+    return max(1, samples_of_device // settings.device_batch_size)
 
 
 def best_precision(is_for_gpus: bool) -> str:
@@ -174,7 +171,7 @@ def with_length(settings: Train) -> Train:
 
     # No cost is stated of the model tiny, which is for trials.
     if settings.model_name != TINY_MODEL:
-        images = length * settings.batch_size if settings.dry_run and is_given else TRAINING_IMAGES
+        images = length * settings.batch_size if settings.dry_run is not None and is_given else TRAINING_IMAGES
         settings = with_defaults(settings, training_images=images)
     return replace(settings, max_duration=f'{length}ba')
 

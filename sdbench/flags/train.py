@@ -279,12 +279,14 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
 
     Attributes:
         encoders: that are in the loop, as ENCODERS of records/keys.py names them.
+        num_devices: of the run, or those that --dry_run speaks of.
         batches_per_epoch: the length of the loader.
         microbatch_search: whether trials have found the microbatch.
 
     These are no flags: they are there once the settings are complete.
     """
     encoders: str | None = None
+    num_devices: int | None = None
     batches_per_epoch: int | None = None
     microbatch_search: bool = False
 
@@ -325,6 +327,11 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
     def latents(self) -> bool:
         """Tell whether the run is on latents, so that it needs no VAE."""
         return self.encoders == ENCODERS[True]
+
+    @property
+    def device_batch_size(self) -> int:
+        """Return the images of a batch on each device."""
+        return self.batch_size // self.num_devices
 
     @property
     def measures(self) -> bool:

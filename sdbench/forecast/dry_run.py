@@ -9,25 +9,26 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import pandas as pd
 from composer.utils import dist
 
 from sdbench.costs import days_to_train, gpu_hours, price_of, prices_in_words
 from sdbench.errors import plural
-from sdbench.flags.train import Train
-from sdbench.forecast.measured import PUBLISHED, measured_speeds
-from sdbench.forecast.speed import LARGEST_ERROR, can_forecast, seconds_by_kind
-from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate
-from sdbench.gpus import Card, cards_named
+from sdbench.flags.train import SWITCHES, Train
+from sdbench.forecast.speed import LARGEST_ERROR, can_forecast
+from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate, is_stable_diffusion_2
+from sdbench.gpus import CARDS, Card, cards_named
 from sdbench.measuring.power import GIB
 from sdbench.records.figures import WIDTH, rounded
 from sdbench.records.keys import ENCODERS, FORECAST
-from sdbench.records.read import read_records
+from sdbench.records.read import INPUTS, MEASURED, read_records, words
 from sdbench.records.record import append_line, make_record
 from sdbench.training.microbatch import sizes_to_try
 
 GPUS_A_NODE = 8
+PUBLISHED = Path(__file__).parents[2] / 'published.csv'
 NOT_IN_IT = """\
 A forecast, from the arithmetic, bytes and kernels of a step. Not in it: waiting for data, checkpoints, evaluations,
 a network between nodes that is slower than the GPUs' own link, and for latents their encoding."""
@@ -75,7 +76,7 @@ def forecast_training(settings: Train, build_model: Callable) -> list[dict]:
     records = [training_forecast(given, card) for card in fitting]
 
     # The answer, and its records where there is a speed.
-    print(training_answer(given, build_model, fitting, records, measured))
+    print(training_answer(given, build_model, records, measured))
     without_room = [card.name for card in cards if card not in fitting]
     if without_room:
         print(f'\nNo room on {", ".join(without_room)}.')
@@ -90,18 +91,10 @@ def forecast_training(settings: Train, build_model: Callable) -> list[dict]:
 
 
 def training_forecast(given: Estimate, card: Card) -> dict:
-    """Return the record of a forecast: the keys of a training's record, calculated and not measured.
-
-    | key                                     | meaning                                                         |
-    |-----------------------------------------|-----------------------------------------------------------------|
-    | status                                  | forecast                                                        |
-    | images_per_sec                          | None where the GPU is not NVIDIA's, or the precision is float32 |
-    | images_per_sec_least, _most             | its range; None where the forecast is not tested                |
-    | encode_images_per_sec                   | that encode.py would make latents of, on all devices together   |
-    | peak_memory_gib                         | of the card, with what is added to what is counted              |
-    """
+    """Return the record of a forecast: the keys of a training's record, calculated and not measured."""
     microbatch = given.microbatch_on(card)
     settings = dataclasses.replace(given.settings, device_train_microbatch_size=microbatch)
+    # None where the GPU is not NVIDIA's, or its peak in the precision is not known; the range where it is not tested
     speeds = dict.fromkeys(['images_per_sec', 'images_per_sec_least', 'images_per_sec_most', 'encode_images_per_sec'])
     if can_forecast(card, settings.precision):
         speed = given.speed_on(card, microbatch)
@@ -114,8 +107,7 @@ def training_forecast(given: Estimate, card: Card) -> dict:
         'status': FORECAST,
         'device': card.name,
         'device_type': 'cuda',
-        'num_devices': settings.dry_run,
-        'num_nodes': math.ceil(settings.dry_run / GPUS_A_NODE),
+        'num_nodes': math.ceil(settings.num_devices / GPUS_A_NODE),
         **speeds,
         'peak_memory_gib': given.taken(microbatch),
     })
@@ -137,48 +129,43 @@ def with_less_memory(settings: Train) -> dict[str, Train]:
         changes[f'--image_size {half}'] = {'image_size': half}
     if not settings.latents:
         changes['latents (encode.py)'] = {'encoders': ENCODERS[True]}
-    return {words: dataclasses.replace(settings, **change) for words, change in changes.items()}
+    return {change: dataclasses.replace(settings, **flags) for change, flags in changes.items()}
 
 
-def training_answer(given: Estimate, build_model: Callable, cards: list[Card], forecasts: list[dict],
-                    measured: list[dict]) -> str:
+def training_answer(given: Estimate, build_model: Callable, forecasts: list[dict], measured: list[dict]) -> str:
     """Return the text of a forecast: a row for each card, cheapest first, and the reasons for the first of them.
 
     Args:
         given: the run as given.
         build_model: makes the model, for the run with one change each.
-        cards: that hold an image of it.
-        forecasts: the record of each card, in their order.
+        forecasts: the record of each card that holds an image of it.
         measured: the rows of --results.
     """
     settings = given.settings
 
-    def dollars_of_an_image(pair: tuple[Card, dict]) -> float:
-        card, record = pair
-        price = price_of(card.name, settings.dollars_per_gpu_hour)
+    def dollars_of_an_image(record: dict) -> float:
+        price = price_of(record['device'], settings.dollars_per_gpu_hour)
         if record['images_per_sec'] is None or math.isnan(price):
             return math.inf
         return price / record['images_per_sec']
 
-    pairs = sorted(zip(cards, forecasts, strict=True), key=dollars_of_an_image)
-    first, record_of_first = pairs[0]
-    rows = [record for _, record in pairs]
+    forecasts = sorted(forecasts, key=dollars_of_an_image)
+    first = CARDS[forecasts[0]['device']]
 
     # the answer
-    blocks = [f'{textwrap.fill(title(settings), WIDTH)}\n{NOT_IN_IT}', answer(rows, settings)]
+    blocks = [f'{textwrap.fill(title(settings), WIDTH)}\n{NOT_IN_IT}', answer(forecasts, settings)]
 
     # the reasons
-    is_forecast = record_of_first['images_per_sec'] is not None
+    is_forecast = forecasts[0]['images_per_sec'] is not None
     if is_forecast:
         blocks.append(aligned(change_rows(given, build_model, first)))
     blocks.append(f'{aligned(memory_rows(given, first))}\n{MEMORY}')
     if is_forecast:
-        split = given.split(given.microbatch_on(first))
-        seconds = seconds_by_kind(first, given.work_of_run, split, given.constants)
+        seconds = given.seconds_on(first, given.microbatch_on(first))
         shares = (seconds / seconds.sum()).sort_values(ascending=False)
         kinds = [f'{kind} {share:.0%}' for kind, share in shares.items() if share >= 0.005]
         time = textwrap.fill(f'Where the time goes: {", ".join(kinds)}.', WIDTH)
-        encoding = rounded(record_of_first['encode_images_per_sec'])
+        encoding = rounded(forecasts[0]['encode_images_per_sec'])
         blocks.append(f'{time}\nEncoding once, before a training on latents: {encoding} images/s.')
 
     # the evidence
@@ -192,16 +179,16 @@ def training_answer(given: Estimate, build_model: Callable, cards: list[Card], f
 
 def title(settings: Train) -> str:
     """Return what is forecast: the model, its sizes, and how the batch is spread."""
-    devices = settings.dry_run
-    words = [f'{settings.image_size} pixels', settings.precision, f'encoders in {settings.encoder_precision}']
+    parts = [f'{settings.image_size} pixels', settings.precision, f'encoders in {settings.encoder_precision}']
     if settings.latents:
-        words.append('latents that are encoded already')
+        parts.append('latents that are encoded already')
     if settings.compile:
-        words.append('compiled')
+        parts.append('compiled')
     if settings.use_ema:
-        words.append('EMA')
-    images = plural(settings.batch_size // devices, 'image')
-    return f'{settings.model_name}: {", ".join(words)}; {images} a step on each of {plural(devices, "GPU")}'
+        parts.append('EMA')
+    images = plural(settings.device_batch_size, 'image')
+    devices = plural(settings.num_devices, 'GPU')
+    return f'{settings.model_name}: {", ".join(parts)}; {images} a step on each of {devices}'
 
 
 def answer(rows: list[dict], settings: Train) -> str:
@@ -247,16 +234,16 @@ def change_rows(given: Estimate, build_model: Callable, card: Card) -> pd.DataFr
     runs = {}
     if largest != asked:
         runs['the largest microbatch'] = (given, largest)
-    for words, changed in with_less_memory(settings).items():
+    for change, changed in with_less_memory(settings).items():
         other = Estimate.of(changed, build_model)
-        runs[words] = (other, other.microbatch_on(card))
-    if settings.dry_run > 1 and settings.allreduce_precision == 'fp32':
+        runs[change] = (other, other.microbatch_on(card))
+    if settings.num_devices > 1 and settings.allreduce_precision == 'fp32':
         half = dataclasses.replace(given, settings=dataclasses.replace(settings, allreduce_precision='bf16'))
         runs['--allreduce_precision bf16'] = (half, asked)
 
     table = []
-    for words, (other, microbatch) in runs.items():
-        line = {'one change': words, 'microbatch': microbatch or 'none', 'images/s': '', 'times as fast': ''}
+    for change, (other, microbatch) in runs.items():
+        line = {'one change': change, 'microbatch': microbatch or 'none', 'images/s': '', 'times as fast': ''}
         if microbatch:
             speed = other.speed_on(card, microbatch)
             times = speed / given.speed_on(card, asked)
@@ -268,7 +255,7 @@ def change_rows(given: Estimate, build_model: Callable, card: Card) -> pd.DataFr
 def memory_rows(given: Estimate, card: Card) -> pd.DataFrame:
     """Return GiB of a card by item, for each microbatch up to the first that it does not hold."""
     columns = {}
-    for size in sizes_to_try(given.device_batch_size):
+    for size in sizes_to_try(given.settings.device_batch_size):
         columns[str(size)] = given.needed(size)
         if given.taken(size) > card.gib:
             break
@@ -277,6 +264,48 @@ def memory_rows(given: Estimate, card: Card) -> pd.DataFrame:
     table = table.map('{:.2f}'.format)
     table.insert(0, 'GiB, by microbatch', table.index)
     return table
+
+
+def measured_speeds(settings: Train, unet_config: dict, card: Card, rows: list[dict]) -> pd.DataFrame:
+    """Return a row for each reliable speed of the same model and input on a card.
+
+    Flags that such a run had otherwise stand in the column `with`.
+
+    Args:
+        settings: of the run that is forecast.
+        unet_config: of its UNet. Published speeds stand beside that of Stable Diffusion 2 alone.
+        card: that it is forecast for.
+        rows: of the records of --results, as `read_records` returns them.
+    """
+    # published.csv names no model, and leaves out the maker of a GPU
+    found = []
+    if is_stable_diffusion_2(unet_config):
+        for row in read_records(str(PUBLISHED)):
+            found.append(row | {'file': PUBLISHED.name, 'model_name': settings.model_name,
+                                'device': f'NVIDIA {row["device"]}'})
+    found += [row | {'file': settings.results_file} for row in rows]
+
+    # those of such a run
+    same = {'stage': 'train', 'status': MEASURED, 'model_name': settings.model_name, 'device': card.name,
+            'input': INPUTS[settings.encoders], 'image_size': str(settings.image_size)}
+    speeds = []
+    for row in found:
+        if any(row.get(key) != value for key, value in same.items()):
+            continue
+        # flags that bear on speed and are others than those of the run, but for the microbatch
+        flags = []
+        for name in ('batch_size', 'use_ema', *SWITCHES):
+            value = row[name]
+            if value in ('', words(getattr(settings, name))) or name == 'device_train_microbatch_size':
+                continue
+            if value in ('yes', 'no'):
+                flags.append(f'--{name}' if value == 'yes' else f'--no-{name}')
+            else:
+                flags.append(f'--{name} {value}')
+        speeds.append({'measured on': row['device'], 'GPUs': row['num_devices'],
+                       'microbatch': row['record'].get('device_train_microbatch_size', ''),
+                       'images/s': row['images_per_sec'], 'with': ' '.join(flags), 'file': row['file']})
+    return pd.DataFrame(speeds)
 
 
 def with_range(figures: list[float | None]) -> str:

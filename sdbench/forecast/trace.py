@@ -9,6 +9,7 @@ torch's own MemTracker, with which the tests compare it, counts one microbatch, 
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -22,10 +23,9 @@ from torch.utils._pytree import tree_map
 
 from ema import ShadowModel, compute_ema
 from sdbench.flags.commands import Encode
-from sdbench.flags.train import Train
+from sdbench.flags.train import SD2_BASE, Train
 from sdbench.forecast.compiling import compiled
 from sdbench.forecast.count import AVERAGE, EXCHANGE, UPDATE, StepCounter, StepMemory
-from sdbench.forecast.measured import is_stable_diffusion_2
 from sdbench.forecast.speed import (
     COMPILED,
     CONSTANTS,
@@ -37,10 +37,11 @@ from sdbench.forecast.speed import (
     Constants,
     StepWork,
     images_per_sec,
+    seconds_by_kind,
 )
 from sdbench.gpus import Card
 from sdbench.measuring.power import GIB
-from sdbench.models.loading import AUTOCAST_DTYPES, ModelFiles, find_model
+from sdbench.models.loading import AUTOCAST_DTYPES, find_model
 from sdbench.training.microbatch import blank_batch, sizes_to_try
 from sdbench.training.optimization import ADAM_MOMENTS
 
@@ -87,27 +88,17 @@ class Estimate:
             step, work = compiled(step, work, settings)
         if not settings.use_ema:
             work = work._replace(update=work.update.drop(AVERAGE))
-        return cls(settings, model, lasting_bytes(settings, model, settings.dry_run), step, work)
-
-    @property
-    def work_of_run(self) -> StepWork:
-        """The work of a step of the run: on latents without the VAE's encoder."""
-        return self.work.on_latents() if self.settings.latents else self.work
+        return cls(settings, model, lasting_bytes(settings, model), step, work)
 
     @property
     def constants(self) -> Constants:
         """The constants of the forecast."""
         return {False: CONSTANTS, IN_GRAPHS: IN_A_GRAPH}.get(self.settings.compile, COMPILED)
 
-    @property
-    def device_batch_size(self) -> int:
-        """Images of a batch on each device."""
-        return self.settings.batch_size // self.settings.dry_run
-
     def needed(self, microbatch: int) -> dict[str, int]:
         """Return the bytes by item at the peak of a step, which is within a microbatch."""
         return self.lasting | self.step.peak(
-            microbatch, accumulated=microbatch < self.device_batch_size, latents=self.settings.latents)
+            microbatch, accumulated=microbatch < self.settings.device_batch_size, latents=self.settings.latents)
 
     def taken(self, microbatch: int) -> float:
         """Return the GiB that are taken of a GPU, with what cannot be counted."""
@@ -115,7 +106,8 @@ class Estimate:
 
     def largest_microbatch(self, gib: float) -> int | None:
         """Return the largest microbatch that fits into so much memory; None: not even one image does."""
-        return max((size for size in sizes_to_try(self.device_batch_size) if self.taken(size) <= gib), default=None)
+        sizes = sizes_to_try(self.settings.device_batch_size)
+        return max((size for size in sizes if self.taken(size) <= gib), default=None)
 
     def microbatch_on(self, card: Card) -> int | None:
         """Return the microbatch that was asked for, or the largest; None: it does not fit."""
@@ -124,18 +116,21 @@ class Estimate:
             return asked if self.taken(asked) <= card.gib else None
         return self.largest_microbatch(card.gib)
 
-    def split(self, microbatch: int) -> BatchSplit:
-        """Return how the batch of the run is spread."""
-        return BatchSplit(microbatch, self.device_batch_size, self.settings.dry_run, self.settings.allreduce_precision)
+    def seconds_on(self, card: Card, microbatch: int) -> pd.Series:
+        """Return the seconds of a step by kind of operator, on a card that can be forecast in this precision."""
+        settings = self.settings
+        split = BatchSplit(microbatch, settings.device_batch_size, settings.num_devices, settings.allreduce_precision)
+        work = self.work.on_latents() if settings.latents else self.work
+        return seconds_by_kind(card, work, split, self.constants)
 
     def speed_on(self, card: Card, microbatch: int) -> float:
         """Return images/s of all devices together, of a card that can be forecast in this precision."""
-        return images_per_sec(card, self.work_of_run, self.split(microbatch), self.constants)
+        return self.settings.batch_size / self.seconds_on(card, microbatch).sum()
 
     def encoding_speed_on(self, card: Card) -> float:
         """Return how many images all devices together encode a second, when encode.py does it once."""
         split = BatchSplit(Encode.batch_size, Encode.batch_size)  # devices share nothing
-        return images_per_sec(card, self.work.of_encoder(), split, self.constants) * self.settings.dry_run
+        return images_per_sec(card, self.work.of_encoder(), split, self.constants) * self.settings.num_devices
 
     def is_tested(self, card: Card) -> bool:
         """Tell whether the error of the forecast is known for such a run.
@@ -149,7 +144,18 @@ class Estimate:
         if not is_stable_diffusion_2(self.model.unet.config):
             return False
         layouts = TESTED.get(settings.compile, {}).get((card.name, settings.image_size, settings.latents), [])
-        return any(settings.dry_run <= devices and self.device_batch_size >= images for devices, images in layouts)
+        return any(settings.num_devices <= devices and settings.device_batch_size >= images
+                   for devices, images in layouts)
+
+
+def is_stable_diffusion_2(unet_config: dict) -> bool:
+    """Tell whether a UNet is that of Stable Diffusion 2, by its configuration, whatever its image size."""
+    for key, value in find_model(SD2_BASE).configs['unet'].items():
+        if key in ('_class_name', 'sample_size'):
+            continue
+        if json.dumps(unet_config.get(key)) != json.dumps(value):  # where a tuple is a list
+            return False
+    return True
 
 
 @functools.cache
@@ -161,27 +167,21 @@ def traced(settings: Train, build_model: Callable) -> tuple[ComposerModel, StepM
         return {UPDATE: torch.optim.AdamW(model.unet.parameters(), fused=fused, foreach=not fused).step,
                 AVERAGE: lambda: compute_ema(model, average, 0.999)}
 
-    model = build_on_meta(settings, find_model(settings.model_name), build_model)
+    model = build_on_meta(settings, build_model)
     return model, *trace_step(model, settings.precision, prepare_update, settings.attention)
 
 
-def build_on_meta(settings: Train, files: ModelFiles, build_model: Callable[..., ComposerModel]) -> ComposerModel:
+def build_on_meta(settings: Train, build_model: Callable[..., ComposerModel]) -> ComposerModel:
     """Build the model of a run with its switches on the meta device: shapes and types alone, always with the VAE.
 
-    So a switch changes what is counted by what it does.
-
-    Args:
-        settings: of the run.
-        files: of the model.
-        build_model: makes the real one.
+    So a switch changes what is counted by what it does. `build_model` makes the real one.
     """
     # sizes need no weights, and xformers, which asks for a GPU, keeps what torch's fused attention keeps
     settings = dataclasses.replace(settings, attention='sdpa')
-    files = dataclasses.replace(files, pretrained=False)
-    return build_model(settings, False, torch.device('meta'), files)
+    return build_model(settings, False, torch.device('meta'), find_model(settings.model_name))
 
 
-def lasting_bytes(settings: Train, model: ComposerModel, num_devices: int) -> dict[str, int]:
+def lasting_bytes(settings: Train, model: ComposerModel) -> dict[str, int]:
     """Count the bytes of a device, by item, that stay from step to step, whatever the microbatch, and the gradients.
 
     A model without memory will do. On latents its VAE is not counted.
@@ -193,7 +193,7 @@ def lasting_bytes(settings: Train, model: ComposerModel, num_devices: int) -> di
     needed = {'weights': unet, 'gradients': unet, 'Adam moments': ADAM_MOMENTS * unet}
     if settings.use_ema:
         needed['average of the weights'] = unet
-    if num_devices > 1:
+    if settings.num_devices > 1:
         needed['gradient buckets'] = unet  # of DistributedDataParallel, beside the gradients
     needed['text encoder'] = nbytes(model.text_encoder)
     if not settings.latents:

@@ -17,6 +17,7 @@ from composer.utils import dist, get_device
 from sdbench.flags.train import Train
 from sdbench.measuring.power import GIB, GpuMonitor, gather_gpu_figures
 from sdbench.paths import without_placeholders
+from sdbench.records.figures import OF_A_LOADER, summary_lines
 from sdbench.records.keys import QUEUES_IN_WINDOW, caution_about
 from sdbench.records.record import append_record, make_record
 
@@ -280,11 +281,8 @@ def measure_loader(settings: Train, data: DataSpec) -> dict:
     record = make_record('loader', settings, {
         'loader_images_per_sec': sum(images) / max(seconds), 'measured_batches': measured,
         'bad_samples': len(set.union(*bad))})
-    text = f'loader {record["loader_images_per_sec"]:.4g} images/s'
-    caution = caution_about(record)
-    if caution:
-        text += f'\ncaution: {caution}'
-    return append_record(record, text, settings.results_file)
+    summary = summary_lines(OF_A_LOADER, record | {'caution': caution_about(record)})
+    return append_record(record, '\n'.join(summary), settings.results_file)
 
 
 def peak_memory_gib() -> float:

@@ -4,6 +4,7 @@ A new figure has its value in the record, its meaning in keys.py, and here a lin
 """
 import math
 import string
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 WIDTH = 120  # of a line, in characters
@@ -26,75 +27,61 @@ def days_in_words(days: float, unit: str = '') -> str:
     return f'{minutes // 60} h {minutes % 60} min'
 
 
-class Line(NamedTuple):
-    """A line of a summary: its heading, and a template of keys of the record and of what the summary adds."""
-    heading: str
-    text: str
-
-
-# In the order of the summary of a measurement.
+# The lines of all summaries, by heading: templates of keys of the record and of what the summary adds. A measurement
+# has each of these that it has values for, in this order.
 LINES = {
-    'images_per_sec': Line(
-        'images/s', '{images_per_sec:.4g} on {num_devices} x {device}, {images_per_sec_per_device:.4g} each'),
-    'why_no_speed': Line('no speed', '{why_no_speed}'),
-    'batch_seconds': Line(
-        'batch', '{batch_seconds_median:.3g} s median of {measured_batches}, 10th to 90th percentile '
-        '{batch_seconds_p10:.3g} to {batch_seconds_p90:.3g} s'),
-    'drift': Line('change', '{drift:+.1%} in speed from the first third of the batches to the last'),
-    'data_wait_fraction': Line('wait for data', '{data_wait_fraction:.1%} of the time{on_waiting}'),
-    'peak_memory_gib': Line(
-        'peak memory', '{peak_memory_gib:.3g} GiB, microbatch {device_train_microbatch_size}'),
-    'arithmetic': Line('arithmetic', '{tflops_per_sec_per_device:.3g} TFLOP/s each'),
-    'mfu': Line('of the peak', '{mfu:.1%}'),
-    'power': Line('power', '{gpu_power_watts_mean:.0f} W each, {joules_per_image:.3g} J an image'),
-    'trained': Line('trained', 'up to batch {trained_batches:,}'),
-    'epochs': Line('epochs', '{whole_epochs:,}'),
-    'resumed': Line('resumed', 'after batch {resumed_after:,}'),
-    'spent': Line('spent', '{gpu_hours:,.3g} GPU-hours, ${dollars:,.2f}'),
-    'loss': Line('loss', '{loss:.3g}'),
-    'eval_loss': Line('eval loss', '{eval_loss:.4g} on --eval_remote, after batch {eval_batch:,}'),
-    'drawings': Line('drawings', 'in {drawings}'),
-    'no_average': Line('no average', 'yet, for --ema_start is {ema_start_to_come}'),
-    'checkpoints': Line('checkpoint', 'in {checkpoints}'),
-    'export': Line('next', '{export_command}'),
-    'caution': Line('caution', '{caution}'),
-    'full_training': Line(
-        'full training', 'training on {full_images:,} images would take {full_days:,.1f} days on {gpus}, '
-        '{full_hours:,.0f} GPU-hours, {full_cost}'),
-    'plan': Line('for a plan', '{forecast_command}\n' + 16 * ' ' + '{plan_command}'),
-}
-
-OF_A_MEASUREMENT = tuple(key for key in LINES if key not in ('checkpoints', 'export'))
-
-LINES |= {
+    'images/s': '{images_per_sec:.4g} on {num_devices} x {device}, {images_per_sec_per_device:.4g} each',
+    'no speed': '{why_no_speed}',
+    'batch': '{batch_seconds_median:.3g} s median of {measured_batches}, 10th to 90th percentile '
+    '{batch_seconds_p10:.3g} to {batch_seconds_p90:.3g} s',
+    'change': '{drift:+.1%} in speed from the first third of the batches to the last',
+    'wait for data': '{data_wait_fraction:.1%} of the time{on_waiting}',
+    'peak memory': '{peak_memory_gib:.3g} GiB, microbatch {device_train_microbatch_size}',
+    'arithmetic': '{tflops_per_sec_per_device:.3g} TFLOP/s each',
+    'of the peak': '{mfu:.1%}',
+    'power': '{gpu_power_watts_mean:.0f} W each, {joules_per_image:.3g} J an image',
+    'trained': 'up to batch {trained_batches:,}',
+    'epochs': '{whole_epochs:,}',
+    'resumed': 'after batch {resumed_after:,}',
+    'spent': '{gpu_hours:,.3g} GPU-hours, ${dollars:,.2f}',
+    'loss': '{loss:.3g}',
+    'eval loss': '{eval_loss:.4g} on --eval_remote, after batch {eval_batch:,}',
+    'drawings': 'in {drawings}',
+    'no average': 'yet, for --ema_start is {ema_start_to_come}',
+    'checkpoint': 'in {checkpoints}',
+    'caution': '{caution}',
+    'full training': 'training on {full_images:,} images would take {full_days:,.1f} days on {gpus}, '
+    '{full_hours:,.0f} GPU-hours, {full_cost}',
+    'next': '{next}',
+    'for a plan': '{forecast_command}\n' + 16 * ' ' + '{plan_command}',
+    # of a loader
+    'loader': '{loader_images_per_sec:.4g} images/s',
     # of an encoding
-    'encoded': Line('encoded', '{encoded}, {images_per_sec:,.4g} images/s'),
-    'stored': Line('stored', '{stored}, {bytes_per_image:,.0f} bytes each'),
-    'skipped': Line('skipped', '{skipped}'),
-    'next': Line('next', '{next}'),
+    'encoded': '{encoded}, {images_per_sec:,.4g} images/s',
+    'stored': '{stored}, {bytes_per_image:,.0f} bytes each',
+    'skipped': '{skipped}',
     # of an evaluation
-    'drawn': Line('drawn', '{samples_drawn:,} pictures, {images_per_sec:.4g} images/s'),
-    'drawn_by': Line('model', '{drawn_by}'),
-    'scores_at': Line('guidance', '{scores_at}'),
-    'not_scored': Line('not scored', '{not_scored}'),
+    'drawn': '{samples_drawn:,} pictures, {images_per_sec:.4g} images/s',
+    'model': '{drawn_by}',
+    'guidance': '{scores_at}',
+    'not scored': '{not_scored}',
 }
-OF_AN_ENCODING = ('encoded', 'stored', 'caution', 'skipped', 'next')
-OF_AN_EVALUATION = ('drawn', 'drawn_by', 'not_scored', 'scores_at')  # and its cautions
-
 # Of a training, what was trained comes first, and of its speed there is only that.
-OF_SPEED = ('images_per_sec', 'why_no_speed')
-OF_A_TRAINING = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval_loss', 'drawings', 'no_average',
-                 'checkpoints', 'export', *OF_SPEED)
+OF_A_TRAINING = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval loss', 'drawings', 'no average', 'checkpoint',
+                 'next', 'images/s', 'no speed')
+OF_A_LOADER = ('loader', 'caution')
+OF_AN_ENCODING = ('encoded', 'stored', 'caution', 'skipped', 'next')
+OF_AN_EVALUATION = ('drawn', 'model', 'not scored', 'guidance')  # and its cautions
 
 
-def summary_lines(keys: tuple[str, ...], values: dict[str, Any]) -> list[str]:
+def summary_lines(headings: Iterable[str], values: dict[str, Any]) -> list[str]:
     """Return the lines of a summary. One is left out where a value of its template is missing, or None."""
     lines = []
-    for key in keys:
-        heading, text = LINES[key]
-        names = [name for _, name, _, _ in string.Formatter().parse(text) if name]
+    for heading in headings:
+        template = LINES[heading]
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
         if all(values.get(name) is not None for name in names):
-            lines.append(f'{heading:<15} {text.format_map(values)}')
+            lines.append(f'{heading:<15} {template.format_map(values)}')
     return lines
 
 

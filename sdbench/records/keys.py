@@ -101,13 +101,13 @@ def why_unreliable(record: dict) -> str:
     return ''
 
 
-def caution_about(record: dict) -> str:
-    """Say why the speed in a record should not be trusted yet, and the remedy; '' where it can be."""
+def caution_about(record: dict) -> str | None:
+    """Say why the speed in a record should not be trusted yet, and the remedy; None where it can be."""
     if record.get('status') == PROFILED:
         return 'these figures include the cost of the trace, so that no report counts them'
     why = why_unreliable(record)
     if not why:
-        return ''
+        return None
     least = fewest_batches(record.get('queue_batches') or 0)
     if record['measured_batches'] < least:
         return f'{why}: use --measure_batches {least} or more, and where --max_duration is given, a longer one'

@@ -10,7 +10,7 @@ from sdbench.flags.times import to_batches
 from sdbench.flags.train import Train
 from sdbench.gpus import CARDS
 from sdbench.paths import sibling_path
-from sdbench.records.figures import OF_A_MEASUREMENT, OF_A_TRAINING, OF_AN_EVALUATION, rounded, summary_lines
+from sdbench.records.figures import LINES, OF_A_TRAINING, OF_AN_EVALUATION, rounded, summary_lines
 from sdbench.records.keys import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
@@ -21,9 +21,8 @@ PLAN_COMMAND = ('python report.py docs/plan.jsonl {} @recipes/prices-on-demand.t
 
 def run_summary(record: dict, settings: Train) -> str:
     """Write the record of a run for people, with three significant digits or whole units."""
-    keys = OF_A_MEASUREMENT if settings.measures else OF_A_TRAINING
     values = record | notes_on_training(record, settings) | notes_on_speed(record, settings)
-    return '\n'.join(summary_lines(keys, values))
+    return '\n'.join(summary_lines(LINES if settings.measures else OF_A_TRAINING, values))
 
 
 def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
     if settings.save_folder and record['status'] not in (FAILED, INTERRUPTED):
         notes['checkpoints'] = settings.save_folder
         pipeline = sibling_path(settings.save_folder, 'model')
-        notes['export_command'] = shlex.join(['python', 'export.py', settings.save_folder, pipeline])
+        notes['next'] = shlex.join(['python', 'export.py', settings.save_folder, pipeline])
     return notes
 
 
@@ -58,10 +57,8 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
         notes['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
 
     # A caution, or the cost of a whole training: one by a doubtful speed would be believed, and of a CPU it is years.
-    caution = caution_about(record)
-    if caution:
-        notes['caution'] = caution
-    elif settings.training_images and record['device_type'] == 'cuda':
+    notes['caution'] = caution_about(record)
+    if notes['caution'] is None and settings.training_images and record['device_type'] == 'cuda':
         speed = record['images_per_sec']
         hours = gpu_hours(speed, record['num_devices'], settings.training_images)
         notes['full_images'] = settings.training_images

@@ -86,8 +86,8 @@ def test_a_local_without_a_remote_is_the_data(shards):
 
 def test_a_dry_run_speaks_of_gpus_without_one_and_without_data():
     here = settings_of('--dry_run', '8', '--use_ema')
-    assert (here.dry_run, here.use_synth_data, here.precision) == (8, True, 'amp_bf16')
-    assert settings_of('--dry_run').dry_run == 1
+    assert (here.num_devices, here.use_synth_data, here.precision) == (8, True, 'amp_bf16')
+    assert settings_of('--dry_run').num_devices == 1
 
 
 @pytest.mark.parametrize('error, status, line', [

@@ -11,12 +11,10 @@ import pytest
 from composer import ComposerModel
 
 import benchmark
-from sdbench.forecast.dry_run import training_forecast
-from sdbench.forecast.measured import measured_speeds
+from sdbench.forecast.dry_run import measured_speeds, training_forecast
 from sdbench.forecast.trace import Estimate, build_on_meta, lasting_bytes
 from sdbench.gpus import CARDS
 from sdbench.measuring.power import GIB
-from sdbench.models.loading import find_model
 from sdbench.records.read import read_records
 from tests.runs import SMALLEST, check_keys, one_error_line, refusal, settings_of
 
@@ -42,7 +40,7 @@ def test_the_estimate_is_a_tenth_below_what_an_h200_took_and_within_what_is_adde
 @pytest.mark.long
 def test_the_originals_microbatch_of_4_fits_40_gb(milabench):
     settings = settings_of('--dry_run', '8', '--use_ema')
-    run = dataclasses.replace(milabench, settings=settings, lasting=lasting_bytes(settings, milabench.model, 8))
+    run = dataclasses.replace(milabench, settings=settings, lasting=lasting_bytes(settings, milabench.model))
     assert run.largest_microbatch(CARDS[A100].gib) >= 4
 
 
@@ -113,7 +111,7 @@ def number(text: str) -> float:
 @functools.cache
 def outline(model_name: str) -> ComposerModel:
     settings = settings_of('--dry_run', '--model_name', model_name)
-    return build_on_meta(settings, find_model(model_name), benchmark.build_model)
+    return build_on_meta(settings, benchmark.build_model)
 
 
 def untraced(*flags: str) -> Estimate:

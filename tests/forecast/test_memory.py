@@ -1,5 +1,6 @@
 """What a training needs in memory: what lasts against published sizes, and a step against one on real tensors."""
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import benchmark
 from sdbench.forecast.count import StepMemory
 from sdbench.forecast.trace import build_on_meta, lasting_bytes, norms_in_float32, trace_step
-from sdbench.models.loading import AUTOCAST_DTYPES, find_model
+from sdbench.models.loading import AUTOCAST_DTYPES
 from sdbench.training.microbatch import blank_batch
 from tests.runs import settings_of
 
@@ -19,7 +20,7 @@ TINY = ['--dry_run', '--model_name', 'tiny', '--image_size', '64', '--batch_size
 
 def calculated(*flags: str) -> StepMemory:
     settings = settings_of(*TINY, *flags)
-    model = build_on_meta(settings, find_model('tiny'), benchmark.build_model)
+    model = build_on_meta(settings, benchmark.build_model)
     memory, _ = trace_step(model, settings.precision, attention=settings.attention)
     return memory
 
@@ -68,14 +69,14 @@ VAE = 83_653_863 * 4
 
 
 def outline(settings):
-    return build_on_meta(settings, find_model(settings.model_name), benchmark.build_model)
+    return build_on_meta(settings, benchmark.build_model)
 
 
 def test_items_are_the_published_sizes():
-    settings = settings_of(*README)
-    assert lasting_bytes(settings, outline(settings), 8) == {
+    settings = replace(settings_of(*README), num_devices=8)
+    assert lasting_bytes(settings, outline(settings)) == {
         'weights': UNET, 'gradients': UNET, 'Adam moments': 2 * UNET, 'average of the weights': UNET,
         'gradient buckets': UNET, 'text encoder': TEXT_ENCODER, 'VAE': VAE}
     settings = settings_of('--use_synth_latents', '--encoder_precision', 'bf16')
-    assert lasting_bytes(settings, outline(settings), 1) == {
+    assert lasting_bytes(settings, outline(settings)) == {
         'weights': UNET, 'gradients': UNET, 'Adam moments': 2 * UNET, 'text encoder': TEXT_ENCODER // 2}

@@ -25,7 +25,6 @@ from sdbench.forecast.speed import (
 )
 from sdbench.forecast.trace import build_on_meta, trace_step, work_by_kind
 from sdbench.gpus import Card
-from sdbench.models.loading import find_model
 from tests.runs import settings_of
 
 CARD = Card('round', tflops=100, gigabytes_per_sec=1000, gib=80, multiprocessors=100, gigahertz=1,
@@ -43,7 +42,7 @@ def bytes_moved(call) -> float:
 
 def work_of_tiny(*flags: str) -> StepWork:
     settings = settings_of('--dry_run', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', *flags)
-    model = build_on_meta(settings, find_model('tiny'), benchmark.build_model)
+    model = build_on_meta(settings, benchmark.build_model)
     _, work = trace_step(model, settings.precision, attention=settings.attention)
     return work
 

@@ -149,4 +149,4 @@ def test_the_loader_alone_is_measured_through_the_same_loader(results, shards, c
     assert (record['stage'], record['measured_batches']) == ('loader', 19)  # over epochs of 6
     assert record['loader_images_per_sec'] > 0
     assert 'images_per_sec' not in record
-    assert 'caution: only 19 measured batches: use --measure_batches 20' in capfd.readouterr().out
+    assert 'caution         only 19 measured batches: use --measure_batches 20' in capfd.readouterr().out

@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmark import StableDiffusion, apply_switches, build_model
 from sdbench.errors import known_reason
 from sdbench.forecast.trace import build_on_meta, with_fake_tensors
-from sdbench.models.loading import SD2_BASE, find_model
 from sdbench.models.switches import compile_in_place, compile_model
 from tests.forked_runs import run_program
 from tests.runs import TINY, record_graphs, settings_of
@@ -83,7 +82,7 @@ def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capf
 @pytest.mark.long
 def test_the_unet_of_stable_diffusion_2_is_compiled_in_22_graphs_by_blocks():
     settings = settings_of('--dry_run', '--compile', '--compile_blocks', '--channels_last')
-    model = build_on_meta(settings, find_model(SD2_BASE), build_model)
+    model = build_on_meta(settings, build_model)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     unet = with_fake_tensors(model, mode).unet
     graphs = []
