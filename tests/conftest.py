@@ -124,15 +124,18 @@ def smallest_with_attention(tmp_path_factory, smallest_model) -> str:
 
 @pytest.fixture(scope='session')
 def model_folder(tmp_path_factory, smallest_with_attention) -> str:
-    """The same with a tokenizer, that predicts v."""
+    """The same with a tokenizer of letters, of another padding, that predicts v."""
     from transformers import PreTrainedTokenizerFast
 
     from sdbench.inputs.tokenizer import clip_tokenizer
     folder = shutil.copytree(smallest_with_attention, tmp_path_factory.mktemp('model') / 'model')
     config = folder / 'scheduler/scheduler_config.json'
     config.write_text(config.read_text().replace('epsilon', 'v_prediction'))
-    PreTrainedTokenizerFast(tokenizer_object=clip_tokenizer(), pad_token='<|endoftext|>', model_max_length=77) \
-        .save_pretrained(folder / 'tokenizer')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('sdbench.inputs.tokenizer.clip_merges', tuple)  # the whole vocabulary takes a second each time
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=clip_tokenizer(), pad_token='<|endoftext|>',
+                                            model_max_length=77)
+    tokenizer.save_pretrained(folder / 'tokenizer')
     return str(folder)
 
 

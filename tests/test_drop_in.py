@@ -39,41 +39,22 @@ import sys
 
 import torch
 from composer import Trainer
-from torch.utils.data import DataLoader
 
 from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, build_loader
-from ema import EMA, ShadowModel, compute_ema
+from ema import EMA
 from sdbench.training.safeguard import Safeguard
 
 for name in OTHERS:
     assert __import__(name).__file__.startswith(HERE), name
 
-def open_shards():
-    return StreamingLAIONDataset(sys.argv[1], shuffle=True, batch_size=4, image_size=16)
-
-def build():
+# one that is stopped after an epoch and goes on, and one that never was
+def train(epochs, folder):
+    dataset = StreamingLAIONDataset(sys.argv[1], shuffle=True, batch_size=4, image_size=16)
     torch.manual_seed(5)
     model = StableDiffusion(sys.argv[2], image_size=16, pretrained=True)
-    return model, torch.optim.SGD(model.unet.parameters(), lr=0.1)
-
-# a loop in plain PyTorch
-model, optimizer = build()
-average = ShadowModel(model)
-before = [parameter.clone() for parameter in model.unet.parameters()]
-for batch in DataLoader(open_shards(), batch_size=4):
-    loss = model.loss(model(batch), batch)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    compute_ema(model, average, smoothing=0.9)
-average.transfer_ema_params(model)
-assert any((one != other).any() for one, other in zip(before, model.unet.parameters()))
-
-# Composer's Trainer, which is stopped after an epoch and goes on, and one that never was
-def train(epochs, folder):
-    model, optimizer = build()
-    trainer = Trainer(model=model, optimizers=optimizer, train_dataloader=build_loader(open_shards(), 4, 0),
+    optimizer = torch.optim.SGD(model.unet.parameters(), lr=0.1)
+    trainer = Trainer(model=model, optimizers=optimizer, train_dataloader=build_loader(dataset, 4, 0),
                       algorithms=[EMA(half_life='1ba')], callbacks=[Safeguard(seed=5)], run_name='mine',
                       max_duration=f'{epochs}ep', save_folder=folder, autoresume=True)
     trainer.fit()
@@ -104,17 +85,25 @@ def test_a_program_with_packages_of_its_own_trains_resumes_and_exports(server, s
     assert 'warning' not in capfd.readouterr().err
 
 
-def test_the_programs_of_the_page_train_fine_tune_and_go_on_after_a_signal(shards, pipeline, tmp_path, monkeypatch):
+def test_the_programs_of_the_page_train_fine_tune_and_go_on_after_a_signal(shards, smallest_with_attention, tmp_path,
+                                                                                   monkeypatch):
     (tmp_path / 'photos-mds').symlink_to(shards)
-    (tmp_path / 'sd15').symlink_to(pipeline)
-    page = (ROOT / 'docs' / 'migrating.md').read_text()
+    (tmp_path / 'sd15').symlink_to(smallest_with_attention)
+    monkeypatch.setitem(BUILT_IN, 'tiny', tmp_path / 'sd15')
+    page = (ROOT / 'docs' / 'migrating.md').read_text().replace('image_size=64', 'image_size=16')
     programs = [block for block in re.findall('```python\n(.*?)```', page, re.DOTALL) if 'Trainer(...' not in block]
     in_pytorch, fine_tuning, with_composer, averages = programs
     loss = StableDiffusion.loss
 
     # a loop in plain PyTorch, and a model to fine-tune
-    exec(in_pytorch, {})
-    assert UNet2DConditionModel.from_pretrained('my-unet').config.cross_attention_dim
+    torch.manual_seed(3)
+    before = StableDiffusion('tiny', image_size=16).unet
+    torch.manual_seed(3)
+    variables = {}
+    exec(in_pytorch, variables)
+    saved = UNet2DConditionModel.from_pretrained('my-unet').state_dict()
+    assert_equal(variables['model'].unet.state_dict(), saved)
+    assert not torch.equal(saved['conv_out.bias'], before.conv_out.bias)
     variables = {}
     exec(fine_tuning, variables)
     trained = UNet2DConditionModel.from_pretrained(tmp_path / 'sd15' / 'unet').state_dict()

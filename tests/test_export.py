@@ -18,7 +18,7 @@ from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import build_vae, find_model
 from sdbench.training.checkpoints import load_checkpoint
-from tests.runs import SMALLEST, TINY, one_error_line
+from tests.runs import SMALLEST, TINY, one_error_line, refusal
 
 CAPTIONS = ['a cat', '', '!', "Wow! it's 2024", '!!! ???', '!§ !x', 'naïve café 中文 🎉 naÃ¯ve', 'word ' * 100,
             'the end <|endoftext|> is not here', 'a\x00b \u200b c']
@@ -178,6 +178,11 @@ def test_another_model_or_tokenizer_than_the_trained_one_is_refused(
     argv = [places[source], tmp_path / 'out', *(places.get(flag, flag) for flag in flags)]
     assert words in one_error_line(argv, capfd, export)
     assert list(tmp_path.iterdir()) == [other]
+
+
+def test_weights_that_were_trained_with_another_vae_are_refused(latent_checkpoints, epsilon_folder, capfd):
+    argv = ['--use_synth_data', *TINY, '--model_name', epsilon_folder, '--pretrained', '--load_weights']
+    assert 'hash of its vae was' in refusal(capfd, main, [*argv, latent_checkpoints])
 
 
 def test_the_average_of_a_young_training_is_exported_with_a_warning_whoever_trained_it(capfd):

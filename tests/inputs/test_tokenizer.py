@@ -1,9 +1,17 @@
 """Tokens, against open_clip's tokenizer."""
-import os
+from pathlib import Path
 
 from transformers import CLIPTokenizer
 
 from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer, hash_of_tokenizer
+
+
+def write_tokenizer(folder: Path, pad_token: str) -> str:
+    """Write CLIP's tokenizer as transformers has it, of vocab.json and merges.txt."""
+    (folder / 'vocabulary').mkdir(exist_ok=True)
+    files = clip_tokenizer().model.save(str(folder / 'vocabulary'))
+    CLIPTokenizer(*files, pad_token=pad_token).save_pretrained(folder)
+    return str(folder)
 
 
 def test_token_ids_agree_with_open_clips_tokenizer_on_odd_captions():
@@ -16,27 +24,18 @@ def test_token_ids_agree_with_open_clips_tokenizer_on_odd_captions():
 
 
 def test_what_pads_is_a_word_where_a_caption_has_it(tmp_path):
-    vocabulary = str(tmp_path / 'vocabulary')
-    os.mkdir(vocabulary)
-    clip_tokenizer().model.save(vocabulary)  # vocab.json and merges.txt
-    CLIPTokenizer(f'{vocabulary}/vocab.json', f'{vocabulary}/merges.txt', pad_token='!').save_pretrained(tmp_path)
     captions = ['wow! a cat', 'stop !!', 'a <|endoftext|> b']
-    of_folder = build_tokenizer(str(tmp_path)).encode_batch(captions)
+    of_folder = build_tokenizer(write_tokenizer(tmp_path, '!')).encode_batch(captions)
     of_clip = build_tokenizer().encode_batch(captions)
     assert [encoding.ids for encoding in of_folder] == [encoding.ids for encoding in of_clip]
 
 
 def test_a_tokenizer_folder_pads_with_its_own_token(model_folder):
-    ids = build_tokenizer(model_folder).encode('a cat').ids
-    assert ids == [49406, 320, 2368] + [49407] * 74
+    tokenizer = build_tokenizer(model_folder)
+    assert tokenizer.encode('a').tokens == ['<|startoftext|>', 'a</w>'] + ['<|endoftext|>'] * 75
 
 
-def test_the_hash_is_of_what_a_folder_holds_now(tmp_path):
-    vocabulary = str(tmp_path / 'vocabulary')
-    os.mkdir(vocabulary)
-    clip_tokenizer().model.save(vocabulary)  # vocab.json and merges.txt
-    files = f'{vocabulary}/vocab.json', f'{vocabulary}/merges.txt'
-    CLIPTokenizer(*files, pad_token='!').save_pretrained(tmp_path)
-    assert hash_of_tokenizer(str(tmp_path)) == hash_of_tokenizer()
-    CLIPTokenizer(*files, pad_token='?').save_pretrained(tmp_path)
-    assert hash_of_tokenizer(str(tmp_path)) != hash_of_tokenizer()
+def test_the_hash_is_of_what_a_folder_holds_now(tmp_path, monkeypatch):
+    assert hash_of_tokenizer(write_tokenizer(tmp_path, '!')) == hash_of_tokenizer()
+    monkeypatch.setattr('sdbench.inputs.tokenizer.clip_merges', tuple)  # letters alone, which take less time
+    assert len({hash_of_tokenizer(write_tokenizer(tmp_path, pad_token)) for pad_token in '!?'}) == 2
