@@ -62,34 +62,37 @@ class File(NamedTuple):
         return [self.name, self.size, suffixes, self.changed,
                 *(value for value in (self.caption, self.piece) if value is not None)]
 
-
-class Entry(NamedTuple):
-    """A file as its folder lists it."""
-    path: str
-    real_path: str  # without links
-    is_link: bool
-    size: int  # in bytes
-    change: int  # as in File
+    def with_captions(self, files: list['File']) -> 'File':
+        """Return this image with the files that may hold its caption."""
+        names = tuple(os.path.basename(file.name) for file in files)
+        changed = tuple(change for file in (self, *files) for change in file.changed)
+        return self._replace(size=self.size + sum(file.size for file in files), captions=names, changed=changed)
 
 
 class Folder(NamedTuple):
-    """A folder of this machine."""
+    """A folder of this machine, or all that a source in a store names."""
     path: str
     real_path: str  # without links
     present: Set[str]  # names of all that is in it
     named: list[str]  # those of them that SOURCE names
+    stored: dict[str, File] | None = None  # in a store, by name, which has the names of the folders below in it
 
-    def find(self, name: str) -> Entry | None:
-        """Return the file of a name; None if it is not a file."""
+    def file(self, name: str) -> File | None:
+        """Return the file of a name, alone; None if it is not a file."""
+        if self.stored is not None:
+            return self.stored[name]
         path = os.path.join(self.path, name)
         if not os.path.isfile(path):
             return None
-        real = os.path.join(self.real_path, name)
-        is_link = os.path.islink(real)
-        if is_link:
-            real = os.path.realpath(real)
         status = os.stat(path)
-        return Entry(path, real, is_link, status.st_size, status.st_mtime_ns)
+        return File(path, status.st_size, changed=(status.st_mtime_ns,))
+
+    def real_path_of(self, name: str) -> str:
+        """Return the path of a file without links, or its address in a store."""
+        if self.stored is not None:
+            return self.stored[name].name
+        path = os.path.join(self.real_path, name)
+        return os.path.realpath(path) if os.path.islink(path) else path
 
 
 class Found(NamedTuple):
@@ -118,10 +121,9 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
     # list the folders, and what of them and of stores SOURCE names
     search = Search(sources, excluded)
     folders = []
-    files = []
     for source in search.sources:
         if is_url(source):
-            files += search.stored_files(source)
+            folders.append(search.stored_files(source))
         else:
             folders += search.folders(source)
 
@@ -130,16 +132,18 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
     if captions is not None:
         tables.add_named(captions)
     for folder in folders:
-        found = [name for name in folder.present if name.lower() in TABLES and folder.find(name)]
-        for name in sorted(found, key=lambda name: (TABLES.index(name.lower()), name)):
-            tables.add_found(os.path.join(folder.path, name))
+        if folder.stored is None:
+            found = [name for name in folder.present if name.lower() in TABLES and folder.file(name)]
+            for name in sorted(found, key=lambda name: (TABLES.index(name.lower()), name)):
+                tables.add_found(os.path.join(folder.path, name))
 
     # sort what is converted from what is left out; of the names of a file, the first in this order counts
-    found = [pair for folder in folders for pair in search.files(folder, tables)]
-    found.sort(key=lambda pair: (not any(file.captions for file in pair[1]), pair[0].is_link))
-    for entry, of_entry in found:
-        if search.is_new(entry.path, entry.real_path):
-            files += of_entry
+    files = []
+    found = [each for folder in folders for each in search.files(folder, tables)]
+    found.sort(key=lambda each: (not any(file.captions for file in each[2]), os.path.islink(each[0])))
+    for path, real_path, of_path in found:
+        if search.is_new(path, real_path):
+            files += of_path
     tables.leave_out_unused()
     return Found(sorted(files, key=lambda file: file.name.split('/')), search.left_out, tables.count())
 
@@ -182,7 +186,7 @@ class Search:
         if not os.path.lexists(source):
             found = sorted(glob.glob(source, recursive=True))
         if not found:
-            raise ValueError(f'SOURCE {source} does not exist; give a file, a folder, or a glob that matches some')
+            raise nothing_there(source)
         files = [path for path in found if not os.path.isdir(path)]
         for folder, paths in itertools.groupby(sorted(files, key=os.path.split), os.path.dirname):
             names = [os.path.basename(path) for path in paths]
@@ -217,64 +221,56 @@ class Search:
             raise DataError(f'SOURCE {error.filename} cannot be read ({one_line(error)})') from None
         self.leave_out(error.filename, 'cannot be opened: Permission denied')
 
-    def stored_files(self, source: str) -> Iterator[File]:
-        """Yield the tars and Parquet files that a source in a store names, and list what else it names.
+    def stored_files(self, source: str) -> Folder:
+        """Return what a source in a store names.
 
         Raises ValueError if it names nothing, and DataError if the store cannot be read.
         """
         # list the objects, of a glob all below what stands before its first sign
         store, key = open_store(source, 'SOURCE')
         bucket = source.rstrip('/').removesuffix(key).rstrip('/')
-        beginning = re.split(r'[*?[]', key)[0]
-        is_glob = beginning != key
+        top = re.split(r'[*?[]', key)[0]
+        is_glob = top != key
         if is_glob:
-            beginning = beginning.rpartition('/')[0]
-        present = {f'{bucket}/{found["path"]}': found for found in list_objects(store, beginning, source)}
-        named = list(present)
-        if is_glob:  # in which * matches /
-            named = [address for address, found in present.items() if fnmatch.fnmatchcase(found['path'], key)]
+            top = top.rpartition('/')[0]
+        stored = {}
+        named = []
+        for found in list_objects(store, top, source):
+            file = File(f'{bucket}/{found["path"]}', found['size'],
+                        changed=(found['e_tag'] or str(found['last_modified']),))
+            name = found['path'].removeprefix(top).lstrip('/') or os.path.basename(top)
+            stored[name] = file
+            if not is_glob or fnmatch.fnmatchcase(found['path'], key):  # in which * matches /
+                named.append(name)
         if not named:
-            raise ValueError(f'SOURCE {source} does not exist; give a file, a folder, or a glob that matches some')
+            raise nothing_there(source)
+        named = [name for name in sorted(named) if not stored[name].name.startswith(self.excluded_addresses)]
+        return Folder(bucket, bucket, stored.keys(), named, stored)
 
-        # sort what is converted from what is left out
-        for address in sorted(named):
-            suffix = split_name(address)[1]
-            if address.startswith(self.excluded_addresses) or is_of_img2dataset(address, present.keys()):
-                continue
-            if is_hidden(address.removeprefix(f'{bucket}/{beginning}')):
-                self.leave_out(address, 'hidden')
-            elif suffix.lower() == '.tar' or is_parquet(address):
-                if self.is_new(address, address):
-                    change = present[address]['e_tag'] or str(present[address]['last_modified'])
-                    yield File(address, present[address]['size'], changed=(change,))
-            elif is_image(suffix) or is_caption(suffix):
-                self.leave_out(address,
-                               'no tar: of a store, tars and Parquet are read; copy the folder here, or pack it')
-            else:
-                self.leave_out(address, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
-
-    def files(self, folder: Folder, tables: Captions) -> Iterator[tuple[Entry, list[File]]]:
+    def files(self, folder: Folder, tables: Captions) -> Iterator[tuple[str, str, list[File]]]:
         """Yield each tar, Parquet file and image of a folder that SOURCE names, and list what else it names there.
 
-        An image comes with a File for each of its captions of a table, or one for those in files.
+        Each is its path, without links as well, and a File; for an image one for each of its captions of a table.
         """
         # sort the files by what they are
         images = defaultdict(list)  # by key
         captions = []
         for name in folder.named:
             key, suffix = split_name(name)
-            path = os.path.join(folder.path, name)
-            entry = folder.find(name)
-            if entry is None:
+            file = folder.file(name)
+            path = file.name if file else os.path.join(folder.path, name)
+            if file is None:
                 self.leave_out(path, 'no file: a broken link, a pipe, a socket or a device')
-            elif name.startswith('.') and path not in self.sources:
+            elif is_hidden(name) and path not in self.sources:
                 self.leave_out(path, 'hidden')
-            elif is_of_img2dataset(name, folder.present) or entry.real_path in tables.read:
+            elif is_of_img2dataset(name, folder.present) or folder.real_path_of(name) in tables.read:
                 continue
             elif suffix.lower() == '.tar' or is_parquet(name):
-                yield entry, [File(path, entry.size, changed=(entry.change,))]
+                yield path, folder.real_path_of(name), [file]
+            elif folder.stored and (is_image(suffix) or is_caption(suffix)):
+                self.leave_out(path, 'no tar: of a store, tars and Parquet are read; copy the folder here, or pack it')
             elif is_image(suffix):
-                images[key].append(entry)
+                images[key].append((name, file))
             elif is_caption(suffix):
                 captions.append(name)
             else:
@@ -291,26 +287,24 @@ class Search:
         for name in captions:
             if name not in paired:
                 self.leave_out(os.path.join(folder.path, name), 'no image')
-        for key, entries in images.items():
-            names = [named[key][suffix] for suffix in captions_among(named[key])]
-            yield from self.images(entries, list(filter(None, map(folder.find, names))), tables)
 
-    def images(self, entries: list[Entry], captions: list[Entry], tables: Captions
-               ) -> Iterator[tuple[Entry, list[File]]]:
-        """Yield the images of a key, each with its captions of a table, or else in files."""
-        for image in entries:
-            of_table = tables.take(image.real_path)
-            if of_table is None and len(entries) > 1:  # one may be a mask of the other
-                names = [os.path.basename(entry.path) for entry in entries]
-                self.leave_out(image.path, f'more than one image: {", ".join(names)}')
-            elif of_table is not None:
-                yield image, [File(image.path, image.size, changed=(image.change,), caption=caption)
-                              for caption in of_table]
-            else:
-                files = [image, *captions]
-                yield image, [File(image.path, sum(file.size for file in files),
-                                   tuple(os.path.basename(file.path) for file in captions),
-                                   tuple(file.change for file in files))]
+        # each image with its captions of a table, or else in files
+        for key, of_key in images.items():
+            names = [named[key][suffix] for suffix in captions_among(named[key])]
+            beside = [file for file in map(folder.file, names) if file is not None]
+            for name, image in of_key:
+                real_path = folder.real_path_of(name)
+                of_table = tables.take(real_path)
+                if of_table is not None:
+                    yield image.name, real_path, [image._replace(caption=caption) for caption in of_table]
+                elif len(of_key) > 1:  # one may be a mask of the other
+                    self.leave_out(image.name, f'more than one image: {", ".join(name for name, _ in of_key)}')
+                else:
+                    yield image.name, real_path, [image.with_captions(beside)]
+
+
+def nothing_there(source: str) -> ValueError:
+    return ValueError(f'SOURCE {source} does not exist; give a file, a folder, or a glob that matches some')
 
 
 def list_objects(store: ObjectStore, key: str, source: str) -> list[dict]:
