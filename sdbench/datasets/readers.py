@@ -96,73 +96,63 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
     Raises tarfile.ReadError, or nearly anything else, where it is damaged.
     """
     with open_file(name) as reader:
-        start = 0
-        while start is not None:
-            # pair the files by the headers, up to where the tar is damaged, if it is
-            members: Members = {}
-            damage = None
-            try:
-                following = list_members(reader, start, members)
-            except Exception as error:
-                damage = error
-
-            # read the samples
+        for members in list_members(reader):
             join_keys_alike(members)
             for key, files in members.items():
                 for fields in read_members(reader.fileno(), files):
                     yield key, fields
-            if damage is not None:
-                raise damage
-            if start == 0 and following is None and not members:
-                yield '', {'': Unread('nothing is in this tar')}
-            start = following
 
 
-def list_members(reader: BinaryIO, start: int, members: Members) -> int | None:
-    """Add the files of the tar that begins at the byte `start` to `members`.
+def list_members(reader: BinaryIO) -> Iterator[Members]:
+    """Yield the files of each tar in a file.
 
-    Returns where another tar begins in the same file, or None. Raises tarfile.ReadError, or nearly anything else, where
-    the tar is damaged; the files before that are added.
+    Raises tarfile.ReadError, or nearly anything else, where a tar is damaged, behind its files before that.
     """
-    # the headers
-    reader.seek(start)
-    with tarfile.open(fileobj=reader, mode='r:') as tar:
-        while member := tar.next():
-            tar.members.clear()  # tarfile would keep every header
-            if tar.offset < member.offset_data:
-                raise tarfile.ReadError('negative size')  # tarfile would go round for ever
-            if member.isdir():
-                continue
-            key, suffix = split_name(os.path.normpath(member.name))
-            if is_hidden(member.name):
-                content = Unread('it is hidden')
-            elif not member.isreg():
-                content = Unread('a link, a pipe or a device in a tar is not read')
-            elif not is_image(suffix) and not is_caption(suffix):
-                content = Unread(why_not_read(suffix))
-            elif member.size > MAX_BYTES:
-                content = Unread('too large')
-            elif member.issparse():
-                content = tar.extractfile(member).read()
-            else:
-                content = Place(member.offset_data, member.size)
-            members.setdefault(key, {}).setdefault(suffix, []).append(content)
-    if tar.offset == start > 0:
-        raise tarfile.ReadError('what follows its end is no tar')
+    members: Members = {}
+    end = 0  # of what was read
+    try:
+        # tarfile passes over all that is no header: the zeros between two tars, and what is damaged
+        with tarfile.open(fileobj=reader, mode='r:', ignore_zeros=True) as tar:
+            while member := tar.next():
+                tar.members.clear()  # tarfile would keep every header
+                if tar.offset < member.offset_data:
+                    raise tarfile.ReadError('negative size')  # tarfile would go round for ever
+                if member.offset > end:
+                    require_end_mark(reader, end, member.offset)
+                    yield members
+                    members = {}
+                end = tar.offset
+                if member.isdir():
+                    continue
+                key, suffix = split_name(os.path.normpath(member.name))
+                if is_hidden(member.name):
+                    content = Unread('it is hidden')
+                elif not member.isreg():
+                    content = Unread('a link, a pipe or a device in a tar is not read')
+                elif not is_image(suffix) and not is_caption(suffix):
+                    content = Unread(why_not_read(suffix))
+                elif member.size > MAX_BYTES:
+                    content = Unread('too large')
+                elif member.issparse():
+                    content = tar.extractfile(member).read()
+                else:
+                    content = Place(member.offset_data, member.size)
+                members.setdefault(key, {}).setdefault(suffix, []).append(content)
+        require_end_mark(reader, end, os.fstat(reader.fileno()).st_size)
+    except Exception:
+        yield members
+        raise
+    yield members or {'': {'': [Unread('nothing is in this tar')]}}
 
-    # The zeros behind them. tarfile also stops, without a word, where a tar is cut between two files, and at a garbled
-    # header: there are too few zeros then.
-    reader.seek(tar.offset)
-    zeros = 0
-    rest = b''
-    while not rest and (content := reader.read(TAR_BUFFER_BYTES)):
-        rest = content.lstrip(bytes(1))
-        zeros += len(content) - len(rest)
-    if zeros < END_BYTES:
+
+def require_end_mark(reader: BinaryIO, start: int, end: int) -> None:
+    """Raise tarfile.ReadError if the bytes from `start` to `end` are not the zeros that a tar ends with."""
+    reader.seek(start)
+    for position in range(start, end, TAR_BUFFER_BYTES):
+        if reader.read(min(TAR_BUFFER_BYTES, end - position)).strip(bytes(1)):
+            raise tarfile.ReadError('a garbled header, or what follows its end is no tar')
+    if end - start < END_BYTES:  # as where a tar is cut between two files
         raise tarfile.ReadError('no end mark')
-    if not rest:
-        return None
-    return tar.offset + zeros // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
 
 
 def read_members(descriptor: int, files: dict[str, list[bytes | Unread | Place]]) -> Iterator[Fields]:
