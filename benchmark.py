@@ -248,7 +248,7 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         SpeedMonitor(window, (peak or 0) * 1e12),
         *more,                  # what they do counts as part of the batch
         measurement,            # the clock stops here, before anything is drawn or saved
-        Progress(),
+        Progress(settings.batch_size),
         Safeguard(settings.seed, flags_to_keep(settings, files, dataset)),
         FiniteSteps(settings.on_nan, settings.clip_grad_norm),
         Evaluations(),

@@ -16,7 +16,8 @@ GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # of NVIDIA's driver, and of AMD's
 NUMBERS_OF_LAUNCHER = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')
 # Variables that scripts set from others, such as WORLD_SIZE=$SLURM_NTASKS, and that are empty where those are not set.
 EMPTY_IS_UNSET = (*NUMBERS_OF_LAUNCHER, 'MASTER_ADDR', 'MASTER_PORT', 'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
-SECONDS_BETWEEN_BARS = 60  # in a log
+SECONDS_BETWEEN_LINES = 60  # of progress in a log; what takes less leaves none
+LINE = '{desc}{n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}'  # as tqdm fills it in
 
 
 def begin() -> None:
@@ -104,8 +105,19 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+class LogLines:
+    """The stderr of a log, in which each state of a bar is a line, where on a terminal it is written over the last."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        """Do nothing: each line is flushed."""
+
+
 def progress_bar(total: int, unit: str, done: int = 0, doing: str | None = None, hidden: bool = False):
-    """Make a progress bar of tqdm on stderr. In a log, where there is no terminal, it prints a line each minute.
+    """Make a progress bar of tqdm on stderr. In a log, where there is no terminal, it prints a line now and then.
 
     Args:
         total: units of the whole work.
@@ -115,7 +127,10 @@ def progress_bar(total: int, unit: str, done: int = 0, doing: str | None = None,
         hidden: whether nothing is shown.
     """
     from tqdm import tqdm
-    columns = shutil.get_terminal_size().columns  # 80 where the terminal does not say
-    seconds, delay = (0.1, 0) if sys.stderr.isatty() else (SECONDS_BETWEEN_BARS, SECONDS_BETWEEN_BARS)
-    return tqdm(desc=doing, total=total, initial=done, unit=unit, unit_scale=unit == 'B', disable=hidden,
-                ncols=columns, nrows=20, mininterval=seconds, maxinterval=max(10, seconds), delay=delay)
+    what = {'desc': doing and f'{doing}: ', 'total': total, 'initial': done, 'unit': unit, 'unit_scale': unit == 'B',
+            'disable': hidden}
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns  # 80 where the terminal does not say
+        return tqdm(**what, ncols=columns, nrows=20)
+    return tqdm(**what, file=LogLines(), bar_format=LINE, mininterval=SECONDS_BETWEEN_LINES,
+                maxinterval=SECONDS_BETWEEN_LINES, delay=SECONDS_BETWEEN_LINES)

@@ -15,7 +15,7 @@ from sdbench.models.loading import weight_files
 from sdbench.records.keys import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
-from sdbench.training.progress import Progress, batches_in_words
+from sdbench.training.progress import Progress
 from sdbench.training.ranks import StopAtSignal
 
 # what Composer warns of where nothing is wrong: the smaller last batch of an evaluation, a resume at an epoch's end
@@ -63,7 +63,7 @@ def log_start(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
         print('the UNet starts from random weights: --pretrained is for the VAE and the text encoder; to start from '
               f'trained ones, give --load_weights {settings.model_name}')
     if checkpoint:
-        print(f'resuming from {checkpoint}, {batches_in_words(state, state.max_duration.value)}')
+        print(f'resuming from {checkpoint}, batch {state.timestamp.batch.value} of {state.max_duration.value}')
     elif settings.autoresume:
         print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting from the first batch')
     elif not settings.measures and not settings.save_folder:
