@@ -97,7 +97,7 @@ def complete(settings: Train, index: dict | None) -> Train:
             raise ValueError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
                              f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
     if settings.random_flip and settings.latents:
-        raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
+        raise ValueError('--random_flip mirrors images, and this run is on latents; leave it out')
     return settings
 
 

@@ -30,7 +30,7 @@ IN_WORDS = {'None': 'none', 'True': 'on', 'False': 'off'}  # defaults in --help
 
 
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
-         bare: Any = None, needs: str | tuple[str, ...] | None = None, may_change: bool = False) -> Any:
+         bare: Any = None, needs: str = '', may_change: bool = False) -> Any:
     """Declare a field that is a flag.
 
     The field's type says what the flag takes: a bool is on or off (--flag, --no-flag), a Literal one of its texts,
@@ -42,8 +42,8 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
         converter: turns the text into the value, or raises argparse.ArgumentTypeError; None: the field's type does.
         metavar: what the value is called in the help; None: as its converter has it, or else as the flag.
         bare: the value of the flag alone, where its value may be left out.
-        needs: another flag, without which this one does nothing, so that it is refused; or several, one of which is
-            enough.
+        needs: another flag, without which this one does nothing, so that it is refused; or several, parted by spaces,
+            one of which is enough.
         may_change: whether a run that resumes may have another value, where the other flags of its group must be the
             same (`SAME_ON_RESUME` of sdbench/flags/train.py).
     """
@@ -100,9 +100,7 @@ def check(settings: Any) -> None:
     """Raise ValueError for a flag without the one that it needs, and for what `check` of the groups refuses."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        needed = field.metadata.get('needs') or ()
-        if isinstance(needed, str):
-            needed = (needed,)
+        needed = field.metadata.get('needs', '').split()
         if needed and is_given(value) and not any(is_given(getattr(settings, name)) for name in needed):
             is_one_value = value is not True and not isinstance(value, tuple)
             given = f'--{field.name} {value}' if is_one_value else f'--{field.name}'

@@ -86,10 +86,6 @@ class TrainingSamples:
     caption_drop: float = flag(0.0, 'of the captions, such as 0.1, in whose place the empty one is trained, for '
                                'classifier-free guidance', converter=fraction)
 
-    def check(self) -> None:
-        if self.random_flip and self.use_synth_latents:
-            raise ValueError('--random_flip mirrors images, and --use_synth_latents has none; leave one out')
-
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -158,6 +154,8 @@ class Results:
 
     def check(self) -> None:
         """Raise ValueError if nothing can be appended there: it is said before the run, not after it."""
+        if self.results is None and getattr(self, 'dry_run', None) is not None:  # which keeps no record then
+            return
         path = self.results_file
         place = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
         if path != '-' and (os.path.isdir(path) or not os.access(place, os.W_OK)):
@@ -211,12 +209,12 @@ class Training:
     save_folder: str | None = flag(None, 'save checkpoints to this new folder or object store')
     save_interval: str | None = flag(None, f'time between checkpoints {INTERVAL_DEFAULT}; one is also saved at the end '
                                      'and on Ctrl-C or SIGTERM', converter=time_in('ba ep dur'),
-                                     needs=('save_folder', 'dry_run'))
+                                     needs='save_folder dry_run')
     save_num_checkpoints_to_keep: int | None = flag(
         None, 'the newest that stay in a folder (default: all; one of Stable Diffusion 2 takes 15 GB); an object store '
-        'keeps all', converter=count, needs=('save_folder', 'dry_run'))
+        'keeps all', converter=count, needs='save_folder dry_run')
     autoresume: bool = flag(False, 'go on from the newest checkpoint in --save_folder, if there is one',
-                            needs=('save_folder', 'dry_run'))
+                            needs='save_folder dry_run')
     dist_timeout: int = flag(1800, 'seconds to wait for the other processes, also while one compiles, saves or draws',
                              converter=count)
 
@@ -259,11 +257,11 @@ class EvaluationAndDrawing:
     eval_remote: str | None = flag(None, 'MDS shards that are held out: the loss on them is calculated with the same '
                                    'noise and timesteps each time')
     eval_interval: str | None = flag(None, f'time between evaluations {INTERVAL_DEFAULT}; there is also one at the end',
-                                     converter=time_in('ba ep'), needs=('eval_remote', 'dry_run'))
+                                     converter=time_in('ba ep'), needs='eval_remote dry_run')
     sample_prompts: str | None = flag(None, 'draw each line of this file, with the averaged weights where there are '
                                       'any; needs --pretrained', metavar='FILE')
     sample_interval: str | None = flag(None, f'time between drawings {INTERVAL_DEFAULT}; the end is also drawn',
-                                       converter=time_in('ba ep'), needs=('sample_prompts', 'dry_run'))
+                                       converter=time_in('ba ep'), needs='sample_prompts dry_run')
     sample_folder: str | None = flag(None, 'for the drawings (default: SAVE_FOLDER-samples, or samples)', metavar='DIR')
     run_name: str | None = flag(None, 'how the name of the curves begins, which go on at a resume (default: the last '
                                 'part of --save_folder)', metavar='NAME')

@@ -92,26 +92,23 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
         flops = flop_registry[function.overloadpacket](*args, **kwargs, out_val=result)
 
     # kernels that CUDA runs and a CPU's trace does not show
+    copied = []
     if name == 'convolution':
         image, weight, bias = args[:3]  # (B, C, H, W), (D, C, k, k), (D,)
         sizes = sizes_of([image, weight, result])
         if bias is not None:  # is added by a kernel of its own
             sizes += sizes_of([result, result])
             kernels += 1
-        copied = copies_for_layout([image, result], is_channels_last)
+        copied = copies_for_layout([image, result], torch.channels_last)
     elif name == 'convolution_backward':
         sizes, kernels, copied = convolution_backward(args, result)
     elif kind == NORMS and 'group' in name:
         sizes += sizes_of(read[:2] if 'backward' in name else read[:1])  # are read for the statistics first
-        copied = copies_for_layout([read[0], written[0]], torch.Tensor.is_contiguous)
+        copied = copies_for_layout([read[0], written[0]], torch.contiguous_format)
     elif name == 'native_layer_norm_backward':
         sizes += sizes_of(read[:2])  # of the input, then of weight and bias
-        copied = []
     elif name == '_safe_softmax':  # looks for rows that are all masked, and writes its result once more with them at 0
         sizes += sizes_of([read[0], result, result])
-        copied = []
-    else:
-        copied = []
     return Operator(kind, flops, sizes + copied, kernels + len(copied) // 2)
 
 
@@ -137,24 +134,19 @@ def convolution_backward(args: tuple, result: tuple) -> tuple[list[int], int, li
     if of_bias is not None:
         sizes += sizes_of([gradient])
         kernels += 1
-    return sizes, kernels, copies_for_layout(images, is_channels_last)
+    return sizes, kernels, copies_for_layout(images, torch.channels_last)
 
 
-def copies_for_layout(images: list[torch.Tensor], is_as_needed) -> list[int]:
-    """Return the bytes of reading and writing each image that a kernel needs in the other layout.
+def copies_for_layout(images: list[torch.Tensor], layout: torch.memory_format) -> list[int]:
+    """Return the bytes of reading and writing each image that is not in the layout that a kernel needs.
 
     cuDNN's convolutions in half precision work on channels_last, torch's group norm on channels first.
     """
     sizes = []
     for image in images:
-        if not is_as_needed(image):
+        if not image.is_contiguous(memory_format=layout):
             sizes += sizes_of([image, image])
     return sizes
-
-
-def is_channels_last(image: torch.Tensor) -> bool:
-    """Tell whether an image is laid out as tensor cores read it."""
-    return image.is_contiguous(memory_format=torch.channels_last)
 
 
 @dataclass(frozen=True)

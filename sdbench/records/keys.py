@@ -80,11 +80,6 @@ KEYS = {
 }
 
 
-def known_keys() -> set[str]:
-    """Return the names of all keys that are no flags."""
-    return {name for names in KEYS for name in names.split()}
-
-
 def fewest_batches(queue_batches: int) -> int:
     """Return the batches of the shortest window that shows the speed of a run whose loader prepares so many ahead."""
     return max(FEWEST_BATCHES, QUEUES_IN_WINDOW * queue_batches)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import pandas as pd
 
 from sdbench.records.figures import COLUMNS, WIDTH, cell
-from sdbench.records.read import VERSIONS
 
 # How a sentence or a legend writes a setting, where its name and its value are not enough
 IN_WORDS = {'device': '{}', 'device_train_microbatch_size': 'microbatch {}', 'image_size': '{} pixels',
@@ -44,27 +43,14 @@ def settings_in_words(row: pd.Series, keys: Sequence[str]) -> str:
 
 
 def in_common(rows: pd.DataFrame, keys: Sequence[str]) -> str:
-    """Return what rows agree in, of some keys, with the versions on a line of their own.
-
-    A switch that is off is not named.
-    """
+    """Return what rows agree in, of some keys. A switch that is off is not named."""
     columns = differing(rows, keys)
     settings = []
-    versions = []
     for key in keys:
         value = rows[key].max()  # '' where a row does not state it
-        if key in columns or value in ('', 'no'):
-            continue
-        if key in VERSIONS:
-            versions.append(f'{key} {value}')
-        else:
+        if key not in columns and value not in ('', 'no'):
             settings.append(f'{key} {value}')
-    lines = []
-    if settings:
-        lines.append(textwrap.fill(f'All rows: {", ".join(settings)}', WIDTH))
-    if versions:
-        lines.append(textwrap.fill(f'Versions: {", ".join(versions)}', WIDTH))
-    return '\n'.join(lines)
+    return textwrap.fill(f'All rows: {", ".join(settings)}', WIDTH) if settings else ''
 
 
 def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> str:

@@ -12,11 +12,10 @@ from sdbench.gpus import short_name
 from sdbench.records.figures import cell
 from sdbench.records.keys import FORECAST
 from sdbench.records.read import COMPARABLE, CONDITIONS, MEASURED, NETWORKS, SETTINGS, VERSIONS
-from sdbench.report.markdown import differing, setting_in_words, settings_in_words
+from sdbench.report.markdown import differing, settings_in_words
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 LINE_INCHES = 0.2  # of text
-LABEL_CHARACTERS = 50  # of a value in a legend
 CAPTION_CHARACTERS = 130
 TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen', 'loss': 'eval loss',
           'dollars': 'dollars'}
@@ -64,14 +63,24 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     figure.supxlabel(caption, x=0.01, ha='left', fontsize=9)
     axes = figure.subplots()
 
-    # the lines, and what their marks mean
+    # the lines, and what their marks mean: filled if measured, else hollow. Days are in inverse proportion to the speed
     keys = [key for key in differing(rows, SETTINGS, unstated=False) if key not in ('stage', 'device')]
     for number, (_, points) in enumerate(lines):
         first = points.iloc[0]
         words = [short_name(first['device']), settings_in_words(first, keys)]
         if first['is_forecast']:
             words.append('forecast')
-        draw_line(axes, points, COLORS[number % len(COLORS)], ', '.join(filter(None, words)))
+        color = COLORS[number % len(COLORS)]
+        gpus, days, speeds = points['num_devices'], points['days'], points['images_per_sec']
+        ideal = first['days'] * first['num_devices'] / gpus
+        axes.plot(gpus, ideal, '--', color=color, linewidth=0.8, alpha=0.6)
+        is_measured = points['status'] == MEASURED
+        face = color if is_measured.any() else 'white'
+        axes.plot(gpus, days, 'o-', color=color, markerfacecolor=face, linewidth=1.2,
+                  label=', '.join(filter(None, words)))
+        axes.plot(gpus[~is_measured], days[~is_measured], 'o', color=color, markerfacecolor='white')
+        axes.vlines(gpus, days * speeds / points['images_per_sec_most'],
+                    days * speeds / points['images_per_sec_least'], color=color, linewidth=1.2, zorder=1)
     axes.plot([], [], 'o', color='black', label='measured')
     hollow = 'extrapolated, or forecast'
     if rows['images_per_sec_least'].notna().any():
@@ -90,31 +99,6 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     axes.spines[['top', 'right']].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc='center left', bbox_to_anchor=(1.01, 0.5))
     figure.savefig(path, dpi=160)
-
-
-def draw_line(axes, points: pd.DataFrame, color: str, label: str) -> None:
-    """Draw a line over its GPUs with its points and, dashed, its ideal; and its label in the legend."""
-    first, last = points.iloc[0], points.iloc[-1]
-    if len(points) > 1:
-        ends = [first['num_devices'], last['num_devices']]
-        ideal = [first['days'] * first['num_devices'] / count for count in ends]
-        axes.plot(ends, ideal, color=color, linestyle='--', linewidth=0.8, alpha=0.6)
-    axes.plot(points['num_devices'], points['days'], color=color, linewidth=1.2)
-
-    # filled if measured, else hollow, with the range of a forecast: days are inversely proportional to the speed
-    is_measured = points['status'] == MEASURED
-    for chosen, face in ((points[is_measured], color), (points[~is_measured], 'white')):
-        axes.plot(chosen['num_devices'], chosen['days'], 'o', color=color, markerfacecolor=face, zorder=3)
-    for _, point in points[points['images_per_sec_least'].notna()].iterrows():
-        longest = point['days'] * point['images_per_sec'] / point['images_per_sec_least']
-        shortest = point['days'] * point['images_per_sec'] / point['images_per_sec_most']
-        axes.plot([point['num_devices']] * 2, [shortest, longest], color=color, linewidth=1.2)
-
-    # the legend has a filled mark if anything of the line was measured
-    face = color
-    if (points['status'] != MEASURED).all():
-        face = 'white'
-    axes.plot([], [], 'o-', color=color, markerfacecolor=face, label=label)
 
 
 def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
@@ -136,11 +120,10 @@ def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
     plans = plans[plans['total_gpu_hours'].notna()]
     if plans.empty:
         raise ValueError(f'--figure {path}: a plan on CPUs has no GPU-hours')
+    named = [key for key in differing(plans, SETTINGS) if key in ('input', 'compile')]
     names = []
     for _, plan in plans.iterrows():
-        names.append(' x '.join([f'{plan["num_devices"]}', short_name(plan['device'])]))
-        others = settings_in_words(plan, [key for key in differing(plans, SETTINGS) if key in ('input', 'compile')])
-        names[-1] += f'\n{others}' if others else ''
+        names.append(f'{plan["num_devices"]} x {short_name(plan["device"])}\n{settings_in_words(plan, named)}'.strip())
     figure = Figure(figsize=(10, 2.2 + BAR_INCHES * len(plans)), layout='constrained')
     axes = figure.subplots()
 
@@ -263,15 +246,11 @@ def draw_panels(path: str, panels: list[Panel], caption: str) -> None:
         # lines, named by what distinguishes them
         named = differing(rows, line_keys, unstated=False)
         for number, (_, points) in enumerate(rows.dropna(subset=[across, up]).groupby(line_keys, dropna=False)):
-            label = []
-            for key in named:
-                if points[key].iloc[0] != '':
-                    words = setting_in_words(key, points[key].iloc[0])
-                    label.append(textwrap.shorten(words, LABEL_CHARACTERS, placeholder=' ...'))
+            label = [settings_in_words(points.iloc[0], named)]
             if across == 'clip_score':
                 label.append('guidance ' + ', '.join(f'{scale:g}' for scale in points['guidance']))
             axes.plot(points[across], points[up], marker='o', markersize=4, color=COLORS[number % len(COLORS)],
-                      label=wrapped(', '.join(label), PANEL_CHARACTERS))
+                      label=wrapped(', '.join(filter(None, label)), PANEL_CHARACTERS))
 
         # axes, and the legend below them
         axes.set_title(wrapped(title, PANEL_CHARACTERS), fontsize=9)

@@ -90,6 +90,15 @@ def test_a_dry_run_speaks_of_gpus_without_one_and_without_data():
     assert settings_of('--dry_run').num_devices == 1
 
 
+def test_a_dry_run_needs_a_place_for_records_only_where_one_is_named(tmp_path, monkeypatch):
+    (tmp_path / 'results.jsonl').mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert settings_of('--dry_run', '8').results is None
+    for flags in (['--use_synth_data'], ['--dry_run', '8', '--results', 'results.jsonl']):
+        with pytest.raises(SystemExit):
+            settings_of(*flags)
+
+
 @pytest.mark.parametrize('error, status, line', [
     (ValueError('--x 1 is bad'), 2, '--x 1 is bad'), (FileNotFoundError('no such file'), 1, 'no such file; it stays'),
     (KeyboardInterrupt(), 130, 'interrupted; it stays')])
