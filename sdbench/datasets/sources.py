@@ -130,12 +130,12 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
     # read all tables of captions
     tables = Captions(columns, search.leave_out)
     if captions is not None:
-        tables.add_named(captions)
+        tables.add(captions, is_named=True)
     for folder in folders:
         if folder.stored is None:
             found = [name for name in folder.present if name.lower() in TABLES and folder.file(name)]
             for name in sorted(found, key=lambda name: (TABLES.index(name.lower()), name)):
-                tables.add_found(os.path.join(folder.path, name))
+                tables.add(os.path.join(folder.path, name))
 
     # sort what is converted from what is left out; of the names of a file, the first in this order counts
     files = []
@@ -144,8 +144,8 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
     for path, real_path, of_path in found:
         if search.is_new(path, real_path):
             files += of_path
-    tables.leave_out_unused()
-    return Found(sorted(files, key=lambda file: file.name.split('/')), search.left_out, tables.count())
+    numbers = tables.finish()
+    return Found(sorted(files, key=lambda file: file.name.split('/')), search.left_out, numbers)
 
 
 class Search:

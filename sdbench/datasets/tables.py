@@ -122,39 +122,36 @@ class Captions:
         self.used: set[str] = set()
         self.listings: dict[str, dict[str, list[str]]] = {}
 
-    def add_named(self, path: str) -> None:
-        """Read the table that --captions names. Raises ValueError if it is not a table of captions."""
-        try:
-            self.add(path, is_named=True)
-        except OSError as error:
-            raise ValueError(f'--captions {path} cannot be read ({error.strerror})') from None
-        except NoSuchColumn as error:
-            raise ValueError(f'--captions {path} is {NO_TABLE}: {error}') from None
-
-    def add_found(self, path: str) -> None:
-        """Read a table that lies in SOURCE, unless it was read before. Leave out a table of something else."""
-        if os.path.realpath(path) in self.read:
-            return
-        try:
-            self.add(path)
-        except NoSuchColumn as error:
-            if not path.lower().endswith('.parquet'):  # which may hold the images themselves
-                self.read.add(os.path.realpath(path))
-                self.leave_out(path, f'{NO_TABLE}: {error}', None)
-
     def add(self, path: str, is_named: bool = False) -> None:
-        """Take the rows of a table, except for images that do not exist or that an earlier table names.
+        """Take the rows of a table, unless it was read before, or leave it out if it is one of something else.
+
+        Rows are left out of images that do not exist or that an earlier table names.
 
         Args:
             path: of the table.
-            is_named: whether --captions names it, so that its only other column has the captions.
+            is_named: whether --captions names it: then it is one of captions, and its only other column has them.
 
-        Raises NoSuchColumn if it lacks the columns, so that it may be a table of something else. Raises ValueError if
-        it cannot be read to its end, or a flag must name one of two columns: without it its images would have other
-        captions.
+        Raises ValueError if it cannot be read to its end, or a flag must name one of two columns: without it its images
+        would have other captions.
         """
+        # find the two columns
+        if os.path.realpath(path) in self.read:
+            return
+        label = f'--captions {path}' if is_named else f'the table {path}'
         rows = read_rows(path)
-        image_column, caption_column = self.columns.find(path, next(rows), IMAGE_COLUMNS, is_named)
+        try:
+            image_column, caption_column = self.columns.find(path, next(rows), IMAGE_COLUMNS, is_named)
+        except OSError as error:
+            raise ValueError(f'{label} cannot be read ({error.strerror})') from None
+        except NoSuchColumn as error:
+            if is_named:
+                raise ValueError(f'{label} is {NO_TABLE}: {error}') from None
+            if not path.lower().endswith('.parquet'):  # which may hold the images themselves
+                self.read.add(os.path.realpath(path))
+                self.leave_out(path, f'{NO_TABLE}: {error}', None)
+            return
+
+        # take the rows
         self.read.add(os.path.realpath(path))
         table = (path, caption_column)
         folder = os.path.realpath(os.path.dirname(path))
@@ -212,20 +209,19 @@ class Captions:
         self.used.add(image)
         return [row.caption for row in self.rows[image][1]]
 
-    def leave_out_unused(self) -> None:
-        """Leave out the rows of images that are none of SOURCE."""
-        for image, ((path, _), rows) in self.rows.items():
-            if image not in self.used:
-                for row in rows:
-                    self.leave_out(path, f'no image of SOURCE at the path of a row: {row.image} is elsewhere, '
-                                   'hidden or no image', row.number)
+    def finish(self) -> dict[tuple[str, str], int]:
+        """Leave out the rows of images that are none of SOURCE.
 
-    def count(self) -> dict[tuple[str, str], int]:
-        """Return how many captions were taken from each table, by its path and the name of its column."""
+        Returns how many captions were taken from each table, by its path and the name of its column.
+        """
         numbers = Counter()
         for image, (table, rows) in self.rows.items():
             if image in self.used:
                 numbers[table] += len(rows)
+                continue
+            for row in rows:
+                self.leave_out(table[0], f'no image of SOURCE at the path of a row: {row.image} is elsewhere, hidden '
+                               'or no image', row.number)
         return dict(numbers)
 
 
