@@ -28,14 +28,7 @@ import sys
 from functools import partial
 
 from sdbench.datasets.converter import convert_parts
-from sdbench.datasets.job import (
-    Joined,
-    done_already,
-    join_parts,
-    training_command,
-    write_index,
-)
-from sdbench.datasets.output import Output, part_name
+from sdbench.datasets.output import Joined, Output, done_already, join_parts, part_name, write_index
 from sdbench.datasets.sources import Found, find_files, join_neighbours
 from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, TABLE_SUFFIXES, Columns, read_rows
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
@@ -44,6 +37,7 @@ from sdbench.flags.train import TINY_MODEL
 from sdbench.inputs.images import formats
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE
 from sdbench.paths import HELD_OUT, is_url
+from sdbench.records.summary import training_command
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -26,13 +26,7 @@ from functools import partial
 import torch
 
 from sdbench.datasets.encoder import ImageShard, encode_parts
-from sdbench.datasets.job import (
-    done_already,
-    join_parts,
-    training_command,
-    write_index,
-)
-from sdbench.datasets.output import SKIPPED, Output, part_name
+from sdbench.datasets.output import SKIPPED, Output, done_already, join_parts, part_name, write_index
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.complete import complete_encoding
@@ -43,6 +37,7 @@ from sdbench.paths import number_of_samples
 from sdbench.records.figures import OF_AN_ENCODING, summary_lines
 from sdbench.records.keys import why_unreliable
 from sdbench.records.record import append_record, make_record
+from sdbench.records.summary import training_command
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU

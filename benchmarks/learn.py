@@ -32,8 +32,7 @@ from PIL import Image
 from benchmark import StableDiffusion
 from benchmarks.captioned import save_captioned
 from export import main as export
-from sdbench.datasets.job import join_parts, write_index
-from sdbench.datasets.output import Output, PartWriter
+from sdbench.datasets.output import Output, PartWriter, join_parts, write_index
 from sdbench.inputs.shards import IMAGES_HASH, LATENT_COLUMNS, MOMENTS, index_hash
 from sdbench.models.loading import BUILT_IN, find_model
 from sdbench.training.checkpoints import checkpoints_in

@@ -2,7 +2,8 @@
 
 OUT/claim.json says by which program and settings it is made, and is there before anything else. A part is a folder in
 OUT; its name is a hash of what it is made of. The index.json of a part is written when its shards are all there, so
-that a part is done once it has one, and what a killed worker left is written over with the same bytes.
+that a part is done once it has one, and what a killed worker left is written over with the same bytes. OUT/index.json,
+which makes a dataset of all parts, comes last.
 """
 import contextlib
 import hashlib
@@ -11,16 +12,19 @@ import os
 import platform
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore
 from streaming import MDSWriter
 
-from sdbench.errors import DataError, redacted
+from sdbench.errors import DataError, plural, redacted
 from sdbench.inputs.stores import open_store, reach, store_error
 from sdbench.paths import CLAIM, INDEX, is_url, locked
 
@@ -28,6 +32,7 @@ LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
 DAMAGED = 'cut short or damaged'  # how the reason begins for which a file was not read to its end
 LAYOUT = 3  # of OUT; in that of earlier versions parts were named otherwise
+READERS = 64  # of the indexes of parts, at once
 SHARD_BYTES = 1 << 26  # the most that a shard takes: Streaming's own default
 
 
@@ -219,3 +224,90 @@ class PartWriter(MDSWriter):
         self.flush_shard()
         index = {'version': 2, 'shards': self.shards, 'skipped': list(skipped)}
         self.output.write(f'{self.part}/{INDEX}', json.dumps(index).encode())
+
+
+@dataclass
+class Joined:
+    """What all parts together hold."""
+    shards: list[str] = field(default_factory=list)  # their entries in the index, as JSON
+    samples: int = 0
+    samples_of: dict[str, int] = field(default_factory=dict)  # each part
+    bytes: int = 0  # of the shards
+    skipped: Counter = field(default_factory=Counter)  # what was left out, by kind of reason
+    first_skipped: dict | None = None  # the first line of it
+    damaged: list[dict] = field(default_factory=list)  # the lines of files that could not be read to their end
+    whole_files: set[str] = field(default_factory=set)  # lines of whole files: each piece of a file has the same
+
+    def add_part(self, part: str, shards: list[dict]) -> None:
+        """Add the shards of a part; their names become paths in OUT."""
+        self.samples_of[part] = sum(shard['samples'] for shard in shards)
+        self.samples += self.samples_of[part]
+        for shard in shards:
+            shard['raw_data']['basename'] = f'{part}/{shard["raw_data"]["basename"]}'
+            self.shards.append(json.dumps(shard))
+            self.bytes += shard['raw_data']['bytes']
+
+    def add_skipped(self, lines: Iterable[dict], file: BinaryIO) -> None:
+        """Count what was left out, and write its lines into a file."""
+        for line in lines:
+            text = json.dumps(line)
+            if text in self.whole_files:
+                continue
+            if line['key'] is None:
+                self.whole_files.add(text)
+            if not self.skipped:
+                self.first_skipped = line
+            file.write(f'{text}\n'.encode())
+            self.skipped[line['reason'].partition(':')[0]] += 1
+            if line['reason'].startswith(DAMAGED):
+                self.damaged.append(line)
+
+    def skipped_line(self, out: str) -> str:
+        """Say how much was left out by kind of reason, and where it is listed."""
+        reasons = ', '.join(f'{number:,} {reason}' for reason, number in self.skipped.most_common())
+        return f'{reasons}; listed in {out}/{SKIPPED}'
+
+
+def join_parts(output: Output, parts: Sequence[str], left_out: Iterable[dict] = ()) -> Joined:
+    """Read what the parts of OUT hold, and list in OUT/skipped.jsonl what was left out, if anything was.
+
+    Args:
+        output: in which all parts are done.
+        parts: their names, in the order of the dataset.
+        left_out: more lines for the list: each has a `reason`, which begins with its kind, before a colon.
+
+    Raises DataError if a part is not there or damaged.
+    """
+    joined = Joined()
+    with tempfile.TemporaryFile() as skipped:
+        joined.add_skipped(left_out, skipped)
+        with ThreadPoolExecutor(READERS) as readers:
+            contents = readers.map(output.read, [f'{part}/{INDEX}' for part in parts])
+            for part, content in zip(parts, contents, strict=True):
+                try:
+                    index = json.loads(content)
+                except (ValueError, TypeError):
+                    raise DataError(f'{part}/{INDEX} of {output.label} is gone or damaged; remove the folder {part}, '
+                                    'and run the same command again') from None
+                joined.add_part(part, index['shards'])
+                joined.add_skipped(index['skipped'], skipped)
+        skipped.seek(0)
+        if joined.skipped or output.read(SKIPPED) is not None:
+            output.write(SKIPPED, skipped)
+    return joined
+
+
+def write_index(output: Output, joined: Joined, **about: Any) -> bool:
+    """Write OUT/index.json with `about` in it, unless it is there as it should be. Return whether it was written."""
+    # The shards' entries are JSON already: as objects, those of a large dataset would take gigabytes.
+    beginning = json.dumps({'version': 2, **about}).removesuffix('}')
+    index = f'{beginning}, "shards": [{", ".join(joined.shards)}]}}'.encode()
+    if output.read(INDEX) == index:
+        return False
+    output.write(INDEX, index)
+    return True
+
+
+def done_already(output: Output, joined: Joined, source: str) -> str:
+    """Say that an earlier run has made the dataset; `source` is the name of the flag of what it is made of."""
+    return f'done already: {output.label} holds {plural(joined.samples, "sample")} of this {source}'

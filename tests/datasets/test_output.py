@@ -5,11 +5,11 @@ import shlex
 
 import pytest
 
-from sdbench.datasets.job import training_command
 from sdbench.datasets.output import Output, PartWriter
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.paths import CLAIM
+from sdbench.records.summary import training_command
 from tests.local_s3 import local_s3
 
 SETTINGS = {'program': 'convert.py', 'size_limit': 1}
