@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from sdbench.flags.train import Train
 from sdbench.forecast.count import StepCounter, StepMemory
-from sdbench.forecast.speed import NOTHING, StepWork
+from sdbench.forecast.speed import StepWork
 from sdbench.forecast.trace import (
     forward_and_backward,
     memory_and_work,
@@ -76,7 +76,7 @@ def trace_compiled_step(meta_model: ComposerModel, settings: Train) -> tuple[Ste
         compiler.counter = counter
         with counter, torch.compiler.set_stance('fail_on_recompile'):
             forward_and_backward(model, settings.precision, counter, settings.attention)
-    return memory_and_work(model, counter, NOTHING)
+    return memory_and_work(model, counter)
 
 
 class CompiledStepCounter(StepCounter):

@@ -22,7 +22,7 @@ from sdbench.flags.parser import parse
 from sdbench.flags.train import SD2_BASE, TINY_MODEL, Train
 from sdbench.forecast.compiling import BLOCKS, ENCODER, KEPT, NORMS_IN_FLOAT32, WHOLE, compiled
 from sdbench.forecast.count import CASTS, CONVOLUTIONS, FUSED, NORMS, POINTWISE, StepMemory
-from sdbench.forecast.speed import COMPILED, BatchSplit, StepWork, images_per_sec
+from sdbench.forecast.speed import COMPILED, NOTHING, BatchSplit, StepWork, images_per_sec
 from sdbench.forecast.trace import build_on_meta, lasting_bytes, trace_step
 from sdbench.gpus import CARDS
 from sdbench.models.loading import BUILT_IN
@@ -91,9 +91,9 @@ def figures_of(memory: StepMemory, work: StepWork, lasting: dict[str, int]) -> p
     figures = {}
     for microbatch in (4, 64):
         split = BatchSplit(microbatch, 256, 8)
-        figures[f'images/s at {microbatch}'] = images_per_sec(CARD, work.on_latents(), split, COMPILED)
+        figures[f'images/s at {microbatch}'] = images_per_sec(CARD, work._replace(encoder=NOTHING), split, COMPILED)
         figures[f'memory at {microbatch}'] = sum((lasting | memory.peak(microbatch, True, latents=True)).values())
-    figures['encoding'] = images_per_sec(CARD, work.of_encoder(), BatchSplit(32, 32), COMPILED)
+    figures['encoding'] = images_per_sec(CARD, StepWork(work.encoder), BatchSplit(32, 32), COMPILED)
     return pd.Series(figures)
 
 

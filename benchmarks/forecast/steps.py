@@ -1,5 +1,4 @@
 """The work of the steps whose speed was published, each traced as its source ran it."""
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -15,8 +14,8 @@ from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.forecast.compiling import compiled
 from sdbench.forecast.count import UPDATE
-from sdbench.forecast.speed import BatchSplit, StepWork
-from sdbench.forecast.trace import build_on_meta, trace_step, work_by_kind
+from sdbench.forecast.speed import NOTHING, BatchSplit, StepWork
+from sdbench.forecast.trace import build_on_meta, trace_step, work_by_kind, work_of_update
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.models.loading import AUTOCAST_DTYPES
 
@@ -78,8 +77,8 @@ def trace(run: Run) -> StepWork:
         torch.nn.Module.to(outline.unet, AUTOCAST_DTYPES[precision])
 
     if not run.compile:
-        _, work = trace_step(outline, precision, their_update(run.program, run.use_ema))
-        return work
+        _, work = trace_step(outline, precision)
+        return work._replace(update=their_update(outline, run.program, run.use_ema))
     _, work = compiled(*trace_step(outline, precision), replace(settings, compile=True, compile_blocks=False))
     weights = sum(weight.numel() for weight in outline.unet.parameters())
     return work._replace(update=work_by_kind([(UPDATE, 0, 0, BYTES_OF_FUSED_ADAM * weights, 1)]))
@@ -91,17 +90,14 @@ def take_text_as_encoded(model: ComposerModel) -> None:
     model.text_states = lambda caption: torch.empty(len(caption), CAPTION_LENGTH, width)
 
 
-def their_update(program: str, use_ema: bool) -> Callable | None:
-    """Return for `trace_step` AdamW of the time, and Composer's average, which took the frozen encoders along."""
+def their_update(model: ComposerModel, program: str, use_ema: bool) -> pd.DataFrame:
+    """Return the work of AdamW of the time, and of Composer's average, which took the frozen encoders along."""
     if program == SHARDED_OPTIMIZER:
-        return None
+        return NOTHING
+    optimizer = torch.optim.AdamW(model.unet.parameters(), foreach=program != LOOPED_OPTIMIZER)
 
-    def prepare(model: ComposerModel) -> dict[str, Callable]:
-        optimizer = torch.optim.AdamW(model.unet.parameters(), foreach=program != LOOPED_OPTIMIZER)
-
-        def update() -> None:
-            optimizer.step()
-            if use_ema:
-                composers_compute_ema(model, model, 0.999)  # of itself: the same work
-        return {UPDATE: update}
-    return prepare
+    def update() -> None:
+        optimizer.step()
+        if use_ema:
+            composers_compute_ema(model, model, 0.999)  # of itself: the same work
+    return work_of_update({UPDATE: update})

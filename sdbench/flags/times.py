@@ -11,25 +11,14 @@ EXAMPLES = {'ba': '5000ba', 'ep': '2ep', 'dur': '0.5dur'}
 LONGEST_INTERVAL = 1000  # batches between two checkpoints, evaluations or drawings, where none is given
 
 
-def split_time(time: str) -> tuple[Fraction, str]:
-    """Split a time such as 5000ba into its number and its unit. Raises ValueError if it is none."""
-    for unit, number in NUMBER_OF_UNIT.items():
-        if re.fullmatch(f'({number}){unit}', time):
-            return Fraction(time.removesuffix(unit)), unit  # exact, so that 0.29 of 100 batches is 29
-    raise ValueError(f'{time} is no time')
-
-
 def time_in(units: str) -> Callable[[str], str]:
     """Make a converter for times in one of `units`, such as 'ba ep'; it returns the text, as Composer takes it."""
     allowed = units.split()
+    pattern = '|'.join(f'({NUMBER_OF_UNIT[unit]}){unit}' for unit in allowed)
     examples = ' or '.join(EXAMPLES[unit] for unit in allowed)
 
     def convert(text: str) -> str:
-        try:
-            _, unit = split_time(text)
-        except ValueError:
-            unit = None
-        if unit not in allowed:
+        if not re.fullmatch(pattern, text):
             raise argparse.ArgumentTypeError(f'{text} is not a time such as {examples}')
         return text
 
@@ -45,7 +34,8 @@ def to_batches(time: str, batches_per_epoch: int | None = None, batches_of_run: 
         batches_per_epoch: of the loader; a time in batches does without.
         batches_of_run: what a share of the run is a share of; other times do without.
     """
-    number, unit = split_time(time)
+    unit = time.lstrip('0123456789.')
+    number = Fraction(time.removesuffix(unit))  # exact, so that 0.29 of 100 batches is 29
     if unit == 'ba':
         return int(number)
     if unit == 'ep':

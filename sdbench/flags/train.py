@@ -339,7 +339,6 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
 
 # What is learned follows from the flags of these groups: a resumed run has the same, but for those that may change.
 LEARNING = (TrainingSamples, Model, Optimizer)
-FIELDS_OF_LEARNING = tuple(field for group in LEARNING for field in fields(group))
-SAME_ON_RESUME = tuple(field for field in FIELDS_OF_LEARNING if not field.metadata['may_change'])
+SAME_ON_RESUME = tuple(field for group in LEARNING for field in fields(group) if not field.metadata['may_change'])
 ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # unless given, by --precision
 SWITCHES = tuple(field.name for group in (Encoders, Speed) for field in fields(group))

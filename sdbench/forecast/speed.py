@@ -108,14 +108,6 @@ class StepWork(NamedTuple):
     exchange: pd.DataFrame = NOTHING
     buckets: pd.DataFrame = NOTHING
 
-    def on_latents(self) -> 'StepWork':
-        """Return the work of a step whose images were encoded before."""
-        return self._replace(encoder=NOTHING)
-
-    def of_encoder(self) -> 'StepWork':
-        """Return the work of encoding a batch of images once, as encode.py does."""
-        return StepWork(self.encoder)
-
 
 def can_forecast(card: Card, precision: str) -> bool:
     """Tell whether the constants are of such cards, and the peak of this one is known in the precision."""

@@ -31,6 +31,7 @@ from sdbench.forecast.speed import (
     CONSTANTS,
     IN_A_GRAPH,
     IN_GRAPHS,
+    NOTHING,
     TESTED,
     WORK,
     BatchSplit,
@@ -120,7 +121,7 @@ class Estimate:
         """Return the seconds of a step by kind of operator, on a card that can be forecast in this precision."""
         settings = self.settings
         split = BatchSplit(microbatch, settings.device_batch_size, settings.num_devices, settings.allreduce_precision)
-        work = self.work.on_latents() if settings.latents else self.work
+        work = self.work._replace(encoder=NOTHING) if settings.latents else self.work
         return seconds_by_kind(card, work, split, self.constants)
 
     def speed_on(self, card: Card, microbatch: int) -> float:
@@ -130,7 +131,7 @@ class Estimate:
     def encoding_speed_on(self, card: Card) -> float:
         """Return how many images all devices together encode a second, when encode.py does it once."""
         split = BatchSplit(Encode.batch_size, Encode.batch_size)  # devices share nothing
-        return images_per_sec(card, self.work.of_encoder(), split, self.constants) * self.settings.num_devices
+        return images_per_sec(card, StepWork(self.work.encoder), split, self.constants) * self.settings.num_devices
 
     def is_tested(self, card: Card) -> bool:
         """Tell whether the error of the forecast is known for such a run.
@@ -161,14 +162,13 @@ def is_stable_diffusion_2(unet_config: dict) -> bool:
 @functools.cache
 def traced(settings: Train, build_model: Callable) -> tuple[ComposerModel, StepMemory, StepWork]:
     """Trace a step of a run with the average once; returns its model, without memory, as well."""
-    def prepare_update(model: ComposerModel) -> dict[str, Callable]:
-        fused = settings.fused_optimizer
-        average = ShadowModel(model)
-        return {UPDATE: torch.optim.AdamW(model.unet.parameters(), fused=fused, foreach=not fused).step,
-                AVERAGE: lambda: compute_ema(model, average, 0.999)}
-
     model = build_on_meta(settings, build_model)
-    return model, *trace_step(model, settings.precision, prepare_update, settings.attention)
+    memory, work = trace_step(model, settings.precision, settings.attention)
+    fused = settings.fused_optimizer
+    optimizer = torch.optim.AdamW(model.unet.parameters(), fused=fused, foreach=not fused)
+    average = ShadowModel(model)
+    update = work_of_update({UPDATE: optimizer.step, AVERAGE: lambda: compute_ema(model, average, 0.999)})
+    return model, memory, work._replace(update=update)
 
 
 def build_on_meta(settings: Train, build_model: Callable[..., ComposerModel]) -> ComposerModel:
@@ -201,9 +201,8 @@ def lasting_bytes(settings: Train, model: ComposerModel) -> dict[str, int]:
     return needed
 
 
-def trace_step(meta_model: ComposerModel, precision: str, prepare_update: Callable | None = None,
-               attention: str = 'sdpa') -> tuple[StepMemory, StepWork]:
-    """Return memory and work of a step, on a GPU in half precision, or in float32 anywhere.
+def trace_step(meta_model: ComposerModel, precision: str, attention: str = 'sdpa') -> tuple[StepMemory, StepWork]:
+    """Return memory and work of a step without its update, on a GPU in half precision, or in float32 anywhere.
 
     Attention is computed by a kernel that keeps no matrix of all queries and keys. A CPU's stands for a GPU's: both
     keep queries, keys, values, the result and one number a query. With --attention math it is the products and the
@@ -212,7 +211,6 @@ def trace_step(meta_model: ComposerModel, precision: str, prepare_update: Callab
     Args:
         meta_model: the model on the meta device; its tensors become fake ones.
         precision: amp_bf16, amp_fp16 or fp32.
-        prepare_update: gives for a model what is called after a step, by kind. None: nothing is.
         attention: as --attention has it.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # the scheduler's tables are real
@@ -220,18 +218,22 @@ def trace_step(meta_model: ComposerModel, precision: str, prepare_update: Callab
     counter = StepCounter(list(model.parameters()))
     with mode, counter, torch.compiler.set_stance('force_eager'), norms_in_float32():
         forward_and_backward(model, precision, counter, attention)
+    return memory_and_work(model, counter)
 
-    # what happens once a step: the second update, since the first makes the optimizer's state
-    updates = []
-    if prepare_update is not None:
-        with mode:
-            for kind, update in prepare_update(model).items():
-                update()
-                counter_of_update = StepCounter([])
-                with counter_of_update:
-                    update()
-                updates += [(kind, *work) for _, _, *work in counter_of_update.work]
-    return memory_and_work(model, counter, work_by_kind(updates))
+
+def work_of_update(updates: dict[str, Callable]) -> pd.DataFrame:
+    """Return the work of what happens to fake tensors once a step, by kind: of the second call of each.
+
+    The first makes the state of an optimizer.
+    """
+    rows = []
+    for kind, update in updates.items():
+        update()
+        counter = StepCounter([])
+        with counter:
+            update()
+        rows += [(kind, *work) for _, _, *work in counter.work]
+    return work_by_kind(rows)
 
 
 def with_fake_tensors(meta_model: ComposerModel, mode: FakeTensorMode) -> ComposerModel:
@@ -268,8 +270,8 @@ def work_by_kind(rows: Iterable[tuple]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=['kind', *WORK]).groupby('kind').sum().astype(float)
 
 
-def memory_and_work(model: ComposerModel, counter: StepCounter, update: pd.DataFrame) -> tuple[StepMemory, StepWork]:
-    """Return memory and work of the step that `counter` has seen, with the work of the update after it."""
+def memory_and_work(model: ComposerModel, counter: StepCounter) -> tuple[StepMemory, StepWork]:
+    """Return memory and work of the step that `counter` has seen."""
     # the buckets that DistributedDataParallel fills with gradients as they come, and sends one by one
     operators = pd.DataFrame(counter.work, columns=['in_encoder', 'kind', *WORK])
     buckets = []
@@ -286,7 +288,6 @@ def memory_and_work(model: ComposerModel, counter: StepCounter, update: pd.DataF
         model=work_by_kind(operators[~operators['in_encoder']]),
         encoder=work_by_kind(operators[operators['in_encoder']]),
         accumulation=work_by_kind([(EXCHANGE, 0, 0, 3 * gradients, len(trainable))]),  # read two, write their sum
-        update=update,
         exchange=work_by_kind([(EXCHANGE, 0, 0, 4 * gradients, 2 * len(trainable))]),  # read, write, there and back
         buckets=pd.DataFrame(buckets))
     return StepMemory(np.array(counter.rows), np.array(counter.encoder_rows), gradients), work

@@ -217,6 +217,9 @@ def score_rows(record: dict) -> list[dict]:
         row['model'] = row['model'].rpartition('/')[0] or row['model']  # checkpoints of one training are one model
     row['trained_batches'] = float(record.get('trained_batches', math.nan))
     row['images_seen'] = float(record.get('images_seen', math.nan))
+    training = record.get('training', {})
+    row['device'] = training.get('device', 'CPU')
+    row['total_gpu_hours'] = math.nan if row['device'] == 'CPU' else training['gpu_hours']
 
     # what the scores cannot be compared with
     notes = []

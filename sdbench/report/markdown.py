@@ -28,18 +28,18 @@ def differing(rows: pd.DataFrame, keys: Sequence[str], unstated: bool = True) ->
     return [key for key in keys if in_a_stage[key] > 1 or stated[key] > 1]
 
 
-def setting_in_words(key: str, value: str | float) -> str:
-    """Return a setting as a sentence or a legend has it: 'microbatch 4', 'compile', or 'no compile'."""
-    name = key.replace('_', ' ')
-    if value in ('yes', 'no'):
-        name = IN_WORDS.get(key, name)
-        return name if value == 'yes' else f'no {name}'
-    return IN_WORDS.get(key, f'{name} {{}}').format(value)
-
-
 def settings_in_words(row: pd.Series, keys: Sequence[str]) -> str:
-    """Return the settings of a row that it states, of these keys, such as 'on latents, no compile'."""
-    return ', '.join(setting_in_words(key, row[key]) for key in keys if row[key] != '')
+    """Return the settings of a row that it states, of these keys, such as 'on latents, microbatch 4, no compile'."""
+    settings = []
+    for key in keys:
+        value = row[key]
+        name = key.replace('_', ' ')
+        if value in ('yes', 'no'):
+            name = IN_WORDS.get(key, name)
+            settings.append(name if value == 'yes' else f'no {name}')
+        elif value != '':
+            settings.append(IN_WORDS.get(key, f'{name} {{}}').format(value))
+    return ', '.join(settings)
 
 
 def in_common(rows: pd.DataFrame, keys: Sequence[str]) -> str:

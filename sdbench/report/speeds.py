@@ -155,12 +155,4 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
 def score_table(evaluations: pd.DataFrame, prices: Prices) -> pd.DataFrame:
     """Return a row for each guidance scale of each evaluation, checkpoints in order, and what the training took."""
     rows = evaluations.sort_values(['model', 'trained_batches', 'guidance'], kind='stable', ignore_index=True)
-    hours = []
-    dollars = []
-    devices = []
-    for record in rows['record']:
-        training = record.get('training', {})
-        devices.append(training.get('device', 'CPU'))
-        hours.append(math.nan if devices[-1] == 'CPU' else training['gpu_hours'])
-        dollars.append(hours[-1] * price_of(devices[-1], prices))
-    return rows.assign(total_gpu_hours=hours, cost_usd=dollars, device=devices)
+    return rows.assign(cost_usd=rows['total_gpu_hours'] * rows['device'].map(lambda device: price_of(device, prices)))
