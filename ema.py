@@ -134,11 +134,8 @@ class EMA(composers.EMA):
         return f'EMA(smoothing={self.smoothing}, ema_start={self.ema_start}, update_interval={self.update_interval})'
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state with the half-life, which is not taken over where it is loaded: `smoothing` stays."""
         return super().state_dict() | {'half_life': self._given_half_life}
-
-    def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
-        """Take the averages over. The half-life stays that of the constructor."""
-        super().load_state_dict({name: value for name, value in state.items() if name != 'half_life'}, strict)
 
     def match(self, event: Event, state: State) -> bool:
         """Tell whether `apply` has something to do at an event.

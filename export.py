@@ -26,7 +26,6 @@ import tempfile
 from pathlib import Path
 
 from diffusers import StableDiffusionPipeline
-from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from sdbench.errors import plural, redacted
@@ -78,19 +77,14 @@ def write_folder(out: str, pipeline: StableDiffusionPipeline, made_of: dict) -> 
         out: folder.
         pipeline: that is written.
         made_of: what OUT/export.json says of it.
-
-    Raises OSError if it cannot be written.
     """
     parent = os.path.dirname(os.path.abspath(out))
     os.makedirs(parent, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix='.export-') as around:
         # all of it, beside its place
         folder = Path(around, 'pipeline')
-        try:
-            pipeline.save_pretrained(folder)
-            (folder / EXPORTED).write_text(json.dumps(made_of))
-        except SafetensorError as error:  # as it says of a full disk
-            raise OSError(f'OUT {out} could not be written: {error}') from None
+        pipeline.save_pretrained(folder)
+        (folder / EXPORTED).write_text(json.dumps(made_of))
 
         # its place, which an earlier one leaves: somebody may have changed that, or drawn with it
         if os.path.exists(out):

@@ -94,7 +94,7 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
         exit_with_error(program, 2, one_line(error))
     except (DataError, OSError, ImportError) as error:
         exit_with_error(program, 1, one_line(error) + behind)
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:  # of torch, and SafetensorError of a full disk
         reason = known_reason(error)
         if reason is None:
             raise

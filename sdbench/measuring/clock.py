@@ -155,14 +155,14 @@ class Measurement(Callback):
         if self.batches >= first and not is_full:
             self._measure(state, seconds, waited, excluded)
         elif self.batches < self.warmup_batches and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()  # what comes before the measured steps may take more
+            torch.cuda.reset_peak_memory_stats()  # what comes before the measured steps may take more,
+            torch.cuda.reset_accumulated_memory_stats()  # and a search for the microbatch makes the allocator retry
 
         # the batch that begins, perhaps the first of the window
         self.batches += 1
         self._previous_end = now
         if self.batches == first:
             self._ready_at_start = state.train_dataloader.ready_batches
-            self.gpu.start()
 
     def figures(self, all_ranks: bool) -> dict:
         """Return the record's figures of speed, memory, power and loss; `all_ranks` as for `window_figures`."""

@@ -22,12 +22,6 @@ class GpuMonitor:
     def __init__(self):
         self.samples: dict[str, list[float]] = {quantity: [] for quantity in QUANTITIES}
         self._next_sample = 0.0  # when it is due, by the clock
-        self._retries_before = 0
-
-    def start(self) -> None:
-        """Begin with the measured batches."""
-        if torch.cuda.is_available():
-            self._retries_before = torch.cuda.memory_stats()['num_alloc_retries']
 
     def batch_end(self) -> None:
         """Ask the GPU, since a measured batch has ended, unless that was done in the last second."""
@@ -54,7 +48,7 @@ class GpuMonitor:
         if torch.cuda.is_available():
             allocator = torch.cuda.memory_stats()
             found['peak_memory_allocated_gib'] = allocator['allocated_bytes.all.peak'] / GIB
-            found['allocator_retries'] = allocator['num_alloc_retries'] - self._retries_before
+            found['allocator_retries'] = allocator['num_alloc_retries']
         return found
 
 

@@ -31,7 +31,6 @@ from tqdm import tqdm
 
 from sdbench.errors import DataError, disk_is_full, one_line
 from sdbench.paths import atomic_write, locked, without_placeholders
-from sdbench.training.compatibility import DatasetChanged
 from sdbench.training.ranks import SIGNALS, on_every_rank, on_rank_0
 
 LATEST = 'latest-rank{rank}.pt'
@@ -195,16 +194,13 @@ def resuming(checkpoint: str | None, folder: str | None) -> Iterator[str | None]
     try:
         with weights_only_load(checkpoint):
             yield checkpoint and without_placeholders(checkpoint, times=2)
-    except DatasetChanged as error:
-        raise ValueError(f'--save_folder {folder}: the data of --remote has changed since {checkpoint} was written '
-                         f'({error}), so that its epoch cannot go on; train on the new data with a new --save_folder '
-                         f'and --load_weights {checkpoint}') from None
     except (RuntimeError, KeyError, ValueError) as error:
         of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
         if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
             raise
         raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
-                         'resume with the flags it was made with') from None
+                         'resume it as it was made, or begin with a new --save_folder and '
+                         f'--load_weights {checkpoint}') from None
 
 
 def load_checkpoint(path: str | os.PathLike) -> dict:

@@ -21,10 +21,6 @@ OF_THE_SCHEDULER = ('num_train_timesteps', 'beta_start', 'beta_end', 'beta_sched
                     'rescale_betas_zero_snr', 'prediction_type')  # what noise and target of a training depend on
 
 
-class DatasetChanged(ValueError):
-    """The dataset of --remote is another than that of the run that is resumed."""
-
-
 def facts_of_model(files: ModelFiles, image_size: int, unet: Any, text_encoder: Any, scheduler: Any) -> dict:
     """Return what a checkpoint keeps of a model beside its weights, in plain types.
 
@@ -91,7 +87,7 @@ def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:
 
 
 def require_same_run(before: dict, now: dict) -> None:
-    """Raise ValueError if the flags of a run that is resumed were others, or DatasetChanged if its data was.
+    """Raise ValueError if a flag of a run that is resumed, its data or its tokenizer was another.
 
     A flag that a checkpoint does not hold is a newer one, and had its default.
     """
@@ -107,7 +103,8 @@ def require_same_run(before: dict, now: dict) -> None:
 
     # data and tokenizer, by what they hold: they may have moved
     if before.get(DATASET) != now.get(DATASET):
-        raise DatasetChanged(f'the hash of its index was {before.get(DATASET)}, and is {now.get(DATASET)} now')
+        raise ValueError(f'the data of --remote has changed since: the hash of its index was '
+                         f'{str(before.get(DATASET))[:12]}, and is {str(now.get(DATASET))[:12]} now')
     if before.get(TOKENIZER) != now[TOKENIZER]:
         name = now['tokenizer'] or now['model_name']
         raise ValueError(f'the tokenizer of {name} gives other token ids; give that of the run by --tokenizer, such as '

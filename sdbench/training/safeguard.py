@@ -63,7 +63,7 @@ class Safeguard(Callback):
         return {'flags': self.flags}
 
     def load_state_dict(self, state: dict) -> None:
-        """Raise ValueError if a flag of the run that is resumed had another value, DatasetChanged if the data had."""
+        """Raise ValueError if a flag of the run that is resumed, its data or its tokenizer was another."""
         if self.flags:
             require_same_run(state['flags'], self.flags)
 
