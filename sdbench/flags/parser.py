@@ -26,7 +26,7 @@ from sdbench.paths import read_text
 from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')
-IN_WORDS = {'None': 'none', 'True': 'on', 'False': 'off'}  # defaults in --help
+DEFAULTS_IN_WORDS = {'None': 'none', 'True': 'on', 'False': 'off'}  # defaults in --help
 
 
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
@@ -149,7 +149,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
         types_of_value = [one for one in get_args(hint) if one is not types.NoneType]
     help = about['help'].replace('%', '%%')
     if '(default' not in help and '(needed)' not in help:
-        help += f' (default: {IN_WORDS.get(str(field.default), field.default)})'
+        help += f' (default: {DEFAULTS_IN_WORDS.get(str(field.default), field.default)})'
     options = {'default': argparse.SUPPRESS, 'help': help}  # the dataclass has the defaults
 
     # a switch: --flag and --no-flag

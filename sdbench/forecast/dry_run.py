@@ -22,16 +22,13 @@ from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate, is_stable_diffusio
 from sdbench.gpus import CARDS, Card, cards_named
 from sdbench.measuring.power import GIB
 from sdbench.records.figures import WIDTH, rounded
-from sdbench.records.keys import ENCODERS, FORECAST
+from sdbench.records.keys import ENCODERS, FORECAST, NOT_IN_A_FORECAST
 from sdbench.records.read import INPUTS, MEASURED, read_records, words
 from sdbench.records.record import append_line, make_record
 from sdbench.training.microbatch import sizes_to_try
 
 GPUS_A_NODE = 8
 PUBLISHED = Path(__file__).parents[2] / 'published.csv'
-NOT_IN_IT = """\
-A forecast, from the arithmetic, bytes and kernels of a step. Not in it: waiting for data, checkpoints, evaluations,
-a network between nodes that is slower than the GPUs' own link, and for latents their encoding."""
 RANGE = f"""\
 In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on speeds of sources that it had not seen.
 A figure without brackets is not tested: no published run had this model, size and GPU, and was compiled alike."""
@@ -153,7 +150,8 @@ def training_answer(given: Estimate, build_model: Callable, forecasts: list[dict
     first = CARDS[forecasts[0]['device']]
 
     # the answer
-    blocks = [f'{textwrap.fill(title(settings), WIDTH)}\n{NOT_IN_IT}', answer(forecasts, settings)]
+    basis = f'A forecast, from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'
+    blocks = ['\n'.join(textwrap.fill(text, WIDTH) for text in (title(settings), basis)), answer(forecasts, settings)]
 
     # the reasons
     is_forecast = forecasts[0]['images_per_sec'] is not None

@@ -26,7 +26,7 @@ LEARNED = ['eval_loss', 'loss', 'trained_batches']
 # Losses on --eval_remote are ranked and drawn together only where these agree: others are of other latents or samples.
 COMPARABLE = ['model_name', 'image_size', 'pretrained', 'input', 'eval_remote']
 # What a run says of the whole training, with the runs that it resumed; another --max_duration may be given to each.
-OF_A_TRAINING = [*LEARNED, 'trained_epochs', 'eval_batch', 'gpu_hours', 'dollars', 'max_duration']
+OF_A_WHOLE_TRAINING = [*LEARNED, 'trained_epochs', 'eval_batch', 'gpu_hours', 'dollars', 'max_duration']
 # Scores are on one line of a picture only where these agree, and those of the network that the score is from.
 CONDITIONS = ['model', 'weights', 'data', 'samples', 'image_size', 'steps']
 NETWORKS = {'fid': ['network', 'inception_sha256'], 'clip_score': ['clip', 'clip_sha256']}
@@ -175,7 +175,7 @@ def join_resumed(rows: list[dict]) -> list[dict]:
         learned = {}
         evaluations = {}  # loss by images seen: of a batch that was evaluated again, the last counts
         for part in parts:
-            learned |= {key: part['record'][key] for key in OF_A_TRAINING if key in part['record']}
+            learned |= {key: part['record'][key] for key in OF_A_WHOLE_TRAINING if key in part['record']}
             evaluations |= dict(part['record'].get('evaluations', ()))
         learned['evaluations'] = sorted(evaluations.items())
         kept = {}  # part by its setting of speed

@@ -14,7 +14,7 @@ from sdbench.flags.commands import Report
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.gpus import short_name
 from sdbench.records.figures import WIDTH, cell, days_in_words, rounded
-from sdbench.records.keys import FORECAST
+from sdbench.records.keys import FORECAST, NOT_IN_A_FORECAST
 from sdbench.records.read import MEASURED, OF_SPEED, VERSIONS
 from sdbench.report.markdown import differing, settings_in_words, table_text
 from sdbench.report.speeds import UNKNOWN
@@ -23,13 +23,11 @@ from sdbench.report.speeds import UNKNOWN
 PLANNED = [key for key in OF_SPEED if key not in (
     'stage', 'image_size', 'device_train_microbatch_size', 'dataset', 'num_workers', *VERSIONS)]
 ALIKE = [*PLANNED, 'num_devices', 'image_size', 'device_train_microbatch_size']  # a measurement and its forecast
-NOT_IN_IT = ('Not in a forecast: waiting for data, checkpoints, evaluations, storage, traffic, and a network between '
-             'machines that is slower than the link of their GPUs.')
 RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
 Corrections = dict[tuple[str, str], float]  # by GPU and --compile, what its forecasts are multiplied by
 
 
-class Part(NamedTuple):
+class PartOfPlan(NamedTuple):
     """A part of a plan.
 
     Attributes:
@@ -101,7 +99,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
         sentences.append(f'Losses: one in {settings.hours_between_losses:g} hours, each of which costs half a '
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
     if any(FORECAST in {part.status for part in plan['parts']} for plan in plans):
-        sentences.append(NOT_IN_IT)
+        sentences.append(NOT_IN_A_FORECAST)
     if left_out:
         sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
     plans = pd.DataFrame(plans).sort_values(['cost_usd', 'total_gpu_hours'], kind='stable', ignore_index=True)
@@ -194,7 +192,7 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
 
 
 def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
-                  factor: float | None) -> list[Part]:
+                  factor: float | None) -> list[PartOfPlan]:
     """Return the parts of a plan in the order of the work; the arguments are those of `plan_row`.
 
     `factor` corrects forecasts; None: they stay. Raises ValueError if a machine would be taken away before it has saved
@@ -232,7 +230,7 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
                 raise ValueError(f'--hours_between_losses {hours:g}: {short_name(first["device"])} at {size} px loses '
                                  f'{lost:.1f} hours each time; plan with a shorter --save_interval')
             days = [each * hours / (hours - lost) for each in days]
-        parts.append(Part(name, size, *days, status))
+        parts.append(PartOfPlan(name, size, *days, status))
     return parts
 
 
