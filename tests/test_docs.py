@@ -140,18 +140,14 @@ OF_OTHERS = {'--always', '--dirty', '--abbrev', '--exclude', '--shm-size', '--he
 NO_FLAGS = {'--flag', '--no'}  # as --help says, and as in f'--no-{name}'
 
 
-def texts_of(path: Path) -> list[str]:
-    """Return the texts in a program, but for its docstrings."""
-    tree = ast.parse(path.read_text())
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
-    return [constant.value for constant in constants if isinstance(constant.value, str)]
-
-
 def test_every_flag_that_an_error_or_an_advice_names_is_one():
     known = set().union(OF_OTHERS, NO_FLAGS, *map(flags_of, PARSERS.values()))
     for path in (*ROOT.glob('*.py'), *ROOT.glob('sdbench/**/*.py')):
-        assert set(FLAG.findall('\n'.join(texts_of(path)))) <= known, path
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+                assert set(FLAG.findall(node.value)) <= known, path
 
 
 def test_the_table_of_a_record_says_what_the_program_says_of_each_key():
@@ -220,12 +216,8 @@ def records() -> list[dict]:
     return found
 
 
-def reports() -> list[str]:
-    """Return every report that the pages call for, once."""
-    return sorted({command for page in PAGES for command in command_lines(page) if ' report.py ' in command})
-
-
-@pytest.mark.parametrize('command', reports())
+@pytest.mark.parametrize('command', sorted({
+    command for page in PAGES for command in command_lines(page) if ' report.py ' in command}))
 def test_every_report_runs(command, folder, capsys):
     report.main(words_of(command)[2:])
     output = capsys.readouterr().out

@@ -190,15 +190,9 @@ def test_an_argument_that_cannot_be_honoured_is_one_line(shards, tmp_path):
         StreamingLAIONDataset(shards, tokenizer_name_or_path='no-such-tokenizer', batch_size=1)
 
 
-def test_the_models_parts_have_their_names():
-    model = StableDiffusion('tiny', image_size=64)
-    assert {'unet', 'vae', 'text_encoder'} == {name for name, _ in model.named_children()}
-    assert isinstance(model.noise_scheduler, DDPMScheduler)
-
-
 def diffusers_step(model: StableDiffusion, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute loss and target as diffusers' own text-to-image training does, in its order of random numbers."""
-    scheduler = DDPMScheduler.from_config(model.scheduler.config)
+    scheduler = DDPMScheduler.from_config(model.noise_scheduler.config)
     latents = model.vae.encode(batch['image']).latent_dist.sample() * model.vae.config.scaling_factor
     noise = torch.randn_like(latents)
     timesteps = torch.randint(0, scheduler.config.num_train_timesteps, (len(latents),)).long()

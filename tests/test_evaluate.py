@@ -82,13 +82,10 @@ def arguments(model, data, out: Path, *flags) -> list[str]:
                           '--batch_size', 2, '--samples', 4, *flags]))
 
 
-def pixels_of(paths: list[Path]) -> torch.Tensor:
-    """Read pictures, uint8 (B, 3, H, W)."""
-    return torch.stack([torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in sorted(paths)])
-
-
 def drawn_in(out: Path, guidance: float) -> torch.Tensor:
-    return pixels_of(list((out / f'guidance-{guidance}').iterdir()))
+    """Return the pictures, uint8 (B, 3, H, W)."""
+    paths = sorted((out / f'guidance-{guidance}').iterdir())
+    return torch.stack([torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in paths])
 
 
 def test_the_pictures_are_those_of_diffusers_own_pipeline_from_noise_of_their_numbers(evaluated, pipeline, samples):

@@ -1,7 +1,5 @@
 """The road of docs/training.md from photographs and a table of captions to a picture, with a small model."""
-import csv
 import shutil
-from pathlib import Path
 
 import pytest
 from diffusers import DDPMScheduler, StableDiffusionPipeline
@@ -10,43 +8,27 @@ import benchmark
 import convert
 import export
 from tests.runs import ROOT
-from tests.samples import encoded, picture
+from tests.samples import write_photos
 from tests.test_docs import command_lines, words_of
 
 SMALLER = ['--image_size', '64', '--batch_size', '4', '--max_duration', '4ba', '--lr_warmup', '2ba', '--save_interval',
            '2ba', '--sample_interval', '4ba', '--num_workers', '0']
 
 
-def commands_of_the_road() -> list[list[str]]:
-    """Read the commands of the page's first section."""
-    lines = command_lines(ROOT / 'docs/training.md')
-    first, last = 'hf download stable-diffusion-v1-5', 'python export.py my-run my-model'
-    start = next(number for number, line in enumerate(lines) if line.startswith(first))
-    return [words_of(line) for line in lines[start:lines.index(last) + 1]]
-
-
-def write_photographs(folder: Path) -> None:
-    folder.mkdir()
-    with open(folder / 'captions.csv', 'w', newline='') as file:
-        table = csv.writer(file)
-        table.writerow(['file_name', 'text'])
-        for number in range(8):
-            (folder / f'{number}.jpg').write_bytes(encoded(picture(number)))
-            table.writerow([f'{number}.jpg', f'my cat, {number}'])
-
-
-def write_pipeline(folder: Path, model_folder: str) -> None:
-    """Write a pipeline of Stable Diffusion 1.5's kind: it predicts epsilon."""
-    shutil.copytree(model_folder, folder)
-    DDPMScheduler(beta_schedule='scaled_linear', beta_start=0.00085, beta_end=0.012).save_config(folder / 'scheduler')
-
-
 @pytest.mark.long
 def test_from_photographs_with_a_table_of_captions_to_a_picture(tmp_path, model_folder):
-    write_photographs(tmp_path / 'photos')
-    write_pipeline(tmp_path / 'sd15', model_folder)
+    # photographs, a table of captions, and a pipeline of Stable Diffusion 1.5's kind, which predicts epsilon
+    photos = write_photos(tmp_path / 'photos', 8)
+    (photos / 'captions.csv').write_text('file_name,text\n' + ''.join(f'{n}.jpg,"my cat, {n}"\n' for n in range(8)))
+    shutil.copytree(model_folder, tmp_path / 'sd15')
+    DDPMScheduler(beta_schedule='scaled_linear', beta_start=0.00085, beta_end=0.012).save_config('sd15/scheduler')
     (tmp_path / 'prompts.txt').write_text('my cat on a boat')
-    download, to_shards, train, to_pipeline = commands_of_the_road()
+
+    # the commands of the page's first section
+    lines = command_lines(ROOT / 'docs/training.md')
+    first = next(number for number, line in enumerate(lines) if line.startswith('hf download stable-diffusion-v1-5'))
+    last = lines.index('python export.py my-run my-model')
+    download, to_shards, train, to_pipeline = map(words_of, lines[first:last + 1])
     assert download[download.index('--local-dir') + 1] == 'sd15'
 
     assert convert.main(to_shards[2:]) == 0

@@ -23,11 +23,9 @@ A100 = 'NVIDIA A100-SXM4-80GB'
 ONE = Machine(1, A100, 79.2, tiny=False)
 CPU = Machine(0, 'CPU', 0, tiny=True)
 EIGHT = Machine(8, A100, 79.2, tiny=False)
+RUN = {'step': 'original', 'step_seconds': 1.0, 'expectation': '', 'stage': 'train', 'num_devices': 1, 'device': A100,
+       'model_name': 'sd'}  # a record
 MACHINES = [ONE, EIGHT, Machine(1, 'NVIDIA A10', 22.1, False), Machine(2, A100, 79.2, True), CPU]
-
-
-def settings_on(machine: Machine, step: Step) -> Train:
-    return complete(parse(Train, '', list(step.flags), 'benchmark.py'), None)
 
 
 @pytest.mark.parametrize('machine', MACHINES, ids=str)
@@ -40,8 +38,8 @@ def test_every_measurement_is_one_of_its_own_that_the_benchmark_takes(as_on_a_gp
     monkeypatch.chdir(ROOT)
     steps = all_steps(machine)
     assert len({step.name for step in steps}) == len(steps)
-    measured = [repr(settings_on(machine, step)) for step in steps if step.work == 'measure']
-    assert len(set(measured)) == len(measured)
+    measured = [complete(parse(Train, '', list(step.flags)), None) for step in steps if step.work == 'measure']
+    assert len(set(map(repr, measured))) == len(measured)
 
 
 def test_every_switch_of_speed_has_a_step():
@@ -120,9 +118,8 @@ def test_smoke_on_a_cpu_keeps_the_record_of_its_run(tmp_path, monkeypatch, capfd
     (4, 17.8, 'plausible'), (4, 13.0, 'FAR OFF'), (4, 25.5, 'FAR OFF'), (32, 25.5, 'plausible'), (5, 18, 'nothing is')])
 def test_the_page_says_first_where_the_original_is_far_from_what_was_published(tmp_path, microbatch, speed, said):
     """Others found 17.8 images/s on an A100 of 80 GB at a microbatch of 4, and 25.5 at 32."""
-    run = {'step': 'original', 'step_seconds': 1.0, 'expectation': '', 'stage': 'train', 'device': A100,
-           'num_devices': 1, 'model_name': 'sd', 'images_per_sec': speed, 'images_per_sec_per_device': speed,
-           'device_train_microbatch_size': microbatch}
+    speeds = {'images_per_sec': speed, 'images_per_sec_per_device': speed}
+    run = RUN | speeds | {'device_train_microbatch_size': microbatch}
     sentence = plausibility([run])[0]
     assert said in sentence
     write_page(tmp_path, [run], [])
@@ -131,8 +128,7 @@ def test_the_page_says_first_where_the_original_is_far_from_what_was_published(t
 
 
 def test_a_page_has_no_commands_for_a_terminal(tmp_path):
-    run = {'step': 'original', 'step_seconds': 1.0, 'expectation': '', 'stage': 'train', 'num_devices': 1,
-           'status': 'failed', 'device': 'A100 \x1b[31m', 'error': 'of \x1b[31m|\n red'}
+    run = RUN | {'status': 'failed', 'device': 'A100 \x1b[31m', 'error': 'of \x1b[31m|\n red'}
     write_page(tmp_path, [run], ['later \x1b[0m'])
     page = (tmp_path / 'proof.md').read_text()
     assert '\x1b' not in page

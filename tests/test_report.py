@@ -450,8 +450,8 @@ def test_forecasts_are_planned_and_priced_by_card_and_told_apart_from_what_was_m
         ('8 x H200', '$768'), ('8 x B200', '$960')]  # 2 days of 8 GPUs at $2, and 1 day at $5
     assert '8 x H200: forecast, 1.60 to 2.50 days.' in text
     assert '8 x B200: forecast, not tested.' in text
-    text = printed(write(*forecasts), '--phase', '17280000@256', '--phase', '4320000@512')
-    assert '8 x H200: forecast, 1 h 55 min to 3 h 0 min.' in text
+    assert '8 x H200: forecast, 1 h 55 min to 3 h 0 min.' in printed(
+        write(*forecasts), '--phase', '17280000@256', '--phase', '4320000@512')
 
 
 @pytest.fixture

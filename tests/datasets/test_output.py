@@ -21,8 +21,8 @@ def output(request, tmp_path, monkeypatch):
         yield Output(str(tmp_path / 'out') if request.param == 'folder' else 's3://bucket/some/out', 'OUT')
 
 
-def begin(output, **settings) -> None:
-    with output.begun(SETTINGS | settings):
+def begin(output, sources=(), **settings) -> None:
+    with output.begun(SETTINGS | settings, list(sources)):
         pass
 
 
@@ -71,22 +71,18 @@ def test_of_two_runs_that_begin_at_once_in_a_store_the_second_goes_by_what_the_f
 
 
 def test_of_files_of_another_machine_a_store_is_not_made(output, monkeypatch):
-    with output.begun(SETTINGS, ['/data/tars']):
-        pass
+    begin(output, ['/data/tars'])
     monkeypatch.setattr('platform.node', lambda: 'another')
     if output.is_folder:  # which is that machine's as well
-        with output.begun(SETTINGS, ['/data/tars']):
-            return
+        return begin(output, ['/data/tars'])
     with pytest.raises(ValueError, match='was begun with machine .*, and this command has another; each may have'):
-        with output.begun(SETTINGS, ['/data/tars']):
-            pass
+        begin(output, ['/data/tars'])
 
 
 def test_of_files_in_a_store_any_machine_may_make_a_part_and_the_claim_holds_no_password(output, monkeypatch):
     for machine in ('one', 'another'):
         monkeypatch.setattr('platform.node', lambda machine=machine: machine)
-        with output.begun(SETTINGS, ['s3://me:PASSWORD@bucket/tars?token=SECRET']):
-            pass
+        begin(output, ['s3://me:PASSWORD@bucket/tars?token=SECRET'])
     claim = output.read(CLAIM).decode()
     assert 's3://***@bucket/tars' in claim
     assert not any(word in claim for word in ('PASSWORD', 'SECRET', 'one'))

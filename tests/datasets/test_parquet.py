@@ -35,11 +35,6 @@ def converted(out: Path, *argv) -> list[tuple[bytes, str]]:
     return read_back(out)
 
 
-def reasons(out: Path) -> dict:
-    """Return the reason of each row, or of the whole file, that is listed."""
-    return {line['key']: line['reason'] for line in skipped(out)}
-
-
 @pytest.mark.parametrize('column, caption, flags', [
     ('image', 'caption', []), ('jpg', 'caption', ['--image_column', 'jpg']),
     ('image', 'prompt', ['--caption_column', 'prompt'])])
@@ -74,7 +69,7 @@ def test_a_bad_row_is_listed_with_its_number(tmp_path):
     out = tmp_path / 'out'
     assert convert.main([str(path), str(out)]) == 0
     assert read_back(out) == [(shaded(1), 'a')]
-    assert reasons(out) == {
+    assert {line['key']: line['reason'] for line in skipped(out)} == {
         1: 'no caption: it is not UTF-8', 2: 'image does not decode: not a known format',
         3: 'no image: the row has none', 4: 'no image: the row has none', 5: 'no caption: the row has None',
         6: "no caption: the row has ' '",

@@ -27,12 +27,6 @@ def listed(out: Path) -> list[tuple]:
     return sorted((os.path.basename(line['source']), line['key'], line['reason']) for line in skipped(out))
 
 
-METADATA = {'metadata.csv': '\ufefffile_name,text\na.jpg,"one, two"\nsub/b.jpg,three\n',
-            'metadata.jsonl': '{"file_name": "a.jpg", "text": "one, two"}\n'
-                              '{"file_name": "sub/b.jpg", "text": "three"}\n',
-            'captions.csv': 'filename;caption\na.jpg;"one, two"\nsub/b.jpg;three\n'}
-
-
 NFC, NFD = (unicodedata.normalize(form, 'café.jpg') for form in ('NFC', 'NFD'))
 TABLES_OF_PEOPLE = {
     'accents of macOS': ([NFD, 'b.jpg'], f'file_name,text\n{NFC},one\nb.jpg,two\n'),
@@ -45,27 +39,22 @@ TABLES_OF_PEOPLE = {
     'an index of pandas': (['a.jpg', 'b.jpg'], ',file_name,text\n0,a.jpg,one\n1,b.jpg,two\n'),
     'Unicode text of Excel': (['a.jpg', 'b.jpg'], 'file_name\ttext\r\na.jpg\tone\r\nb.jpg\ttwo\r\n'),
     'lines of an old Mac': (['a.jpg', 'b.jpg'], 'file_name,text\ra.jpg,one\rb.jpg,two\r'),
+    'a mark of UTF-8': (['a.jpg', 'sub/b.jpg'], '\ufefffile_name,text\na.jpg,"one"\nsub/b.jpg,two\n'),
+    'other names of columns': (['a.jpg', 'sub/b.jpg'], 'filename;caption\na.jpg;"one"\nsub/b.jpg;two\n'),
+    'lines of JSON': (['a.jpg', 'sub/b.jpg'], '{"file_name": "a.jpg", "text": "one"}\n'
+                      '{"file_name": "sub/b.jpg", "text": "two"}\n'),
 }
 
 
 @pytest.mark.parametrize('case', TABLES_OF_PEOPLE)
-def test_tables_as_editors_spreadsheets_and_other_systems_write_them_are_read(tmp_path, case):
+@pytest.mark.parametrize('source', ['in', 'in/*'])
+def test_tables_as_editors_spreadsheets_and_other_systems_write_them_are_read(tmp_path, case, source):
     names, content = TABLES_OF_PEOPLE[case]
     folder = photos(tmp_path / 'in', *names)
-    is_unicode_text = case == 'Unicode text of Excel'
-    (folder / 'Captions.CSV').write_text(content, 'utf-16' if is_unicode_text else 'utf-8', newline='')
-    assert convert.main([str(folder), 'out']) == 0
+    name = 'metadata.jsonl' if case == 'lines of JSON' else 'Captions.CSV'
+    (folder / name).write_text(content, 'utf-16' if case == 'Unicode text of Excel' else 'utf-8', newline='')
+    assert convert.main([source, 'out']) == 0
     assert dict(read_back(tmp_path / 'out')) == {shaded(0): 'one', shaded(1): 'two'}
-    assert not (tmp_path / 'out/skipped.jsonl').exists()
-
-
-@pytest.mark.parametrize('name', METADATA)
-@pytest.mark.parametrize('source', ['', '/*'])
-def test_images_of_a_folder_and_its_subfolders_take_their_captions_from_metadata(tmp_path, name, source):
-    folder = photos(tmp_path / 'in', 'a.jpg', 'sub/b.jpg')
-    (folder / name).write_text(METADATA[name])
-    assert convert.main([f'{folder}{source}', 'out']) == 0
-    assert read_back(tmp_path / 'out') == [(shaded(0), 'one, two'), (shaded(1), 'three')]
     assert not (tmp_path / 'out/skipped.jsonl').exists()
 
 
