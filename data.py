@@ -63,13 +63,9 @@ class SyntheticImageCaptionDataset(Dataset):
         self.vocab_size = vocab_size
         self.seed = seed
         self.latent_size = latent_size
+        self.latents = latent_size is not None
         self.samples = self.draw(DIFFERENT_SAMPLES)
         self.batch = None  # the newest, which is given again where the next is as large
-
-    @property
-    def latents(self) -> bool:
-        """Tell whether the samples are the VAE's moments, not images."""
-        return self.latent_size is not None
 
     def __len__(self) -> int:
         return self.num_samples
@@ -133,8 +129,8 @@ class StreamingLAIONDataset(VerifiedDataset):
         self.image_size = image_size
         self.transform = transform
 
-        # captions as token ids, unless a loader tokenizes them
-        self._gives_text = False
+        # captions as token ids
+        self.gives_text = False  # which a loader tokenizes, batch by batch
         if tokenizer_name_or_path != SD2_BASE:
             self.tokenizer = build_tokenizer(tokenizer_name_or_path)
 
@@ -144,42 +140,34 @@ class StreamingLAIONDataset(VerifiedDataset):
             local = local and os.path.join(local, split)
         if index is None:
             index = read_index(remote or local, '--remote' if remote else '--local')
+        self.latents = 'latents' in index
+        if transform and self.latents:
+            raise ValueError('these shards hold latents, which take no transform; leave it out, or read the images')
         self.draw = index.get(DRAW)
         self.index_hash = index_hash(index)
         self.images_hash = hash_of_images(index)
         stream = VerifiedStream(index, remote, local, cache_limit, download_retry, download_timeout)
         super().__init__(stream, shuffle=shuffle, predownload=predownload, batch_size=batch_size, **kwargs)
-        if transform and self.latents:
-            raise ValueError('these shards hold latents, which take no transform; leave it out, or read the images')
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Build CLIP's own tokenizer, where none was given, when it is first needed."""
         return build_tokenizer()
 
-    @property
-    def latents(self) -> bool:
-        """Tell whether the samples are the VAE's moments, not images."""
-        return MOMENTS in self.shards[0].column_names
-
     def __getitem__(self, index: int) -> dict:
         """Return sample `index`, or where it is bad the next good one, with tensors for torch's own collate function.
 
         `image` uint8 (3, H, H), or what the transform makes, or `moments` float16 (8, H/8, H/8), and `caption` int64
-        (77,). After `give_captions_as_text` it is that of `good_sample`.
+        (77,). Where it gives text, it is that of `good_sample`.
         """
         sample = self.good_sample(index)
-        if self._gives_text:
+        if self.gives_text:
             return sample
         for number, reason in sample.pop('bad'):
             print(bad_sample_line(number, reason), file=sys.stderr)
         if self.transform:
             sample['image'] = self.transform(to_pil_image(sample['image']))
         return sample | {'caption': torch.tensor(self.tokenizer.encode(sample['caption']).ids)}
-
-    def give_captions_as_text(self) -> None:
-        """Give captions as text from here on, which a loader tokenizes batch by batch."""
-        self._gives_text = True
 
     def good_sample(self, index: int) -> dict:
         """Return sample `index` or the next good one, its caption as text; `bad` has (index, reason) of others.
@@ -314,7 +302,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     else:
         if dataset.transform:
             raise ValueError('build_loader takes no dataset with a transform; use torch.utils.data.DataLoader')
-        dataset.give_captions_as_text()
+        dataset.gives_text = True
         loader = TimedStreamingDataLoader(dataset, batch_size=batch_size, drop_last=True,
                                           collate_fn=CountedCollate(make_batch, num_workers),
                                           prefetch_factor=BATCHES_PER_WORKER if num_workers else None,

@@ -91,7 +91,9 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
     """Yield (key, fields) of the samples of a tar, and of all tars that follow it in the same file.
 
     The headers of a tar are read first, and its files paired by their keys: in a tar of a folder they lie in any order.
-    The samples then come in the order of their first files. `a/b.jpg` is the .jpg of a/b.
+    The samples then come in the order of their first files. `a/b.jpg` is the .jpg of a/b. A name can come several times
+    in a tar, as where others were appended to it. Then the first files of all names are a sample, the second ones
+    another, and so on, if all names come as often.
 
     Raises tarfile.ReadError, or nearly anything else, where it is damaged.
     """
@@ -99,8 +101,22 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
         for members in list_members(reader):
             join_keys_alike(members)
             for key, files in members.items():
-                for fields in read_members(reader.fileno(), files):
-                    yield key, fields
+                if len({len(contents) for contents in files.values()}) > 1:
+                    names = ', '.join(f'{len(contents)} {suffix}' for suffix, contents in files.items())
+                    reason = f'files of one name: which belong together is not known, of {names}'
+                    yield key, {NO_SAMPLE: Unread(reason)}
+                    continue
+                for contents in zip(*files.values(), strict=True):
+                    fields = {}
+                    for suffix, content in zip(files, contents, strict=True):
+                        if isinstance(content, Place):
+                            offset, size = content
+                            content = os.pread(reader.fileno(), size, offset)
+                            if len(content) < size:
+                                continue  # a cut tar holds it no more
+                        fields[suffix] = content
+                    if fields:
+                        yield key, fields
 
 
 def list_members(reader: BinaryIO) -> Iterator[Members]:
@@ -153,30 +169,6 @@ def require_end_mark(reader: BinaryIO, start: int, end: int) -> None:
             raise tarfile.ReadError('a garbled header, or what follows its end is no tar')
     if end - start < END_BYTES:  # as where a tar is cut between two files
         raise tarfile.ReadError('no end mark')
-
-
-def read_members(descriptor: int, files: dict[str, list[bytes | Unread | Place]]) -> Iterator[Fields]:
-    """Yield the files of each sample of a key, but for those that a cut tar holds no more.
-
-    A name can come several times in a tar, as where others were appended to it. Then the first files of all names are a
-    sample, the second ones another, and so on, if all names come as often.
-    """
-    numbers = {len(places) for places in files.values()}
-    if len(numbers) > 1:
-        names = ', '.join(f'{len(places)} {suffix}' for suffix, places in files.items())
-        yield {NO_SAMPLE: Unread(f'files of one name: which belong together is not known, of {names}')}
-        return
-    for places in zip(*files.values(), strict=True):
-        fields = {}
-        for suffix, content in zip(files, places, strict=True):
-            if isinstance(content, Place):
-                offset, size = content
-                content = os.pread(descriptor, size, offset)
-                if len(content) < size:
-                    continue
-            fields[suffix] = content
-        if fields:
-            yield fields
 
 
 def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fields]]:

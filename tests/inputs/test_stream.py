@@ -37,7 +37,7 @@ def flip(path: Path) -> None:
 
 def open_text(remote, cache=None, **kwargs) -> StreamingLAIONDataset:
     dataset = StreamingLAIONDataset(str(remote), cache and str(cache), batch_size=1, **kwargs)
-    dataset.give_captions_as_text()
+    dataset.gives_text = True
     return dataset
 
 
