@@ -24,8 +24,8 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore
 from streaming import MDSWriter
 
+from sdbench.datasets.stores import open_store, reach, store_error
 from sdbench.errors import DataError, plural, redacted
-from sdbench.inputs.stores import open_store, reach, store_error
 from sdbench.paths import CLAIM, INDEX, is_url, locked
 
 LOCK = f'{CLAIM}.lock'  # of the run that works in a folder

@@ -22,10 +22,10 @@ from sdbench.datasets.sources import (
     split_name,
     why_not_read,
 )
+from sdbench.datasets.stores import open_file
 from sdbench.datasets.tables import USUAL_COLUMNS, Columns, NoSuchColumn, Unread, captions_in, encoding_of
 from sdbench.errors import DataError, one_line
 from sdbench.inputs.images import decode_whole_image
-from sdbench.inputs.stores import open_file
 
 NO_SAMPLE = 'no sample'  # in the place of a suffix: why there is none, or why a file is not read to its end
 

@@ -25,10 +25,10 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore
 
+from sdbench.datasets.stores import open_store, reach, store_error
 from sdbench.datasets.tables import TABLE_SUFFIXES, TABLES, USUAL_COLUMNS, Captions, Columns, names_by_form
 from sdbench.errors import DataError, one_line
 from sdbench.inputs.images import formats
-from sdbench.inputs.stores import open_store, reach, store_error
 from sdbench.paths import is_url
 
 IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2',

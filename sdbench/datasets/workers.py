@@ -185,20 +185,16 @@ class RayWorkers(AbstractContextManager):
         import ray
         self.ray = ray
 
-        # what listens at HOST:PORT, which Ray would call for many minutes; auto and the like are Ray's to find
-        match = re.fullmatch(r'(?:ray://)?([^/]+):(\d+)', address)
-        if match:
-            try:
-                socket.create_connection((match[1], int(match[2])), SECONDS_TO_CONNECT).close()
-            except (OSError, OverflowError) as error:
-                raise no_cluster_error(address, error) from None
-
         settings = {name: os.environ[name] for name in SETTINGS_OF_STORES if name in os.environ}
         environment = {'py_modules': [str(PACKAGE)], 'env_vars': settings}
+        match = re.fullmatch(r'(?:ray://)?([^/]+):(\d+)', address)
         try:
+            if match:  # Ray would call what does not listen there for many minutes; auto and the like are Ray's to find
+                socket.create_connection((match[1], int(match[2])), SECONDS_TO_CONNECT).close()
             ray.init(address, runtime_env=environment, logging_level=logging.ERROR, log_to_driver=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise no_cluster_error(address, error) from None
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
+            raise ValueError(f'--ray {address}: no Ray cluster answers there ({one_line(error, 200)}); start one with '
+                             '"ray start --head"') from None
         self.on_gpus = on_gpus
         needs = {'num_gpus': 1, 'max_calls': 1} if on_gpus else {'num_cpus': 1}
         if on_gpus and 'GPU' not in ray.cluster_resources():
@@ -229,8 +225,3 @@ class RayWorkers(AbstractContextManager):
         if isinstance(error, self.ray.exceptions.RayTaskError) and not isinstance(error.cause, MemoryError):
             raise error.cause from error
         return isinstance(error, self.ray.exceptions.RayError)
-
-
-def no_cluster_error(address: str, error: Exception) -> ValueError:
-    return ValueError(f'--ray {address}: no Ray cluster answers there ({one_line(error, 200)}); start one with "ray '
-                      'start --head"')

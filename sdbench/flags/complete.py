@@ -17,7 +17,7 @@ from sdbench.errors import plural
 from sdbench.flags.commands import Encode
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import ENCODER_PRECISIONS, TINY_MODEL, Train
-from sdbench.inputs.loader import queued_batches
+from sdbench.inputs.loader import BATCHES_PER_WORKER
 from sdbench.inputs.shards import read_index
 from sdbench.paths import number_of_samples, sibling_path, with_run_name
 from sdbench.records.keys import ENCODERS, fewest_batches
@@ -163,7 +163,7 @@ def with_length(settings: Train) -> Train:
     # Without --max_duration it is that of the measurement; with it, all after the warm-up is measured.
     is_given = settings.max_duration is not None
     if settings.loader_only or not is_given:
-        queue = queued_batches(settings.num_workers) if settings.remote else 0
+        queue = settings.num_workers * BATCHES_PER_WORKER if settings.remote else 0
         settings = with_defaults(settings, measure_batches=fewest_batches(queue))
         batches = settings.warmup_batches + queue + settings.measure_batches
         settings = with_defaults(settings, max_duration=f'{batches}ba')

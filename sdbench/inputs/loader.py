@@ -9,11 +9,6 @@ from torch.utils.data import DataLoader, get_worker_info
 BATCHES_PER_WORKER = 2  # that each worker prepares ahead: torch's default prefetch_factor
 
 
-def queued_batches(num_workers: int) -> int:
-    """Return how many batches a loader of so many workers prepares ahead of the training."""
-    return num_workers * BATCHES_PER_WORKER
-
-
 class CountedCollate:
     """A collate function that counts the batches that each worker of a loader has made.
 
@@ -62,7 +57,7 @@ class TimedIteration:
     @property
     def queue_length(self) -> int:
         """Number of batches that the workers prepare ahead."""
-        return queued_batches(self.num_workers)
+        return self.num_workers * BATCHES_PER_WORKER
 
     @property
     def ready_batches(self) -> int:

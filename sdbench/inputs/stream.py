@@ -33,7 +33,7 @@ from sdbench.errors import DataError, disk_is_full, unreadable_shard
 from sdbench.inputs.shards import index_hash
 from sdbench.paths import INDEX, atomic_write
 
-DOWNLOADS = 8  # tries, 1, 2, 4 ... 64 seconds apart: two minutes, as inputs.stores waits for a store
+DOWNLOADS = 8  # tries, 1, 2, 4 ... 64 seconds apart: two minutes, as datasets.stores waits for a store
 FINAL_CODES = ('400', '403', '404', 'AccessDenied', 'NoSuchBucket', 'NoSuchKey')  # of S3: no waiting mends these
 IGNORED = ('validate_hash', 'keep_zip', 'stream_name', 'stream_config')  # by Streaming where the stream is there
 MEMORY_NUMBERS = range(10 ** 6, 2 ** 31)  # others count from 0, and longer names are more than macOS takes

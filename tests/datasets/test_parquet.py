@@ -123,7 +123,7 @@ def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_data
 
 
 def test_parquet_of_a_store_is_read_and_a_store_that_fails_is_no_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr('sdbench.inputs.stores.PIECE_BYTES', 1000)
+    monkeypatch.setattr('sdbench.datasets.stores.PIECE_BYTES', 1000)
     content = hub_file(tmp_path / 'x.parquet', rows_of_group=5).read_bytes()
     with local_s3(monkeypatch) as store:
         store.put('data/x.parquet', content)

@@ -12,8 +12,8 @@ import pytest
 from azure.storage.blob import BlobServiceClient
 
 import convert
-from sdbench.inputs import stores
-from sdbench.inputs.stores import RETRIES, open_file, open_store, store_error
+from sdbench.datasets import stores
+from sdbench.datasets.stores import RETRIES, open_file, open_store, store_error
 from tests.local_azure import local_azure
 from tests.local_s3 import local_s3
 from tests.samples import read_back, write_sample_tar
