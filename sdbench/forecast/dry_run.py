@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 from composer.utils import dist
 
-from sdbench.costs import days_to_train, gpu_hours, price_of, prices_in_words
+from sdbench.costs import days_to_train, price_of, prices_in_words
 from sdbench.errors import plural
 from sdbench.flags.train import SWITCHES, Train
 from sdbench.forecast.speed import LARGEST_ERROR, can_forecast
@@ -201,10 +201,8 @@ def answer(rows: list[dict], settings: Train) -> str:
                 'images/s': with_range(speeds)}
         if settings.training_images:
             price = price_of(row['device'], settings.dollars_per_gpu_hour)
-            days, dollars = [], []
-            for speed in speeds:
-                days.append(speed and days_to_train(speed, settings.training_images))
-                dollars.append(speed and gpu_hours(speed, row['num_devices'], settings.training_images) * price)
+            days = [speed and days_to_train(speed, settings.training_images) for speed in speeds]
+            dollars = [each and each * 24 * row['num_devices'] * price for each in days]
             line |= {'days': with_range(days), 'dollars': 'no price' if math.isnan(price) else with_range(dollars)}
         table.append(line)
 

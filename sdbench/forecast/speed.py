@@ -12,9 +12,11 @@ Several GPUs exchange their gradients while the last backward pass of a step is 
 pass is over is added to the step.
 """
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from sdbench.gpus import Card, peak_of
@@ -114,13 +116,14 @@ def can_forecast(card: Card, precision: str) -> bool:
     return card.multiprocessors is not None and peak_of(card.name, precision) is not None
 
 
-def seconds_of(card: Card, work: pd.DataFrame, images: int, times: int, constants: Constants = CONSTANTS) -> pd.Series:
+def seconds_of(card: Card, work: pd.DataFrame, images: int, times: int, constants: Constants = CONSTANTS) -> np.ndarray:
     """Return the seconds that each row of work takes on a card, done so many times, for so many images in all."""
+    arithmetic = constants.peak_share * card.tflops * 1e12
     memory = constants.bandwidth_share * card.gigabytes_per_sec * 1e9
     multiprocessors = constants.bytes_a_cycle * card.multiprocessors * card.gigahertz * 1e9
-    return (work['image_flops'] * images / (constants.peak_share * card.tflops * 1e12)
-            + (work['image_bytes'] * images + work['other_bytes'] * times) / min(memory, multiprocessors)
-            + work['kernels'] * times * constants.seconds_a_kernel)
+    rate = min(memory, multiprocessors)
+    costs = np.array([images / arithmetic, images / rate, times / rate, times * constants.seconds_a_kernel])  # of WORK
+    return work.to_numpy() @ costs
 
 
 def seconds_of_waiting(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> float:
@@ -134,9 +137,9 @@ def seconds_of_waiting(card: Card, step: StepWork, split: BatchSplit, constants:
     over_link = 2 * (split.num_devices - 1) / split.num_devices  # bytes for each byte of gradients, by a ring
     if split.allreduce_precision == 'bf16':
         over_link /= 2
-    sent = step.buckets['sent'][::-1].cumsum()  # with all after it
+    sent = step.buckets['sent'].to_numpy()[::-1].cumsum()[::-1]  # each with all after it
     travelling = sent * over_link / (card.link_gigabytes_per_sec * 1e9)
-    computing = seconds_of(card, step.buckets, split.last_microbatch, 1, constants)
+    computing = seconds_of(card, step.buckets[WORK], split.last_microbatch, 1, constants)
     return max(0.0, (travelling - computing).max())
 
 
@@ -144,9 +147,10 @@ def seconds_by_kind(card: Card, step: StepWork, split: BatchSplit, constants: Co
     """Return the seconds of a step by kind of operator, and those of WAITING."""
     parts = [(step.model, split.microbatches), (step.encoder, split.microbatches),
              (step.accumulation, split.microbatches - 1), (step.update, 1), (step.exchange, split.num_devices > 1)]
-    seconds = [seconds_of(card, work, split.images, times, constants) for work, times in parts]
-    seconds.append(pd.Series({WAITING: seconds_of_waiting(card, step, split, constants)}))
-    return pd.concat(seconds).groupby(level=0).sum()
+    seconds = Counter({WAITING: seconds_of_waiting(card, step, split, constants)})
+    for work, times in parts:
+        seconds.update(dict(zip(work.index, seconds_of(card, work, split.images, times, constants), strict=True)))
+    return pd.Series(seconds)
 
 
 def images_per_sec(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> float:

@@ -6,11 +6,10 @@ is alive at different times. One trace tells memory and work of every microbatch
 torch's own MemTracker, with which the tests compare it, counts one microbatch, and no model with frozen weights (torch
 2.7).
 """
-import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +19,7 @@ from composer import ComposerModel
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from ema import ShadowModel, compute_ema
 from sdbench.flags.commands import Encode
@@ -293,9 +293,8 @@ def memory_and_work(model: ComposerModel, counter: StepCounter) -> tuple[StepMem
     return StepMemory(np.array(counter.rows), np.array(counter.encoder_rows), gradients), work
 
 
-@contextlib.contextmanager
-def norms_in_float32() -> Iterator[None]:
-    """Let autocast on a CPU compute group and layer norms in float32, as CUDA's autocast does.
+def norms_in_float32() -> RemovableHandle:
+    """Let autocast on a CPU compute group and layer norms in float32, as CUDA's autocast does, within a `with`.
 
     A CPU's leaves them in half precision. All other operators of the model keep the same for the backward pass.
     """
@@ -304,8 +303,4 @@ def norms_in_float32() -> Iterator[None]:
             return tuple(tensor.float() for tensor in inputs)
         return None
 
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(cast)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return torch.nn.modules.module.register_module_forward_pre_hook(cast)
