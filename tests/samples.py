@@ -2,6 +2,7 @@
 import io
 import json
 import tarfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,13 @@ def encoded(image: Image.Image, format: str = 'JPEG', **options) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format, **options)
     return buffer.getvalue()
+
+
+def large_png() -> bytes:
+    """Return a small PNG that says of itself to have 20,000 by 20,000 pixels."""
+    png = encoded(Image.new('1', (8, 8)), 'PNG')
+    header = png[12:16] + (20_000).to_bytes(4) * 2 + png[24:29]
+    return png[:12] + header + zlib.crc32(header).to_bytes(4) + png[33:]
 
 
 def good(index: int) -> dict:

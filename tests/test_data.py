@@ -3,14 +3,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 from benchmark import main
 from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader, collate, normalize
 from sdbench.inputs.images import decode_image
 from sdbench.inputs.tokenizer import build_tokenizer
 from tests.runs import TINY, failed
-from tests.samples import encoded, good, picture, pillow_square, pixels, write_shards
+from tests.samples import encoded, good, large_png, picture, pillow_square, pixels, write_shards
 
 
 def test_a_batch_of_mixed_sizes_is_brought_to_the_training_size():
@@ -69,8 +68,7 @@ def test_streamed_batches_hold_every_pair_once(shards, samples, num_workers):
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_others_stand_in_for_bad_samples_which_are_named_once_and_counted(tmp_path, capfd, num_workers):
     samples = [good(index) for index in range(20)]
-    bomb = encoded(Image.new('1', (20_000, 20_000)), 'PNG')
-    samples[3]['jpg'], samples[17]['jpg'], samples[18]['caption'] = b'no image', bomb, ' \n'
+    samples[3]['jpg'], samples[17]['jpg'], samples[18]['caption'] = b'no image', large_png(), ' \n'
     shards = write_shards(tmp_path / 'shards', samples)
     record = main(['--remote', shards, *TINY, '--max_duration', '2ep', '--measure_batches', '9', '--num_workers',
                    str(num_workers), '--max_bad_samples', '0.2'])

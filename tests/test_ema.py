@@ -115,7 +115,8 @@ def fits(average: dict, interval: str | None) -> bool:
     return interval is None or interval[-2:] == average['half_life'][-2:]
 
 
-@pytest.mark.parametrize('start', ['0.3dur', '3ba', pytest.param('2ep', marks=pytest.mark.long)])
+@pytest.mark.parametrize('start', [
+    '3ba', *(pytest.param(start, marks=pytest.mark.long) for start in ('0.3dur', '2ep'))])
 def test_every_combination_of_arguments_averages_as_composers(start):
     chosen = [{**average, 'update_interval': interval}
               for average, interval in itertools.product(AVERAGES, INTERVALS) if fits(average, interval)]

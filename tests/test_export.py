@@ -80,8 +80,8 @@ def loaded(out, *without: str) -> StableDiffusionPipeline:
     return pipeline
 
 
-def test_of_a_model_whose_folder_has_moved_the_checkpoint_and_the_flag_are_named(smallest_with_attention, capfd):
-    shutil.copytree(smallest_with_attention, 'model')
+def test_of_a_model_whose_folder_has_moved_the_checkpoint_and_the_flag_are_named(model_folder, capfd):
+    shutil.copytree(model_folder, 'model')
     main(['--use_synth_data', *TINY, '--model_name', 'model', '--save_folder', 'kept'])
     os.rename('model', 'moved')
     line = one_error_line(['kept', 'out'], capfd, export)

@@ -10,7 +10,7 @@ from PIL import ExifTags, Image
 import convert
 from data import StreamingLAIONDataset
 from sdbench.inputs.images import FORMATS, decode_image, decode_whole_image, formats
-from tests.samples import encoded, picture, pillow_square, pixels
+from tests.samples import encoded, large_png, picture, pillow_square, pixels
 
 
 def with_orientation(orientation: int, format: str = 'JPEG') -> bytes:
@@ -115,8 +115,7 @@ NO_FORMAT = 'image does not decode: not a known format'
 @pytest.mark.parametrize('data, words', [
     (b'', NO_FORMAT), (ENCODED['jpeg'][:-40], 'image does not decode: .+'),
     (ENCODED['png'][:99], 'image does not decode: .+'),
-    (encoded(Image.new('1', (20_000, 20_000)), 'PNG'),
-     'image is too large: 400 megapixels, and at most 179 are read; reduce it, .+'),
+    (large_png(), 'image is too large: 400 megapixels, and at most 179 are read; reduce it, .+'),
     (encoded(picture(0), 'EPS'), NO_FORMAT),  # for which a program would be run
 ])
 def test_what_does_not_decode_is_a_value_error_of_one_line(data, words):
