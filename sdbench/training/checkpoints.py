@@ -26,7 +26,6 @@ from composer.utils.remote_uploader import _upload_file_to_object_store
 from numpy._core import multiarray as np_multiarray
 from torch.serialization import safe_globals
 from torch.torch_version import TorchVersion
-from torch.utils.serialization import config as loading_config
 from tqdm import tqdm
 
 from sdbench.errors import DataError, disk_is_full, one_line
@@ -158,31 +157,19 @@ def newest_whole(folder: str, flag: str) -> str | None:
 
 # Loading one
 
-@contextlib.contextmanager
-def weights_only_load(name: str | os.PathLike | None) -> Iterator[None]:
-    """Keep torch.load from running code that a file holds, while the context lasts, even if Composer 0.32 asks for it.
+def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu') -> dict:
+    """Load a checkpoint without running code that the file may hold.
 
-    torch.load also maps the file, so that a tensor is read when it is used, and the ranks of a host share it.
+    The file is mapped, so that a tensor is read when it is used, and the ranks of a host share it.
 
-    Raises ValueError if the checkpoint `name`, which is loaded in it, holds more than tensors and plain types.
+    Raises ValueError if it holds more than tensors and plain types.
     """
-    # what torch reads wherever it is called from; all else that is set in the environment meanwhile stays
-    variable = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
-    before = os.environ.get(variable)
-    os.environ[variable] = '1'
-
-    # what is loaded in the context
     try:
-        with safe_globals(PLAIN_TYPES), loading_config.patch('load.mmap', True):
-            yield
+        with safe_globals(PLAIN_TYPES):
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=True)
     except pickle.UnpicklingError:
-        raise ValueError(f'{name} holds more than tensors and plain types, or none, and could run code; do not use it'
+        raise ValueError(f'{path} holds more than tensors and plain types, or none, and could run code; do not use it'
                          ) from None
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
 
 
 @contextlib.contextmanager
@@ -192,7 +179,8 @@ def resuming(checkpoint: str | None, folder: str | None) -> Iterator[str | None]
     Raises ValueError if the checkpoint does not fit. Other errors, as of memory or a network, stay what they are.
     """
     try:
-        with weights_only_load(checkpoint):
+        # Composer 0.32 would run what a file holds, and takes no other function
+        with patch.object(composer_checkpoint, '_torch_load_with_validation', load_checkpoint):
             yield checkpoint and without_placeholders(checkpoint, times=2)
     except (RuntimeError, KeyError, ValueError) as error:
         of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
@@ -201,12 +189,6 @@ def resuming(checkpoint: str | None, folder: str | None) -> Iterator[str | None]
         raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
                          'resume it as it was made, or begin with a new --save_folder and '
                          f'--load_weights {checkpoint}') from None
-
-
-def load_checkpoint(path: str | os.PathLike) -> dict:
-    """Load a checkpoint on the CPU. Raises ValueError if it holds more than tensors and plain types, such as code."""
-    with weights_only_load(path):
-        return torch.load(path, map_location='cpu', weights_only=True)
 
 
 # Saving them

@@ -1,6 +1,5 @@
 """A run that is killed, at whatever moment, goes on as if nothing had happened, from whole and harmless checkpoints."""
 import json
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -20,13 +19,12 @@ from sdbench.training.checkpoints import (
     load_checkpoint,
     locked_save_folder,
     newest_checkpoint,
-    weights_only_load,
 )
 from sdbench.training.safeguard import Safeguard
 from sdbench.training.weights import read_trained_model
 from tests.forked_runs import RUN, assert_no_kill_changes_a_run, on_small_disk, run_program
 from tests.runs import TINY, failed, one_error_line, wait_until
-from tests.samples import good, write_shards
+from tests.samples import Hostile, good, write_shards
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
 # in which Composer lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
@@ -284,13 +282,13 @@ def test_a_save_folder_is_not_named_after_a_run_without_a_name_and_is_found_by_o
     assert 'there are runs/one, runs/other; give the name' in one_error_line(['runs/{run_name}', 'out'], capfd, export)
 
 
-def test_what_is_set_in_the_environment_while_a_checkpoint_is_loaded_stays(monkeypatch):
-    monkeypatch.delenv('SET_MEANWHILE', raising=False)
-    with weights_only_load(None):
-        monkeypatch.setenv('SET_MEANWHILE', '1')
-        assert os.environ['TORCH_FORCE_WEIGHTS_ONLY_LOAD'] == '1'
-    assert os.environ['SET_MEANWHILE'] == '1'
-    assert 'TORCH_FORCE_WEIGHTS_ONLY_LOAD' not in os.environ
+def test_a_checkpoint_that_could_run_code_is_refused_where_a_run_would_resume(tmp_path, capfd):
+    kept = tmp_path / 'kept'
+    kept.mkdir()
+    torch.save({'state': Hostile(tmp_path / 'ran')}, kept / 'ep0-ba1-rank0.pt')
+    line = one_error_line(['--use_synth_data', *TINY, '--save_folder', str(kept), '--autoresume'], capfd)
+    assert 'ep0-ba1-rank0.pt' in line and 'could run code' in line
+    assert not (tmp_path / 'ran').exists()
 
 
 @pytest.mark.parametrize('to_keep, left', [(None, 2), (1, 1), (0, 0)])
