@@ -49,15 +49,6 @@ def unreadable_shard(error: BaseException, path: str | None = None) -> DataError
     return DataError(text)
 
 
-def ended_worker(error: BaseException) -> str | None:
-    """Return torch's words and the remedy for an error because a loader's process is gone; None for another error."""
-    for raised in (error.__cause__, error):  # of which the first names the signal, where torch has been told
-        if 'DataLoader worker' in str(raised):
-            return (f'{one_line(raised).rstrip(".")}; use fewer --num_workers where memory has run out, and a larger '
-                    '/dev/shm (docker run --shm-size) where that is full')
-    return None
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether memory ran out: Python and torch's allocator have an error for it, CUDA and its libraries do not."""
     if isinstance(error, MemoryError):
@@ -83,8 +74,10 @@ def known_reason(error: BaseException, batch_flag: str = '--batch_size') -> str 
     """
     if isinstance(error, DataError):
         return one_line(error)
-    if ended_worker(error):
-        return ended_worker(error)
+    for raised in (error.__cause__, error):  # of which the first names the signal, where torch has been told
+        if 'DataLoader worker' in str(raised):  # a loader's process is gone
+            return (f'{one_line(raised).rstrip(".")}; use fewer --num_workers where memory has run out, and a larger '
+                    '/dev/shm (docker run --shm-size) where that is full')
     if is_out_of_memory(error):
         return (f'out of memory at {batch_flag}; use a smaller one, a smaller --image_size, or, in training, '
                 '--gradient_checkpointing')

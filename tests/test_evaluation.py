@@ -78,7 +78,7 @@ class Witness(benchmark.Evaluations):
 
     def eval_end(self, state, logger):
         super().eval_end(state, logger)
-        self.seen.append((self.batch, self.losses[-1][1]))
+        self.seen.append((self.found['eval_batch'], self.found['eval_loss']))
 
 
 @pytest.fixture(scope='module')

@@ -51,35 +51,28 @@ class HeldOutSamples(Dataset):
 
 
 class Evaluations(Callback):
-    """Remembers the evaluations of this process, and says each one's loss on rank 0.
-
-    Attributes:
-        losses: of each the images seen, and the mean squared error, None where not finite.
-        batch: after which the last one was.
-        samples: how many were evaluated.
-        is_known: whether its samples are known to be held out.
-    """
+    """Says each evaluation's loss on rank 0, and remembers what the record says of those of this process."""
 
     def __init__(self):
-        self.losses: list[tuple[int, float | None]] = []
-        self.batch: int | None = None
-        self.samples: int | None = None
-        self.is_known: bool | None = None
+        self.found = {'evaluations': [], 'eval_loss': None, 'eval_batch': None, 'eval_samples': None,
+                      'eval_held_out': None}
 
     def eval_end(self, state, logger) -> None:
+        # what the record has, which all ranks know
         loss = float(state.eval_metrics[LABEL][METRIC].compute())  # over all ranks
-        self.losses.append((state.timestamp.sample.value, loss if math.isfinite(loss) else None))
-        self.batch = state.timestamp.batch.value
-        self.samples = len(state.dataloader.dataset)
-        self.is_known = state.dataloader.dataset.is_known
+        batch = state.timestamp.batch.value
+        samples = state.dataloader.dataset
+        kept = loss if math.isfinite(loss) else None
+        self.found['evaluations'].append([state.timestamp.sample.value, kept])
+        self.found |= {'eval_loss': kept, 'eval_batch': batch, 'eval_samples': len(samples),
+                       'eval_held_out': samples.is_known}
+
+        # what people see, over the bar
         which = 'the held-out samples'
-        if not self.is_known:
+        if not samples.is_known:
             which = 'the samples of --eval_remote, not known to be held out'
         if dist.get_global_rank() == 0:
-            tqdm.write(f'batch {self.batch}: loss {loss:.4g} on {which}', file=sys.stderr)  # over the bar
+            tqdm.write(f'batch {batch}: loss {loss:.4g} on {which}', file=sys.stderr)
 
     def figures(self, all_ranks: bool) -> dict:
-        """Return the record's figures of evaluations, which all ranks know."""
-        last = self.losses[-1][1] if self.losses else None
-        return {'evaluations': [list(pair) for pair in self.losses], 'eval_loss': last, 'eval_batch': self.batch,
-                'eval_samples': self.samples, 'eval_held_out': self.is_known}
+        return self.found

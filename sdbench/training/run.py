@@ -107,24 +107,19 @@ def fit(trainer: Trainer, stop: StopAtSignal) -> dict[str, str]:
 def training_record(settings: Train, model: ComposerModel, data: DataSpec, trainer: Trainer,
                     outcome: dict[str, str]) -> dict:
     """Return the record of a training that ended as `outcome` of `fit` says."""
-    # Composer counts an epoch only some time after its last batch, and a run can stop in between
-    state = trainer.state
-    epochs = state.timestamp.epoch.value
-    if state.timestamp.batch_in_epoch.value == len(state.train_dataloader):  # the loader in use may be an evaluation's
-        epochs += 1
-
     # what was trained, and how it ended
+    batches = trainer.state.timestamp.batch.value
     found = {
         'tf32': torch.cuda.is_available() and torch.cuda.is_tf32_supported(),  # Composer uses it where it is there
-        'trained_batches': state.timestamp.batch.value,
-        'trained_epochs': epochs,
+        'trained_batches': batches,
+        'trained_epochs': batches // settings.batches_per_epoch,
         'tflops_per_image': sum(model.flops_per_image.values()) / 1e12,
         **outcome,
     }
 
     # what each callback has to say
     all_ranks = outcome['status'] != FAILED  # else they may be gone
-    for callback in state.callbacks:
+    for callback in trainer.state.callbacks:
         if hasattr(callback, 'figures'):
             found |= callback.figures(all_ranks)
 
