@@ -1,4 +1,5 @@
 """The forecast: its arithmetic, what it counts of an operator, and that its constants are those of the fit."""
+import functools
 from dataclasses import replace
 
 import pandas as pd
@@ -40,10 +41,11 @@ def bytes_moved(call) -> float:
     return work_by_kind(work for _, *work in counter.work)['other_bytes'].sum()
 
 
-def work_of_tiny(*flags: str) -> StepWork:
-    settings = settings_of('--dry_run', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', *flags)
+@functools.cache
+def work_of(model_name: str, attention: str = 'sdpa') -> StepWork:
+    settings = settings_of('--dry_run', '--model_name', model_name, '--image_size', '16', '--batch_size', '4')
     model = build_on_meta(settings, benchmark.build_model)
-    _, work = trace_step(model, settings.precision, attention=settings.attention)
+    _, work = trace_step(model, settings.precision, attention=attention)
     return work
 
 
@@ -82,20 +84,21 @@ def test_a_step_waits_for_what_is_left_of_the_exchange_after_the_last_backward_p
 
 # What is counted of an operator
 
-def test_attention_math_writes_and_reads_its_matrix():
+def test_attention_math_writes_and_reads_its_matrix(smallest_with_attention):
     queries = torch.zeros(1, 2, 64, 8)
     matrix = 4 * 2 * 64 * 64
     with sdpa_kernel(SDPBackend.MATH):
         moved = bytes_moved(lambda: torch.nn.functional.scaled_dot_product_attention(queries, queries, queries))
     # it is written by a product, read and written twice by the softmax, read to look for masked rows, read by a product
     assert moved == pytest.approx(7 * matrix, rel=0.15)  # and queries, keys and values
-    fused, math = (work_of_tiny(*flags).model['image_bytes'].sum() for flags in ([], ['--attention', 'math']))
+    fused, math = (work_of(smallest_with_attention, name).model['image_bytes'].sum() for name in ('sdpa', 'math'))
     assert math > 1.02 * fused
 
 
-def test_arithmetic_of_a_step_is_that_of_the_model_and_attention():
-    work = work_of_tiny()
-    model = benchmark.StableDiffusion('tiny', 64)
+def test_arithmetic_of_a_step_is_that_of_the_model_and_attention(smallest_with_attention):
+    work = work_of(smallest_with_attention)
+    with torch.device('meta'):
+        model = benchmark.StableDiffusion(smallest_with_attention, 16)
     vae = model.flops_per_image.pop('vae')
     assert work.encoder['image_flops'].sum() == pytest.approx(vae)
     counted_by_torch = sum(model.flops_per_image.values())
