@@ -1,5 +1,6 @@
 """What tests of several folders need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -30,6 +31,21 @@ import pytest
 
 # Fixtures import what they use: xdist's controller, which imports this file before it starts its workers, runs no test.
 pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs')
+
+
+def pytest_collection_finish():
+    gc.freeze()  # the libraries, of whose objects each collection would look through a million
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or some libraries would tell of leaks
+
+
+@pytest.fixture(scope='session', autouse=True)
+def the_cpu_has_no_name():
+    """To ask it takes more than a second, once in each process of pytest."""
+    import cpuinfo
+    cpuinfo.get_cpu_info = dict
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,19 @@
-"""What a server of processes imports and finds out once, before it forks: the name of the CPU alone takes a second."""
+"""What a server of processes imports and finds out once, before it forks."""
+import gc
 import os
 from multiprocessing import forkserver, resource_tracker
 
+import cpuinfo
 from composer.utils.collect_env import get_composer_env_dict
 
 import convert  # noqa: F401
 import encode  # noqa: F401
 import evaluate  # noqa: F401
-from sdbench.records.record import processor_name
 from tests import forked_runs  # noqa: F401
 
-processor_name()
+cpuinfo.get_cpu_info = dict  # as in conftest.py
 get_composer_env_dict()  # Composer asks for it with every checkpoint
+gc.freeze()
 
 # What it forks lets it fork, too: Python would start another server, which has imported nothing.
 forkserver._forkserver.ensure_running = resource_tracker.ensure_running

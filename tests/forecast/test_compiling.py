@@ -4,14 +4,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from benchmarks.forecast import inductor_schedule, shares
-from benchmarks.forecast.absent_gpu import a_gpu, module_on_gpu, tensor_on_gpu
+from benchmarks.forecast import shares
 from benchmarks.forecast.compiled import COMPILED_IMAGES, CompiledStepCounter, Compiler
 from sdbench.forecast.compiling import compiled
 from sdbench.forecast.count import ATTENTION, FUSED
@@ -53,6 +49,12 @@ def counted(module: torch.nn.Module, *shape: int) -> CompiledStepCounter:
 
 def launches_in_code(module: torch.nn.Module, *shape: int) -> list[float]:
     """Bytes of each launch of a kernel in the code that Inductor writes for a step of a module, by its own estimate."""
+    import torch._inductor.config as inductor_config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.graph import GraphLowering
+
+    from benchmarks.forecast import inductor_schedule  # which takes seconds to import, as do those
+    from benchmarks.forecast.absent_gpu import a_gpu, module_on_gpu, tensor_on_gpu
     code = []
     # its estimate has a buffer that a kernel writes in place as read, even where the kernel does not read it
     settings = {'profile_bandwidth': True, 'inplace_buffers': False, 'fx_graph_cache': False}

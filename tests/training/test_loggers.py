@@ -1,9 +1,7 @@
 """The curves of a run, in TensorBoard's files and at Weights & Biases, by Composer's own loggers."""
-
 from pathlib import Path
 
 import pytest
-import wandb
 
 from benchmark import main
 from sdbench.training.checkpoints import RUN_NAME
@@ -83,6 +81,8 @@ def test_a_run_that_was_lost_before_its_first_checkpoint_goes_on_at_wandb_by_the
 
 
 def test_a_logger_that_cannot_start_is_one_line(capfd, monkeypatch):
+    import wandb
+
     def nobody_has_logged_in(**_):
         raise wandb.errors.UsageError('api_key not configured (no-tty).')
     monkeypatch.setattr(wandb, 'init', nobody_has_logged_in)
@@ -93,6 +93,7 @@ def test_a_logger_that_cannot_start_is_one_line(capfd, monkeypatch):
 
 def main_and_teardown(argv: list[str]) -> None:
     """Train, and end W&B's own process, which would end later where a process was forked."""
+    import wandb
     main(argv)
     wandb.teardown()
 
