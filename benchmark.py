@@ -46,7 +46,7 @@ from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import FiniteSteps, build_schedule, min_snr_weights
 from sdbench.training.progress import Progress
 from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks, on_rank_0
-from sdbench.training.run import finish_run, fit, log_config, log_start, training_record
+from sdbench.training.run import begin_run, finish_run, fit, log_config, training_record
 from sdbench.training.safeguard import Safeguard
 from sdbench.training.sampling import Sampling, read_prompts
 from sdbench.training.spending import Spending
@@ -342,7 +342,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
         spending = Spending(settings, stop)
         settings, model, trainer = build_training(settings, files, data, stop, [*callbacks, spending], checkpoint)
         spending.require_money()
-        log_start(settings, model, trainer, checkpoint)
+        begin_run(settings, model, trainer, checkpoint)
         outcome = fit(trainer, stop)
         record = training_record(settings, model, data, trainer, outcome)
         finish_run(settings, trainer, record)

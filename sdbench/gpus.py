@@ -3,6 +3,8 @@ import difflib
 import re
 from typing import NamedTuple
 
+GIB = 2 ** 30  # bytes
+
 
 class Card(NamedTuple):
     """A GPU by its documents.

@@ -19,8 +19,7 @@ from sdbench.errors import plural
 from sdbench.flags.train import SWITCHES, Train
 from sdbench.forecast.speed import LARGEST_ERROR, can_forecast
 from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate, is_stable_diffusion_2
-from sdbench.gpus import CARDS, Card, cards_named
-from sdbench.measuring.power import GIB
+from sdbench.gpus import CARDS, GIB, Card, cards_named
 from sdbench.records.figures import WIDTH, rounded
 from sdbench.records.keys import ENCODERS, FORECAST, NOT_IN_A_FORECAST
 from sdbench.records.read import INPUTS, MEASURED, read_records, words

@@ -40,8 +40,7 @@ from sdbench.forecast.speed import (
     images_per_sec,
     seconds_by_kind,
 )
-from sdbench.gpus import Card
-from sdbench.measuring.power import GIB
+from sdbench.gpus import GIB, Card
 from sdbench.models.loading import AUTOCAST_DTYPES, find_model
 from sdbench.training.microbatch import blank_batch, sizes_to_try
 from sdbench.training.optimization import ADAM_MOMENTS

@@ -15,7 +15,8 @@ from composer.profiler import JSONTraceHandler, Profiler, cyclic_schedule
 from composer.utils import dist, get_device
 
 from sdbench.flags.train import Train
-from sdbench.measuring.power import GIB, GpuMonitor, gather_gpu_figures
+from sdbench.gpus import GIB
+from sdbench.measuring.power import GpuMonitor, gather_gpu_figures
 from sdbench.paths import without_placeholders
 from sdbench.records.figures import OF_A_LOADER, summary_lines
 from sdbench.records.keys import QUEUES_IN_WINDOW, caution_about

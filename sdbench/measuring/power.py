@@ -6,7 +6,8 @@ from statistics import mean
 import torch
 from composer.utils import dist
 
-GIB = 2 ** 30
+from sdbench.gpus import GIB
+
 SECONDS_BETWEEN_SAMPLES = 1.0
 # what torch asks NVIDIA's library for, and how many of its units are one of ours
 QUANTITIES = {'gpu_power_watts': (torch.cuda.power_draw, 1000), 'gpu_sm_clock_mhz': (torch.cuda.clock_rate, 1)}

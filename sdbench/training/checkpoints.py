@@ -262,11 +262,9 @@ class AtomicCheckpointSaver(CheckpointSaver):
         except Exception as error:
             if not disk_is_full(error):
                 raise
-            if self.remote_uploader is None:
-                raise DataError(f'a disk is full: that of --save_folder {self.address}; free some of it, or keep less '
-                                'with --save_num_checkpoints_to_keep') from None
-            raise DataError(f'a disk is full: on its way to --save_folder {self.address} a checkpoint is written to '
-                            f'{self.folder}; set TMPDIR to a folder with more room') from None
+            raise DataError(f'a disk is full: for --save_folder {self.address} a checkpoint is written to '
+                            f'{self.folder}; free some of it, keep less with --save_num_checkpoints_to_keep or, on '
+                            'the way to a store, set TMPDIR to a folder with more room') from None
 
     def _upload_checkpoint(self, remote_file_name: str, local_file_name: str, local_remote_file_names: list[str],
                            logger: Logger) -> None:

@@ -37,7 +37,7 @@ def log_config(settings: Train) -> None:
           f'{settings.batch_size:,} a batch, on {devices}', file=sys.stderr, flush=True)
 
 
-def log_start(settings: Train, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
+def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
     """Log the settings, say on rank 0 what the run resumes or starts from, and warn of what will not come of it.
 
     Raises SystemExit if the checkpoint that it resumes from is its last.

@@ -13,8 +13,7 @@ from composer import ComposerModel
 import benchmark
 from sdbench.forecast.dry_run import measured_speeds, training_forecast
 from sdbench.forecast.trace import Estimate, build_on_meta, lasting_bytes
-from sdbench.gpus import CARDS
-from sdbench.measuring.power import GIB
+from sdbench.gpus import CARDS, GIB
 from sdbench.records.read import read_records
 from tests.runs import SMALLEST, check_keys, one_error_line, refusal, settings_of
 
