@@ -159,13 +159,8 @@ class Output:
 
     def _is_empty(self) -> bool:
         """Tell whether OUT holds nothing but parts without a sample."""
-        for name in self.names():
-            if name in (CLAIM, LOCK, SKIPPED):
-                continue
-            _, _, of_part = name.partition('/')
-            if of_part != INDEX or json.loads(self.read(name))['shards']:
-                return False
-        return True
+        parts = self.parts()
+        return all(parts.values()) and not any(json.loads(self.read(f'{part}/{INDEX}'))['shards'] for part in parts)
 
     def require_begun(self) -> None:
         """Raise DataError if a worker does not see the OUT that the command has begun."""

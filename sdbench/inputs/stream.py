@@ -14,9 +14,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
-import streaming.base.dataset
 from composer.utils import dist
 from streaming import Stream, StreamingDataset
 from streaming.base.compression import decompress
@@ -285,9 +285,5 @@ def own_shared_memory() -> Iterator[None]:
         number = numbers[dist.get_global_rank() - dist.get_local_rank()]  # that of the node's first rank
         return number, SharedMemory(f'{number:06}_{LOCALS}', size=4)
 
-    find_number = streaming.base.dataset.get_shm_prefix
-    streaming.base.dataset.get_shm_prefix = draw_number
-    try:
+    with mock.patch('streaming.base.dataset.get_shm_prefix', draw_number):
         yield
-    finally:
-        streaming.base.dataset.get_shm_prefix = find_number
