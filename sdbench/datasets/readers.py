@@ -192,6 +192,9 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
         except ValueError as error:
             raise DataError(str(error)) from None
 
+        if parquet.metadata.num_rows == 0:
+            yield None, {NO_SAMPLE: Unread('no row: nothing is in this file')}
+
         # the row groups that begin in this piece, one after the other, so that those before a damaged one are read
         number = 0  # of the row
         for index in range(parquet.num_row_groups):

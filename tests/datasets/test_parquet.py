@@ -59,6 +59,13 @@ def test_the_hubs_images_are_converted_and_a_file_that_is_larger_than_a_part_in_
     assert max(sum(shard['samples'] for shard in part) for part in parts) < 20
 
 
+def test_a_file_without_rows_is_listed(tmp_path, capsys):
+    write_parquet(tmp_path / 'x.parquet', {'image': pyarrow.array([], 'binary'), 'text': pyarrow.array([], 'string')})
+    one_error_line([tmp_path / 'x.parquet', tmp_path / 'out'], capsys, convert.main)
+    [line] = skipped(tmp_path / 'out')
+    assert line['reason'] == 'no row: nothing is in this file'
+
+
 def test_a_bad_row_is_listed_with_its_number(tmp_path):
     latin = pyarrow.array([b'a', 'é'.encode('latin-1')], pyarrow.binary())
     texts = pyarrow.StringArray.from_buffers(2, *latin.buffers()[1:])
