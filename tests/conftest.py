@@ -42,10 +42,9 @@ def pytest_unconfigure():
 
 
 @pytest.fixture(scope='session', autouse=True)
-def the_cpu_has_no_name():
-    """To ask it takes more than a second, once in each process of pytest."""
-    import cpuinfo
-    cpuinfo.get_cpu_info = dict
+def what_is_computed_once():
+    from tests import shortcuts
+    shortcuts.take()
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ import torch
 from composer import Callback
 
 import benchmark
-from tests.runs import TINY, assert_same_training, free_port
+from tests.runs import TINY, free_port
 
 RUN = ['--use_ema', *TINY[:-2], '--max_duration', '12ba', '--autoresume']
 
@@ -206,31 +206,3 @@ def traced(folder: Path, ranks: int) -> list[dict[int, set]]:
             number, *seen = json.loads(line)
             batches.setdefault(number, set()).add(json.dumps(seen))
     return found
-
-
-def assert_no_kill_changes_a_run(server, folder: Path, argv: list, ranks: int, kills: list,
-                                 needed_at_first: Path) -> None:
-    """Run a training with kills and without, and compare batches, losses, weights and figures.
-
-    Args:
-        server: of processes.
-        folder: of both trainings.
-        argv: flags of benchmark.py.
-        ranks: of each training.
-        kills: a moment and a batch each, as `traced_run` has them.
-        needed_at_first: a folder that is gone after the first kill.
-    """
-    whole, killed = folder / 'whole', folder / 'killed'
-    whole.mkdir(), killed.mkdir()
-    assert run(server, ranks, argv, whole) == [0] * ranks, (whole / 'log').read_text()
-    for kill in kills:
-        codes = run(server, ranks, argv, killed, kill)
-        assert -signal.SIGKILL in codes, (kill, codes, (killed / 'log').read_text())
-        shutil.rmtree(needed_at_first, ignore_errors=True)
-    assert run(server, ranks, argv, killed) == [0] * ranks, (killed / 'log').read_text()
-    records = [json.loads((place / 'results.jsonl').read_text().splitlines()[-1]) for place in (whole, killed)]
-    batches = traced(whole, ranks)
-    assert all(sorted(rank) == list(range(records[0]['trained_batches'])) for rank in batches)
-    assert traced(killed, ranks) == batches
-    assert_same_training(killed / 'checkpoints', whole / 'checkpoints')
-    assert records[0]['eval_loss'] == records[1]['eval_loss']

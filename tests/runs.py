@@ -34,14 +34,6 @@ TINY = ['--model_name', SMALLEST, '--image_size', '16', '--batch_size', '4', '--
 COMMANDS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, 'evaluate.py': Evaluate,
             'export.py': Export, 'report.py': Report}  # and their flags
 
-RECORD_KEYS = {
-    'date', 'command', 'git_commit', 'device', 'num_devices', 'num_nodes', 'versions', 'dataset', 'encoders',
-    'images_per_sec', 'images_per_sec_per_device', 'batch_seconds_median', 'batch_seconds_p10', 'batch_seconds_p90',
-    'drift', 'data_wait_fraction', 'peak_memory_gib', 'tflops_per_image', 'tflops_per_sec_per_device', 'mfu',
-    'measured_batches', 'loss', 'trained_epochs',
-}  # and all flags
-
-
 def settings_of(*argv) -> Train:
     """Return the settings of a run with these flags, on this machine."""
     settings = parse(Train, '', [str(argument) for argument in argv], 'benchmark.py')
@@ -53,25 +45,6 @@ def check_keys(record: dict, command: str) -> None:
     flags = {field.name for field in dataclasses.fields(COMMANDS[command])}
     assert flags <= record.keys()
     assert record.keys() - flags - set(' '.join(KEYS).split()) == set()
-
-
-def check_record(record: dict) -> None:
-    """Check what must hold between the figures of a training's record."""
-    check_keys(record, 'benchmark.py')
-    assert RECORD_KEYS <= set(record)
-    assert record['measured_batches'] == 3
-    assert record['warmup_batches'] == 1
-    assert record['batch_seconds_p10'] <= record['batch_seconds_median'] <= record['batch_seconds_p90']
-    slowest, fastest = (record['batch_size'] / record[f'batch_seconds_{p}'] for p in ('p90', 'p10'))
-    assert slowest * 0.7 < record['images_per_sec'] < fastest * 1.3
-    assert record['images_per_sec_per_device'] == pytest.approx(record['images_per_sec'] / record['num_devices'])
-    assert 0 <= record['data_wait_fraction'] < 1
-    assert record['drift'] > -1
-    assert record['tflops_per_sec_per_device'] == pytest.approx(
-        record['images_per_sec_per_device'] * record['tflops_per_image'])
-    assert 0.1 < record['peak_memory_gib'] < 24
-    assert 0 < record['loss'] < 5
-    assert record['versions']['torch'] == torch.__version__.split('+')[0]
 
 
 def refusal(capfd, function: Callable, *arguments) -> str:
@@ -91,11 +64,6 @@ def failed(argv, results, capfd, callbacks=()) -> str:
     assert record['status'] == 'failed'
     assert line.endswith(record['error'])
     return line
-
-
-def summary_lines(output: str) -> list[str]:
-    """Return the lines of a summary, but for the caution that a busy machine adds."""
-    return [line for line in output.splitlines() if 'waited' not in line]
 
 
 def one_error_line(argv: list, capfd, program: Callable = main) -> str:

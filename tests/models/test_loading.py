@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
-from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 from torchvision.transforms.functional import to_tensor
 from transformers import AutoTokenizer, CLIPTextModel
@@ -18,6 +17,7 @@ from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.drawing import load_pipeline
 from sdbench.models.loading import SD2_BASE, build_text_encoder, build_vae, find_model
 from tests.runs import TINY, settings_of
+from tests.samples import picture
 
 
 @pytest.fixture(scope='module')
@@ -63,17 +63,6 @@ def test_a_model_folder_gives_its_architecture_weights_and_tokenizer(shards, sam
     assert not torch.equal(saved.conv_in.weight, model.unet.conv_in.weight)  # the UNet starts from scratch
 
 
-def drawn_picture() -> torch.Tensor:
-    """Draw a sun over a house on a meadow, from 0 to 1, (1, 3, 64, 64)."""
-    picture = Image.new('RGB', (64, 64), (170, 210, 250))
-    pen = ImageDraw.Draw(picture)
-    pen.rectangle((0, 44, 64, 64), (90, 160, 70))
-    pen.ellipse((42, 4, 58, 20), (255, 210, 60))
-    pen.rectangle((12, 28, 36, 52), (200, 60, 50))
-    pen.polygon([(8, 28), (24, 12), (40, 28)], (90, 60, 50))
-    return to_tensor(picture)[None]
-
-
 def test_the_vae_of_tiny_reconstructs_a_picture_by_the_weights_of_its_file_and_random_ones_do_not():
     files = find_model('tiny', pretrained=True)
     vae = build_vae(files, 'fp32')
@@ -81,13 +70,13 @@ def test_the_vae_of_tiny_reconstructs_a_picture_by_the_weights_of_its_file_and_r
     saved = load_file(weights)
     assert all(torch.equal(saved[name].float(), tensor) for name, tensor in vae.state_dict().items())
     assert weights.stat().st_size < 2e6
-    picture = drawn_picture()
+    original = to_tensor(picture(1))[None]  # (1, 3, 64, 64) from 0 to 1
     psnr = {}
     for pretrained in (True, False):
         vae = build_vae(find_model('tiny', pretrained), 'fp32')
-        latents = vae.encode(picture * 2 - 1).latent_dist.mean
+        latents = vae.encode(original * 2 - 1).latent_dist.mean
         decoded = vae.decode(latents).sample / 2 + 0.5
-        psnr[pretrained] = -10 * torch.log10((decoded.clamp(0, 1) - picture).square().mean()).item()
+        psnr[pretrained] = -10 * torch.log10((decoded.clamp(0, 1) - original).square().mean()).item()
     assert psnr[True] > 17 > 12 > psnr[False], psnr
 
 

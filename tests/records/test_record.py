@@ -6,24 +6,45 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
+import torch
 
 import report
 from benchmark import main
 from sdbench.errors import DataError, redacted
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
-from tests.runs import TINY, check_record, settings_of, summary_lines
+from tests.runs import TINY, check_keys, settings_of
 
 LENGTH = ['--max_duration', '3ba']
 
 
+def lines_of(summary: str) -> list[str]:
+    return [line for line in summary.splitlines() if 'waited' not in line]  # a caution that a busy machine adds
+
+
 def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file(plain_run):
     record = json.loads((plain_run.folder / 'results.jsonl').read_text())
-    check_record(record)
-    assert (record['dataset'], record['use_ema'], record['num_devices'], record['mfu']) == ('synthetic', True, 1, None)
-    assert record['num_workers_by_default']
-    assert record['device_type'] == 'cpu'
-    *_, speed, trained, loss, caution, last = summary_lines(plain_run.output)
+    check_keys(record, 'benchmark.py')
+    assert record.keys() >= {'date', 'command', 'git_commit', 'device', 'num_nodes', 'encoders', 'trained_epochs'}
+    expected = {'dataset': 'synthetic', 'use_ema': True, 'num_devices': 1, 'num_workers_by_default': True, 'mfu': None,
+                'device_type': 'cpu', 'warmup_batches': 1, 'measured_batches': 3}
+    assert {key: record[key] for key in expected} == expected
+    assert record['versions']['torch'] == torch.__version__.split('+')[0]
+    assert 0 < record['loss'] < 5
+    assert 0.1 < record['peak_memory_gib'] < 24
+
+    # what must hold between the figures
+    assert record['batch_seconds_p10'] <= record['batch_seconds_median'] <= record['batch_seconds_p90']
+    slowest, fastest = (record['batch_size'] / record[f'batch_seconds_{p}'] for p in ('p90', 'p10'))
+    assert slowest * 0.7 < record['images_per_sec'] < fastest * 1.3
+    assert record['images_per_sec_per_device'] == pytest.approx(record['images_per_sec'] / record['num_devices'])
+    assert 0 <= record['data_wait_fraction'] < 1
+    assert record['drift'] > -1
+    assert record['tflops_per_sec_per_device'] == pytest.approx(
+        record['images_per_sec_per_device'] * record['tflops_per_image'])
+
+    # what people are told of it
+    *_, speed, trained, loss, caution, last = lines_of(plain_run.output)
     assert (trained, loss) == ('trained         up to batch 4', f'loss            {record["loss"]:.3g}')
     assert caution.startswith('caution         only 3 measured batches: use --measure_batches 20 or more')
     assert last == 'record          appended to results.jsonl'
@@ -35,7 +56,7 @@ def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_i
     kept = tmp_path / 'kept'
     flags = ['--use_synth_data', '--use_ema', *TINY[:-2], *LENGTH, '--save_folder', str(kept), '--results', '-']
     record = main(flags)
-    *lines, last = summary_lines(capfd.readouterr().out)
+    *lines, last = lines_of(capfd.readouterr().out)
     assert json.loads(last) == record
     assert not results.exists()
     assert [line.split()[0] for line in lines] == ['trained', 'loss', 'checkpoint', 'next', 'images/s']

@@ -14,6 +14,7 @@ from benchmark import main
 from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.training.checkpoints import (
+    LOCK_FILE,
     AtomicCheckpointSaver,
     checkpoints_in,
     load_checkpoint,
@@ -22,8 +23,8 @@ from sdbench.training.checkpoints import (
 )
 from sdbench.training.safeguard import Safeguard
 from sdbench.training.weights import read_trained_model
-from tests.forked_runs import RUN, assert_no_kill_changes_a_run, on_small_disk, run_program
-from tests.runs import TINY, failed, one_error_line, wait_until
+from tests.forked_runs import RUN, on_small_disk, run, run_program, traced
+from tests.runs import TINY, assert_same_training, failed, one_error_line
 from tests.samples import Hostile, good, write_shards
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
@@ -46,7 +47,20 @@ def test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was(
     if flags == SECOND_PHASE:
         main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', places['FIRST'], '--results', '-'])
     argv = [*RUN, *(places.get(word, word) for word in flags.split())]
-    assert_no_kill_changes_a_run(server, tmp_path, argv, ranks, kills, needed_at_first=tmp_path / 'first')
+    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+    whole.mkdir(), killed.mkdir()
+    assert run(server, ranks, argv, whole) == [0] * ranks, (whole / 'log').read_text()
+    for kill in kills:
+        codes = run(server, ranks, argv, killed, kill)
+        assert -signal.SIGKILL in codes, (kill, codes, (killed / 'log').read_text())
+        shutil.rmtree(places['FIRST'], ignore_errors=True)  # a run that resumes does not need it
+    assert run(server, ranks, argv, killed) == [0] * ranks, (killed / 'log').read_text()
+    records = [json.loads((place / 'results.jsonl').read_text().splitlines()[-1]) for place in (whole, killed)]
+    batches = traced(whole, ranks)
+    assert all(sorted(rank) == list(range(records[0]['trained_batches'])) for rank in batches)
+    assert traced(killed, ranks) == batches
+    assert_same_training(killed / 'checkpoints', whole / 'checkpoints')
+    assert records[0]['eval_loss'] == records[1]['eval_loss']
 
 
 def test_a_disk_that_fills_leaves_the_last_good_checkpoint(server, tmp_path, results):
@@ -307,24 +321,12 @@ def test_the_saver_resumes_in_somebodys_own_trainer_as_composers_does(to_keep, l
     assert len(checkpoints_in('kept')) == left
 
 
-def save_for_ever(folder: str, has_begun) -> None:
-    with locked_save_folder(folder, autoresume=True):
-        has_begun.set()
-        signal.pause()
-
-
-def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(server, tmp_path, monkeypatch):
-    folder = str(tmp_path / 'kept')
+def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(tmp_path, monkeypatch):
     monkeypatch.setattr('sdbench.training.checkpoints.SECONDS_FOR_LOCK', 0)
-    has_begun = server.Event()
-    first = server.Process(target=save_for_ever, args=(folder, has_begun), daemon=True)
-    first.start()
-    wait_until(lambda: has_begun.is_set() or first.exitcode is not None)
-    assert first.exitcode is None
-    with pytest.raises(ValueError, match='kept is in use by another run'), locked_save_folder(folder, autoresume=False):
-        pass
-    first.kill()
-    first.join(600)
-    # The first was killed.
-    with locked_save_folder(folder, autoresume=False), locked_save_folder(None, autoresume=False):
+    (tmp_path / LOCK_FILE).touch()  # as a run that was killed leaves it
+    with locked_save_folder(str(tmp_path), autoresume=False):
+        with pytest.raises(ValueError, match=f'{tmp_path} is in use by another run'), \
+                locked_save_folder(str(tmp_path), autoresume=False):
+            pass
+    with locked_save_folder(str(tmp_path), autoresume=False), locked_save_folder(None, autoresume=False):
         pass

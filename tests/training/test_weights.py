@@ -94,41 +94,38 @@ def test_weights_come_from_a_file_a_folder_a_unet_a_pipeline_and_a_store(first_p
     assert cut.exists()
 
 
-def bad_places(first_phase: Path, folder: Path) -> dict[str, list[str]]:
-    """Write what cannot be started from; return words of the error of each."""
+def test_what_does_not_fit_is_one_line(first_phase):
+    """Files in the folder that the test runs in."""
     checkpoint = load_checkpoint(checkpoints_in(str(first_phase))[-1])
-    torch.save({'state': Hostile(folder / 'ran')}, folder / 'hostile.pt')
-    torch.save({'some': 'tensors'}, folder / 'other.pt')
+    torch.save({'state': Hostile('ran')}, 'hostile.pt')
+    torch.save({'some': 'tensors'}, 'other.pt')
     bias = checkpoint['state']['model'].pop('unet.conv_in.bias')
-    torch.save(checkpoint, folder / 'less.pt')
+    torch.save(checkpoint, 'less.pt')
     checkpoint['state']['model'] |= {'unet.conv_in.bias': bias, 'unet.foreign': bias}
-    torch.save(checkpoint, folder / 'more.pt')
-    fresh_model().unet.save_config(folder / 'pickled')
-    torch.save({'conv_in.bias': Hostile(folder / 'ran')}, folder / 'pickled' / 'diffusion_pytorch_model.bin')
-    fresh_model().unet.save_pretrained(folder / 'groups')
-    config = folder / 'groups' / 'config.json'
+    torch.save(checkpoint, 'more.pt')
+    fresh_model().unet.save_config('pickled')
+    torch.save({'conv_in.bias': Hostile('ran')}, 'pickled/diffusion_pytorch_model.bin')
+    fresh_model().unet.save_pretrained('groups')
+    config = Path('groups/config.json')
     config.write_text(json.dumps(json.loads(config.read_text()) | {'norm_num_groups': 2}))
     checkpoint['state']['model'].pop('unet.foreign')
     checkpoint['state']['model']['_extra_state']['configs']['scheduler']['prediction_type'] = 'v_prediction'
-    torch.save(checkpoint, folder / 'v.pt')
-    return {str(folder / 'hostile.pt'): ['could run code'],
-            str(folder / 'other.pt'): ['is no checkpoint of a training'],
-            str(folder / 'less.pt'): ['another UNet', 'conv_in.bias'],
-            str(folder / 'more.pt'): ['another UNet', 'foreign'],
-            str(folder / 'pickled'): ['holds no UNet'],
-            str(folder / 'groups'): ['norm_num_groups of its unet was 2, and is 4 now'],
-            str(folder / 'v.pt'): ['prediction_type of its scheduler was "v_prediction", and is "epsilon" now', 'copy']}
-
-
-def test_what_does_not_fit_is_one_line(first_phase, tmp_path):
-    for place, words in bad_places(first_phase, tmp_path).items():
+    torch.save(checkpoint, 'v.pt')
+    for place, words in (
+            ('hostile.pt', ['could run code']),
+            ('other.pt', ['is no checkpoint of a training']),
+            ('less.pt', ['another UNet', 'conv_in.bias']),
+            ('more.pt', ['another UNet', 'foreign']),
+            ('pickled', ['holds no UNet']),
+            ('groups', ['norm_num_groups of its unet was 2, and is 4 now']),
+            ('v.pt', ['prediction_type of its scheduler was "v_prediction", and is "epsilon" now', 'copy'])):
         with pytest.raises(ValueError) as error:
             load_initial_weights(place, fresh_model(), find_model(SMALLEST))
         line = str(error.value)
         assert line.startswith(f'--load_weights {place}'), line
         assert all(word in line for word in words), line
         assert '\n' not in line
-    assert not (tmp_path / 'ran').exists()
+    assert not Path('ran').exists()
 
 
 def test_weights_that_were_trained_with_another_text_encoder_are_refused(first_phase, capfd):
