@@ -259,18 +259,19 @@ class Search:
             key, suffix = split_name(name)
             file = folder.file(name)
             path = file.name if file else os.path.join(folder.path, name)
+            real_path = folder.real_path_of(name)
             if file is None:
                 self.leave_out(path, 'no file: a broken link, a pipe, a socket or a device')
             elif is_hidden(name) and path not in self.sources:
                 self.leave_out(path, 'hidden')
-            elif is_of_img2dataset(name, folder.present) or folder.real_path_of(name) in tables.read:
+            elif is_of_img2dataset(name, folder.present) or real_path in tables.read:
                 continue
             elif suffix.lower() == '.tar' or is_parquet(name):
-                yield path, folder.real_path_of(name), [file]
+                yield path, real_path, [file]
             elif folder.stored and (is_image(suffix) or is_caption(suffix)):
                 self.leave_out(path, 'no tar: of a store, tars and Parquet are read; copy the folder here, or pack it')
             elif is_image(suffix):
-                images[key].append((name, file))
+                images[key].append((file, real_path))
             elif is_caption(suffix):
                 captions.append(name)
             else:
@@ -292,13 +293,13 @@ class Search:
         for key, of_key in images.items():
             names = [named[key][suffix] for suffix in captions_among(named[key])]
             beside = [file for file in map(folder.file, names) if file is not None]
-            for name, image in of_key:
-                real_path = folder.real_path_of(name)
+            for image, real_path in of_key:
                 of_table = tables.take(real_path)
                 if of_table is not None:
                     yield image.name, real_path, [image._replace(caption=caption) for caption in of_table]
                 elif len(of_key) > 1:  # one may be a mask of the other
-                    self.leave_out(image.name, f'more than one image: {", ".join(name for name, _ in of_key)}')
+                    names = [os.path.basename(file.name) for file, _ in of_key]
+                    self.leave_out(image.name, f'more than one image: {", ".join(names)}')
                 else:
                     yield image.name, real_path, [image.with_captions(beside)]
 
