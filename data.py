@@ -252,6 +252,7 @@ def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[
         batch = {MOMENTS: torch.stack([sample[MOMENTS] for sample in samples])}
     else:
         batch = {'image': stack_images([sample['image'] for sample in samples], image_size)}
+    tokenizer.encode_special_tokens = True  # else "!" is padding: pickling loses it, as for a loader's process on macOS
     captions = tokenizer.encode_batch([sample['caption'] for sample in samples])
     batch['caption'] = torch.tensor([caption.ids for caption in captions])
 

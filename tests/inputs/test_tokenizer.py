@@ -1,8 +1,11 @@
 """Tokens, against open_clip's tokenizer."""
+import pickle
 from pathlib import Path
 
+import torch
 from transformers import CLIPTokenizer
 
+from data import collate
 from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer, hash_of_tokenizer
 
 
@@ -28,6 +31,13 @@ def test_what_pads_is_a_word_where_a_caption_has_it(tmp_path):
     of_folder = build_tokenizer(write_tokenizer(tmp_path, '!')).encode_batch(captions)
     of_clip = build_tokenizer().encode_batch(captions)
     assert [encoding.ids for encoding in of_folder] == [encoding.ids for encoding in of_clip]
+
+
+def test_a_loader_process_that_is_no_fork_gives_the_same_ids(tmp_path):
+    tokenizer = build_tokenizer(write_tokenizer(tmp_path, '!'))
+    expected = tokenizer.encode('stop !!').ids
+    samples = [{'image': torch.zeros(3, 8, 8, dtype=torch.uint8), 'caption': 'stop !!'}]
+    assert collate(samples, pickle.loads(pickle.dumps(tokenizer)), 8)['caption'].tolist() == [expected]
 
 
 def test_a_tokenizer_folder_pads_with_its_own_token(model_folder):
