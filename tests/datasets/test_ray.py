@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -81,8 +82,10 @@ def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, 
     conversion, status = in_thread(convert.convert, parse(Convert, '', [*argv, 'out', '--ray', cluster.address]))
     wait_until(lambda: finished(out) >= 2 or status)
     with store.lock:  # it answers nothing, so that both machines stay in the middle of a part
+        time.sleep(2)  # what needed no answer any more is over
         wait_until(lambda: tasks() == 2 or status)
         cluster.remove_node(cluster.second_node, allow_graceful=False)
+        wait_until(lambda: tasks() < 2 or status)  # else its worker may end its part before it dies itself
     conversion.join(300)  # on the machine that is left
     cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
     store.delay = 0
