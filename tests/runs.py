@@ -1,6 +1,8 @@
 """Runs of the benchmark as tests start them, and what must hold of every record and every error."""
+import contextlib
 import dataclasses
 import json
+import random
 import re
 import socket
 import subprocess
@@ -196,10 +198,12 @@ def workers_of(command: subprocess.Popen) -> list[int]:
 
 
 def free_port() -> int:
-    """Return a port of loopback that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        return listener.getsockname()[1]
+    """Return a port of loopback that nothing listens on, and that the system gives to no connection meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)  # not that of a test that has the same seed
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(('127.0.0.1', port))
+            return port
 
 
 def wait_until(true: Callable[[], object], seconds: float = 300) -> None:
