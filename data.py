@@ -21,7 +21,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from sdbench.errors import DataError, unreadable_shard
 from sdbench.flags.train import SD2_BASE, Train
-from sdbench.inputs.images import decode_image, decode_whole_image, normalize, stack_images
+from sdbench.inputs.images import decode_image, decode_whole_image, normalize, resize, stack_images
 from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from sdbench.inputs.shards import (
     DRAW,
@@ -157,8 +157,8 @@ class StreamingLAIONDataset(VerifiedDataset):
     def __getitem__(self, index: int) -> dict:
         """Return sample `index`, or where it is bad the next good one, with tensors for torch's own collate function.
 
-        `image` uint8 (3, H, H), or what the transform makes, or `moments` float16 (8, H/8, H/8), and `caption` int64
-        (77,). Where it gives text, it is that of `good_sample`.
+        `image` uint8 (3, image_size, image_size), or what the transform makes, or `moments` float16 (8, H/8, H/8), and
+        `caption` int64 (77,). Where it gives text, it is that of `good_sample`.
         """
         sample = self.good_sample(index)
         if self.gives_text:
@@ -167,6 +167,8 @@ class StreamingLAIONDataset(VerifiedDataset):
             print(bad_sample_line(number, reason), file=sys.stderr)
         if self.transform:
             sample['image'] = self.transform(to_pil_image(sample['image']))
+        elif not self.latents:
+            sample['image'] = resize(sample['image'], self.image_size)  # torch stacks images of one size alone
         return sample | {'caption': torch.tensor(self.tokenizer.encode(sample['caption']).ids)}
 
     def good_sample(self, index: int) -> dict:

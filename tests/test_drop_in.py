@@ -163,13 +163,20 @@ def test_the_originals_own_call_gives_batches_of_its_kind(shards, samples, tmp_p
 
 
 def test_all_ten_arguments_may_be_given_in_their_order(shards, samples, tmp_path, model_folder):
-    dataset = StreamingLAIONDataset(shards, 'cache', None, False, model_folder, None, 100, 3, 60.0, 4)
+    dataset = StreamingLAIONDataset(shards, 'cache', None, False, model_folder, None, 100, 3, 60.0, 4, image_size=64)
     assert (dataset.predownload, dataset.batch_size, dataset.shuffle) == (100, 4, False)
     assert (dataset.streams[0].download_retry, dataset.streams[0].download_timeout) == (3, 60.0)
     sample = dataset[5]
     assert sample.keys() == {'image', 'caption'}
     assert sample['caption'].tolist() == build_tokenizer(model_folder).encode(samples[5]['caption']).ids
     assert (sample['image'].numpy() == pixels(pillow_square(samples[5]['jpg']))).all()
+
+
+def test_torchs_own_loader_takes_images_that_are_smaller_than_asked_for(tmp_path):
+    samples = [{'jpg': encoded(picture(3, *size), 'PNG'), 'caption': 'a'} for size in ((40, 24), (96, 80))]
+    dataset = StreamingLAIONDataset(write_shards(tmp_path / 'shards', samples), image_size=48, batch_size=2)
+    [batch] = DataLoader(dataset, batch_size=2)
+    assert batch['image'].shape == (2, 3, 48, 48)
 
 
 def test_a_transform_sees_all_of_a_picture_in_rgb(tmp_path):
