@@ -34,24 +34,19 @@ def names_of_cards(words: str) -> frozenset[str]:
 def price_of(device: str, prices: Prices) -> float:
     """Return the dollars of an hour of a GPU; NaN where there are prices, and none is for it.
 
-    A price is for the GPUs that --gpu would pick by its name. That of the fewest GPUs counts, of equal ones the last.
+    A price is for the GPUs that --gpu would pick by its name. The last that is for this one counts.
 
     Args:
         device: the GPU's name, as records have it.
         prices: of --dollars_per_gpu_hour. Without any it is DOLLARS_PER_GPU_HOUR.
     """
+    if not prices:
+        return DOLLARS_PER_GPU_HOUR
     cards = names_of_cards(device)  # several, where a record written by hand says only H100
-    found = math.nan if prices else DOLLARS_PER_GPU_HOUR
-    fewest = math.inf
-    for words, dollars in prices:
-        number = math.inf
-        if words is not None:
-            number = len(names_of_cards(words))
-            if not cards or not cards <= names_of_cards(words):
-                continue
-        if number <= fewest:
-            found, fewest = dollars, number
-    return found
+    for words, dollars in reversed(prices):
+        if words is None or (cards and cards <= names_of_cards(words)):
+            return dollars
+    return math.nan
 
 
 def prices_in_words(devices: Iterable[str], prices: Prices) -> str:

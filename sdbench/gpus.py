@@ -139,8 +139,9 @@ def cards_named(names: tuple[str, ...]) -> list[Card]:
         cards = [card for card in CARDS.values() if words_in(card.name) == words_in(words)]
         cards = cards or [card for card in CARDS.values() if has_words(card.name, words)]
         if not cards:
-            nearest = difflib.get_close_matches(words.upper(), map(short_name, CARDS))
-            remedy = f'did you mean {" or ".join(nearest)}? ' if nearest else ''
-            raise ValueError(f'{words} is no GPU that is known here; {remedy}sdbench/gpus.py has all of them')
+            known = [short_name(name) for name in CARDS]
+            nearest = difflib.get_close_matches(words.upper(), known)
+            remedy = f'did you mean {" or ".join(nearest)}?' if nearest else f'known are {", ".join(known)}'
+            raise ValueError(f'{words} is no GPU that is known here; {remedy}')
         found += [card for card in cards if card not in found]
     return found

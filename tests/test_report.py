@@ -249,9 +249,10 @@ def test_the_model_tiny_has_no_days_unless_they_are_asked_for(printed, write):
 
 @pytest.mark.parametrize('changes, note', [
     ({'status': 'failed', 'images_per_sec': None, 'error': 'CUDA\nout of memory'}, 'failed: CUDA out of memory'),
-    ({'status': 'interrupted'}, 'interrupted'), ({'measured_batches': 5}, 'not reliable: only 5 measured batches'),
-    ({'measured_batches': 30, 'queue_batches': 16}, 'not reliable: only 30 measured batches'),
-    ({'drift': -0.2}, 'not reliable: ')])
+    ({'status': 'interrupted'}, 'interrupted'),
+    ({'measured_batches': 5}, 'images/s not reliable: only 5 measured batches'),
+    ({'measured_batches': 30, 'queue_batches': 16}, 'images/s not reliable: only 30 measured batches'),
+    ({'drift': -0.2}, 'images/s not reliable: ')])
 def test_a_run_that_is_not_complete_or_reliable_says_so_and_nothing_follows_from_it(printed, write, changes, note):
     sound = {'drift': 0.09, 'measured_batches': 20}
     path = write({'images_per_sec': 400.0} | changes, sound, sound | {'images_per_sec': 820.0})
@@ -395,13 +396,14 @@ def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
         text = ' '.join(printed(write(*records), *SIZES).split())
         return text.partition('Not in the plan: ')[2].partition(' Costs: ')[0]
     assert left_out(AT_256, {}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}) == \
-        '32 x H200, not reliable: speed changed by +50.0%; 16 x H200, no speed at 256 px'
+        ('a measurement of 32 x H200, images/s not reliable: speed changed by +50.0%; '
+         'a measurement of 16 x H200, no speed at 256 px')
 
     # a measurement at one size corrects forecasts, or says what it would need for it
     plan = [FORECAST | {'batch_size': 2048} | at for at in ({}, AT_256)]
     smoke = {'batch_size': 512, 'model_name': 'sd2'}
-    assert left_out(*plan, smoke) == ('8 x H200, no speed at 256 px, and no forecast of the same flags and microbatch '
-                                      'by which it would correct the others')
+    assert left_out(*plan, smoke) == ('a measurement of 8 x H200, no speed at 256 px, and no forecast of the same '
+                                      'flags and microbatch by which it would correct the others')
     assert left_out(*plan, smoke, FORECAST | smoke) == ''
 
 
@@ -420,11 +422,13 @@ def test_plans_of_several_settings_stand_apart_and_no_line_is_wider_than_120(pri
 
 
 @pytest.mark.parametrize('prices, dollars', [
-    (['4', 'H100=5', '3', 'H100=6'], {'H100 PCIe': 6, 'A100-SXM4-40GB': 3}),  # of equal ones the last
+    (['4', 'H100=5', '3', 'H100=6'], {'H100 PCIe': 6, 'A100-SXM4-40GB': 3}),
+    (['H100-80GB=2.4', 'H200=3.5', 'H100=3.2'], {'NVIDIA H100 80GB HBM3': 3.2, 'NVIDIA H200': 3.5}),  # behind a file
+    (['H100-80GB=2.4', '4'], {'NVIDIA H100 80GB HBM3': 4}),
     (['A100=1.2', 'A100-80GB=2'], {'NVIDIA A100-SXM4-80GB': 2, 'NVIDIA A100-SXM4-40GB': 1.2}),
     (['H200=3.2', 'H200 NVL=2'], {'NVIDIA H200': 3.2, 'NVIDIA H200 NVL': 2, 'H200': 3.2}),
     (['NVIDIA A100-SXM4-40GB=1.1'], {'A100-SXM4-40GB': 1.1, 'A100-SXM4-80GB': None, 'GTX 1080': None}), ([], {'x': 2})])
-def test_a_price_is_for_the_gpus_that_its_name_picks_and_the_most_specific_name_counts(prices, dollars):
+def test_a_price_is_for_the_gpus_that_its_name_picks_and_the_last_for_a_gpu_counts(prices, dollars):
     parsed = parse(Report, '', ['records', '--dollars_per_gpu_hour', *prices] if prices else ['records'])
     for device, price in dollars.items():
         found = price_of(device, parsed.dollars_per_gpu_hour)

@@ -202,7 +202,7 @@ def status_and_notes(record: dict) -> tuple[str, str]:
         reason = f'{status}: {words(record.get("error"))}'
         return status, textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')
     if why_unreliable(record):
-        return UNRELIABLE, f'{UNRELIABLE}: {why_unreliable(record)}'
+        return UNRELIABLE, f'images/s {UNRELIABLE}: {why_unreliable(record)}'
     if words(record['extrapolated']) != 'no':
         return EXTRAPOLATED, 'extrapolated by its source'
     return MEASURED, ''

@@ -58,7 +58,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     trained = records[records['stage'] == 'train']
     is_planned = trained['status'].isin([MEASURED, FORECAST])
     for _, row in trained[~is_planned].iterrows():
-        left_out.append(f'{row["num_devices"]} x {short_name(row["device"])}, {row["notes"]}')
+        left_out.append(f'a measurement of {row["num_devices"]} x {short_name(row["device"])}, {row["notes"]}')
     trained = trained[is_planned]
     corrections, sentences = corrections_of(trained)
 
@@ -71,8 +71,10 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
             plans.append(plan_row(runs, records, phases, settings, corrections))
             continue
         first = runs.iloc[0]
-        why = f'{first["num_devices"]} x {short_name(first["device"])}, no speed at {" and ".join(missing)} px'
         statuses = set(runs['status'])
+        kind = 'measurement' if MEASURED in statuses else 'forecast'
+        gpus = f'{first["num_devices"]} x {short_name(first["device"])}'
+        why = f'a {kind} of {gpus}, no speed at {" and ".join(missing)} px'
         if {MEASURED, FORECAST} <= statuses and (first['device'], first['compile']) in corrections:
             continue  # it corrects the plans of its GPU
         if MEASURED in statuses and FORECAST in set(trained.loc[trained['device'] == first['device'], 'status']):
