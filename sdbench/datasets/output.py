@@ -245,14 +245,14 @@ class Joined:
     def add_skipped(self, lines: Iterable[dict], file: BinaryIO) -> None:
         """Count what was left out, and write its lines into a file."""
         for line in lines:
-            text = json.dumps(line)
+            text = json.dumps(line, ensure_ascii=False)  # a name is found as it is written
             if text in self.whole_files:
                 continue
             if line['key'] is None:
                 self.whole_files.add(text)
             if not self.skipped:
                 self.first_skipped = line
-            file.write(f'{text}\n'.encode())
+            file.write(f'{text}\n'.encode(errors='backslashreplace'))  # bytes of a name that are no UTF-8
             self.skipped[line['reason'].partition(':')[0]] += 1
             if line['reason'].startswith(DAMAGED):
                 self.damaged.append(line)

@@ -187,8 +187,8 @@ def resuming(checkpoint: str | None, folder: str | None) -> Iterator[str | None]
         if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
             raise
         raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
-                         'resume it as it was made, or begin with a new --save_folder and '
-                         f'--load_weights {checkpoint}') from None
+                         'resume it as it was made, or give a new --save_folder; to start there from these weights, '
+                         f'add --load_weights {checkpoint}') from None
 
 
 # Saving them

@@ -239,7 +239,7 @@ def test_a_resume_with_another_flag_or_on_data_that_has_changed_is_refused_with_
     write_shards(shards, [good(index) for index in range(1, 9)])
     line = one_error_line([*argv, '--max_duration', '3ba'], capfd)
     assert 'the data of --remote has changed since' in line
-    assert 'with a new --save_folder and --load_weights kept/ep0-ba2-rank0.pt' in line
+    assert 'or give a new --save_folder; to start there from these weights, add --load_weights kept/' in line
     remedy = ['--save_folder', 'new', '--load_weights', line.split()[-1]]
     assert main([*argv, *remedy])['status'] == 'complete'
 
