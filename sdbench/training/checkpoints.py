@@ -63,7 +63,20 @@ def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
 
 def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
     """Lock a --save_folder until `at_the_end` gives it back. Raises ValueError as `locked_save_folder` does."""
-    # what is there must be this run's
+    require_own(folder, autoresume)
+    if '://' in folder:
+        return
+    at_the_end.enter_context(locked(Path(folder, LOCK_FILE), f'--save_folder {folder}', SECONDS_FOR_LOCK))
+    require_own(folder, autoresume)  # the run that had the lock may have saved
+
+    # under the lock an unfinished checkpoint is that of a run that was killed while it saved
+    for name in os.listdir(folder):
+        if UNFINISHED.fullmatch(name):
+            os.remove(os.path.join(folder, name))
+
+
+def require_own(folder: str, autoresume: bool) -> None:
+    """Raise ValueError if a --save_folder holds what this run does not go on with."""
     others = []
     for path in names_in(folder):
         name = os.path.basename(path)
@@ -74,14 +87,6 @@ def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitS
                          'there')
     if any(not os.path.isdir(path) for path in others) and not checkpoints_in(folder):
         raise ValueError(f'--save_folder {folder} holds files and no checkpoint of benchmark.py; give a new one')
-    if '://' in folder:
-        return
-
-    # the lock, under which an unfinished checkpoint is that of a run that was killed while it saved
-    at_the_end.enter_context(locked(Path(folder, LOCK_FILE), f'--save_folder {folder}', SECONDS_FOR_LOCK))
-    for name in os.listdir(folder):
-        if UNFINISHED.fullmatch(name):
-            os.remove(os.path.join(folder, name))
 
 
 def names_in(folder: str, flag: str = '--save_folder') -> list[str]:

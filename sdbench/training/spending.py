@@ -18,8 +18,9 @@ SECONDS_PER_HOUR = 3600
 class Spending(Callback):
     """Counts the GPU-hours of a training, those of the runs that it resumes too, and ends it at its --budget.
 
-    They are counted from when this is made, and kept in the checkpoints: what a run that was killed did after its last
-    one is not in them. Its curves are `cost/gpu_hours` and, with a price, `cost/dollars`.
+    They are counted from when this is made, and kept in the checkpoints with what they cost: what a run that was killed
+    did after its last one is not in them. Hours that had no price cost today's. Its curves are `cost/gpu_hours` and,
+    with a price, `cost/dollars`.
 
     Args:
         settings: of the run.
@@ -40,6 +41,7 @@ class Spending(Callback):
         self._device = device
         self._stop = stop
         self._hours_before = 0.0  # GPU-hours of the runs that this one resumes
+        self._dollars_before = 0.0  # what they have cost, perhaps of another GPU
         self._start = time.monotonic()
 
     @property
@@ -50,19 +52,24 @@ class Spending(Callback):
     @property
     def dollars(self) -> float | None:
         """What they cost; None where no price is given."""
-        return None if self.price is None else self.gpu_hours * self.price
+        if self.price is None:
+            return None
+        return self._dollars_before + (self.gpu_hours - self._hours_before) * self.price
 
     def state_dict(self) -> dict:
-        return {'gpu_hours': self.gpu_hours, 'device': self._device}
+        return {'gpu_hours': self.gpu_hours, 'dollars': self.dollars, 'device': self._device}
 
     def load_state_dict(self, state: dict) -> None:
         self._hours_before = state['gpu_hours']
+        self._dollars_before = state.get('dollars')
+        if self._dollars_before is None:
+            self._dollars_before = self._hours_before * (self.price or 0)
 
     def require_money(self) -> None:
         """Raise ValueError if the runs that this one resumes have left nothing to spend."""
-        if self.budget is not None and self._hours_before * self.price >= self.budget:
-            raise ValueError(f'--budget {self.budget:g} is spent: the training has cost '
-                             f'${self._hours_before * self.price:,.2f}; give a larger one')
+        if self.budget is not None and self._dollars_before >= self.budget:
+            raise ValueError(f'--budget {self.budget:g} is spent: the training has cost ${self._dollars_before:,.2f}; '
+                             'give a larger one')
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the curves, and end the training where the money is spent."""

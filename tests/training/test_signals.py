@@ -71,9 +71,10 @@ def test_a_training_ends_where_its_budget_is_spent_and_counts_what_it_has_cost_w
     assert 'after batch 1, for --budget 1 is spent; a checkpoint is in kept' in output
     assert ', $' in [line for line in errors.splitlines() if ' left' in line][-1]
     assert '--budget 1 is spent' in one_error_line([*argv, '1'], capfd)
-    whole = main([*argv, '1e9'])
+    whole = main([*argv, '1e9', '--dollars_per_gpu_hour', '1'])  # as of a cheaper GPU
     assert (whole['status'], whole['first_batch'], whole['trained_batches']) == ('complete', 1, 3)
     assert whole['gpu_hours'] > spent['gpu_hours']
+    assert whole['dollars'] > 1  # what was spent stays spent, at the price of then
 
 
 def test_a_signal_in_one_of_a_programs_trainings_ends_those_after_it_and_the_handlers_come_back(smallest_model):
