@@ -18,9 +18,11 @@ import evaluate
 from benchmark import main as train
 from export import main as export
 from sdbench.inputs.images import decode_image, resize
+from sdbench.inputs.shards import DRAW, IMAGES_HASH, hash_of_images
 from sdbench.models.drawing import load_pipeline
 from sdbench.models.feature_extractors import load_clip
 from sdbench.records.summary import evaluation_summary
+from sdbench.training.compatibility import was_trained_on
 from tests.forked_runs import run_ranks
 from tests.runs import TINY, check_keys, files_of, refusal
 from tests.samples import encoded, picture, pillow_square, write_shards
@@ -239,6 +241,15 @@ def test_without_a_network_pictures_are_drawn_and_nothing_is_scored(tmp_path, pi
     scored = run(pipeline, shards, tmp_path / 'out', '--guidance', 1, *clip)
     assert scored['samples_drawn'] == 0
     assert scored['scores'][0]['clip_score'] is not None
+
+
+def test_whether_a_model_was_trained_on_data_is_said_where_it_is_known():
+    index = {'shards': [], DRAW: {'share': 0.1, 'seed': 17, 'side': 'held out'}}
+    here = {IMAGES_HASH: hash_of_images(index)}
+    other_side, other_draw = ({IMAGES_HASH: 'another', DRAW: {'share': share, 'seed': 17, 'side': 'training'}}
+                              for share in (0.1, 0.2))
+    assert [was_trained_on(flags, index) for flags in (here, other_side, other_draw, {IMAGES_HASH: 'another'}, {})] == [
+        True, False, None, None, None]
 
 
 def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_far_it_was_trained(

@@ -67,7 +67,7 @@ def read_records(path: str) -> list[dict]:
         try:
             rows += rows_of(parse(line))
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f'{path}:{number}: not a record: {error}') from None
+            raise ValueError(f'{path}:{number}: not a record: {error}; mend or remove that line') from None
     return rows
 
 

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 from sdbench.errors import redacted
 from sdbench.flags.complete import TIMES
 from sdbench.flags.train import SAME_ON_RESUME, Train
-from sdbench.inputs.shards import IMAGES_HASH, hash_of_images
+from sdbench.inputs.shards import DRAW, IMAGES_HASH, are_two_sides, hash_of_images
 from sdbench.inputs.tokenizer import hash_of_tokenizer
 from sdbench.models.loading import ModelFiles
 
@@ -83,6 +83,7 @@ def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:
         flags['remote'] = redacted(settings.remote)
         flags[DATASET] = dataset.index_hash
         flags[IMAGES_HASH] = dataset.images_hash
+        flags[DRAW] = dataset.draw
     return flags
 
 
@@ -112,7 +113,10 @@ def require_same_run(before: dict, now: dict) -> None:
 
 
 def was_trained_on(flags: dict, index: dict) -> bool | None:
-    """Tell whether a run was trained on the images of an index.json; None: its checkpoint names no data."""
-    if IMAGES_HASH not in flags:
-        return None
-    return flags[IMAGES_HASH] == hash_of_images(index)
+    """Tell whether a run was trained on images of an index.json; None: that is not known.
+
+    It was on all of these, or on none, where they are the other side of the draw of its own.
+    """
+    if flags.get(IMAGES_HASH) == hash_of_images(index):
+        return True
+    return False if are_two_sides(flags.get(DRAW), index.get(DRAW)) else None
