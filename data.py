@@ -328,7 +328,6 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
     """
     image_size = settings.image_size
     seed = settings.seed
-    device_batch_size = settings.batch_size // dist.get_world_size()
 
     # synthetic data
     if index is None:
@@ -336,16 +335,16 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
         samples = settings.batches_per_epoch * settings.batch_size
         dataset = SyntheticImageCaptionDataset(image_size, num_samples=samples, vocab_size=files.vocab_size,
                                                seed=seed + dist.get_global_rank(), latent_size=latent_size)
-        return build_loader(dataset, device_batch_size, num_workers=0)
+        return build_loader(dataset, settings.device_batch_size, num_workers=0)
 
     # what --remote holds
     if settings.latents:  # images are of no VAE, whose weights take seconds to hash
         require_same_origin(settings.remote, index, files.origin_of_latents(image_size))
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
-                                    cache_limit=settings.cache_limit, batch_size=device_batch_size, shuffle=True,
-                                    shuffle_seed=seed)
-    return build_loader(dataset, device_batch_size, settings.num_workers, tokenizer, settings.max_bad_samples)
+                                    cache_limit=settings.cache_limit, batch_size=settings.device_batch_size,
+                                    shuffle=True, shuffle_seed=seed)
+    return build_loader(dataset, settings.device_batch_size, settings.num_workers, tokenizer, settings.max_bad_samples)
 
 
 def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> HeldOutSamples | None:

@@ -74,7 +74,7 @@ KEYS = {
     'and `averaged` or `live`',
     'images_seen training': 'images of its training, and its flags, with the GPU-hours and the device of it',
     'data trained_on_data samples_drawn sampler': 'captions and images that were compared with, whether the training '
-    'had them too, how many pictures this run drew, and how',
+    'had them too, where that is known, how many pictures this run drew, and how',
     'scores': 'for each `guidance` the `fid` and the `clip_score`, null where a score was not asked for',
     'network inception_sha256 fid_of_published_weights resize fid_is_biased': 'what FID was found by, whether it '
     'compares with published ones, and whether it is of fewer than 10,000 pictures',

@@ -54,11 +54,10 @@ def with_found_microbatch(settings: Train, model: ComposerModel, data: DataSpec)
 
     # each size on all ranks, until one has no room for it
     get_device().module_to_device(model)
-    ranks = dist.get_world_size()
-    copies = int(settings.use_ema) + int(ranks > 1)  # the average, and the buckets of DDP
+    copies = int(settings.use_ema) + int(settings.num_devices > 1)  # the average, and the buckets of DDP
     largest = 0
     with torch.compiler.set_stance('force_eager'):
-        for size in sizes_to_try(settings.batch_size // ranks):
+        for size in sizes_to_try(settings.device_batch_size):
             fits_here = fits(model, data, size, settings.precision, copies)
             if not all(dist.all_gather_object(fits_here)):
                 break
