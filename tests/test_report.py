@@ -591,6 +591,21 @@ def test_the_picture_of_a_plan_has_a_bar_a_gpu_in_its_parts_hatched_where_they_w
         'train 256 px', 'train 512 px', 'forecast', 'measured']
 
 
+def test_the_picture_of_a_plan_marks_the_forecasts_that_a_measurement_corrected(drawn, write):
+    forecasts = [FORECAST | at | {'device': device} for device in ('H200', 'H100') for at in ({}, AT_256)]
+    path = write(*forecasts, {'model_name': 'sd2', 'images_per_sec': 750.0})
+    figure = drawn(path, *SIZES, '--figure', 'plan.png')
+    hatches = {(bar.get_y() > 0.5, bar.get_hatch()) for bar in figure.axes[0].patches}
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ['8 x H100', '8 x H200']
+    assert hatches == {(False, '///'), (True, 'xxx'), (True, None)}
+    marks = {text.get_text(): patch.get_hatch() for text, patch in zip(
+        figure.legends[0].get_texts(), figure.legends[0].get_patches(), strict=True)}
+    assert (marks['forecast'], marks['forecast, corrected'], marks['measured']) == ('///', 'xxx', None)
+    figure.draw_without_rendering()
+    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
+
+
 def test_the_legend_of_a_plan_names_only_what_is_in_it(drawn, write):
     [axes] = drawn(write(FORECAST), '--phase', '86400000@512', '--figure', 'plan.png').axes
     assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ['train 512 px', 'forecast']

@@ -13,6 +13,7 @@ from sdbench.records.figures import cell
 from sdbench.records.keys import FORECAST
 from sdbench.records.read import COMPARABLE, CONDITIONS, MEASURED, NETWORKS, SETTINGS, VERSIONS
 from sdbench.report.markdown import differing, settings_in_words
+from sdbench.report.plans import CORRECTED
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 LINE_INCHES = 0.2  # of text
@@ -22,6 +23,7 @@ TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen'
 PANEL_INCHES = 4.8
 BAR_INCHES = 0.75
 BIG_TEXT = 14  # points, in a picture that is shown at half its size
+HATCHES = {FORECAST: '///', CORRECTED: 'xxx', MEASURED: None}  # of a part of a plan
 PANEL_CHARACTERS = 60  # of a line of text above or below a panel
 
 
@@ -104,7 +106,7 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
 def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
     """Write a picture of plans: a bar of GPU-hours for each, in its parts, with the dollars at its end.
 
-    What was forecast is hatched, and what was measured is full.
+    What was forecast is hatched, crosswise where a measurement corrected it, and what was measured is full.
 
     Args:
         path: of the picture.
@@ -134,7 +136,8 @@ def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
         for part in plan.parts:
             color = colors.setdefault(f'{part.name} {part.size} px', COLORS[len(colors) % len(COLORS)])
             hours = part.days * 24 * plan.num_devices
-            hatch, face = ('///', 'white') if part.status == FORECAST else (None, color)
+            hatch = HATCHES[part.status]
+            face = 'white' if hatch else color
             axes.barh(position, hours, left=start, height=0.6, color=face, edgecolor=color, hatch=hatch, linewidth=1.5)
             start += hours
         cost = cell('cost_usd', plan.cost_usd)
@@ -150,10 +153,9 @@ def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
     axes.spines[['top', 'right']].set_visible(False)
     marks = [Patch(facecolor=color, label=name) for name, color in colors.items()]
     statuses = {part.status for plan in plans.itertuples() for part in plan.parts}
-    if FORECAST in statuses:
-        marks.append(Patch(facecolor='white', edgecolor='black', hatch='///', label=FORECAST))
-    if MEASURED in statuses:
-        marks.append(Patch(facecolor='black', label=MEASURED))
+    for status, hatch in HATCHES.items():
+        if status in statuses:
+            marks.append(Patch(facecolor='white' if hatch else 'black', edgecolor='black', hatch=hatch, label=status))
     figure.legend(handles=marks, loc='outside upper left', ncols=4, frameon=False, fontsize=BIG_TEXT)
     figure.supxlabel(wrapped(title, CAPTION_CHARACTERS * 9 // BIG_TEXT), x=0.01, ha='left', fontsize=BIG_TEXT)
     figure.savefig(path, dpi=160)

@@ -23,6 +23,7 @@ from sdbench.report.speeds import UNKNOWN
 PLANNED = [key for key in OF_SPEED if key not in (
     'stage', 'image_size', 'device_train_microbatch_size', 'dataset', 'num_workers', *VERSIONS)]
 ALIKE = [*PLANNED, 'num_devices', 'image_size', 'device_train_microbatch_size']  # a measurement and its forecast
+CORRECTED = 'forecast, corrected'  # status of a part of a plan, where a measurement corrects its forecast
 RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
 Corrections = dict[tuple[str, str], float]  # by GPU and --compile, what its forecasts are multiplied by
 
@@ -36,7 +37,7 @@ class PartOfPlan(NamedTuple):
         days: that they take.
         least: the fewest days that they may take; NaN where the forecast is not tested, or corrected.
         most: the most days.
-        status: of the record that the speed is from.
+        status: of the record that the speed is from, or CORRECTED.
     """
     name: str
     size: str
@@ -100,7 +101,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     if settings.hours_between_losses:
         sentences.append(f'Losses: one in {settings.hours_between_losses:g} hours, each of which costs half a '
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
-    if any(FORECAST in {part.status for part in plan['parts']} for plan in plans):
+    if any(part.status != MEASURED for plan in plans for part in plan['parts']):
         sentences.append(NOT_IN_A_FORECAST)
     if left_out:
         sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
@@ -161,7 +162,7 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
     factor = corrections.get((first['device'], first['compile']))
     parts = parts_of_plan(runs, records, phases, settings, factor)
     notes = []
-    forecasts = [part for part in parts if part.status == FORECAST]
+    forecasts = [part for part in parts if part.status != MEASURED]
     if forecasts:
         what = 'forecast'
         if len(forecasts) < len(parts):
@@ -225,6 +226,7 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
             speeds = speeds[:1] * 3
         elif factor is not None:
             speeds = speeds[0] * factor, math.nan, math.nan
+            status = CORRECTED
         days = [days_to_train(speed, images) for speed in speeds]
         if hours:
             lost = RESTART_HOURS + unsaved / 2 / speeds[0] / 3600
