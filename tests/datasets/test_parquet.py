@@ -35,18 +35,16 @@ def converted(out: Path, *argv) -> list[tuple[bytes, str]]:
     return read_back(out)
 
 
-@pytest.mark.parametrize('column, caption, flags', [
-    ('image', 'caption', []), ('jpg', 'caption', ['--image_column', 'jpg']),
-    ('image', 'prompt', ['--caption_column', 'prompt'])])
-def test_an_image_may_be_plain_bytes_and_the_columns_have_other_names(tmp_path, column, caption, flags):
-    path = write_parquet(tmp_path / 'x.parquet', {'id': CAPTIONS, caption: CAPTIONS, column: IMAGES})
-    assert converted(tmp_path / 'out', path, *flags) == SAMPLES
-
-
-def test_of_a_list_of_captions_each_is_a_sample(tmp_path):
-    path = write_parquet(tmp_path / 'x.parquet', {'image': IMAGES[:2], 'captions': [['a', 'b'], ['c']]})
-    expected = [(IMAGES[0], 'a'), (IMAGES[0], 'b'), (IMAGES[1], 'c')]
-    assert converted(tmp_path / 'out', path, '--caption_column', 'captions') == expected
+@pytest.mark.parametrize('columns, flags, expected', [
+    ({'caption': CAPTIONS, 'image': IMAGES}, [], SAMPLES),
+    ({'caption': CAPTIONS, 'jpg': IMAGES}, ['--image_column', 'jpg'], SAMPLES),
+    ({'prompt': CAPTIONS, 'image': IMAGES}, ['--caption_column', 'prompt'], SAMPLES),
+    ({'captions': [['a', 'b'], ['c']], 'image': IMAGES[:2]}, ['--caption_column', 'captions'],
+     [(IMAGES[0], 'a'), (IMAGES[0], 'b'), (IMAGES[1], 'c')])])
+def test_an_image_may_be_plain_bytes_the_columns_have_other_names_and_each_of_a_list_of_captions_is_a_sample(
+        tmp_path, columns, flags, expected):
+    path = write_parquet(tmp_path / 'x.parquet', columns)
+    assert converted(tmp_path / 'out', path, *flags) == expected
 
 
 def test_the_hubs_images_are_converted_and_a_file_that_is_larger_than_a_part_in_pieces(tmp_path, capsys):
@@ -57,13 +55,6 @@ def test_the_hubs_images_are_converted_and_a_file_that_is_larger_than_a_part_in_
     assert f'converting 1 file in {number} of {number} parts' in capsys.readouterr().err
     parts = [json.loads(index.read_text())['shards'] for index in (tmp_path / 'out').glob('*/index.json')]
     assert max(sum(shard['samples'] for shard in part) for part in parts) < 20
-
-
-def test_a_file_without_rows_is_listed(tmp_path, capsys):
-    write_parquet(tmp_path / 'x.parquet', {'image': pyarrow.array([], 'binary'), 'text': pyarrow.array([], 'string')})
-    one_error_line([tmp_path / 'x.parquet', tmp_path / 'out'], capsys, convert.main)
-    [line] = skipped(tmp_path / 'out')
-    assert line['reason'] == 'no row: nothing is in this file'
 
 
 def test_a_bad_row_is_listed_with_its_number(tmp_path):
@@ -104,7 +95,7 @@ def test_a_file_that_is_cut_or_garbled_is_damaged_and_its_whole_rows_are_kept(tm
     assert not set(of_garbled) & set(CAPTIONS[10:20])
 
 
-def test_a_file_without_the_columns_or_with_two_of_one_name_is_left_out_and_says_so(tmp_path, capsys):
+def test_a_file_without_rows_without_the_columns_or_with_two_of_one_name_is_left_out_and_says_so(tmp_path, capsys):
     path = write_parquet(tmp_path / 'in/urls.parquet', {'url': CAPTIONS, 'text': CAPTIONS})
     lacks = 'no image for --image_column among its columns url, text'
     line = one_error_line([tmp_path / 'in', tmp_path / 'out'], capsys, convert.main)
@@ -113,10 +104,11 @@ def test_a_file_without_the_columns_or_with_two_of_one_name_is_left_out_and_says
     columns = [pyarrow.array(IMAGES), pyarrow.array(CAPTIONS), pyarrow.array(CAPTIONS)]
     table = pyarrow.Table.from_arrays(columns, ['image', 'text', 'text'])
     pyarrow.parquet.write_table(table, tmp_path / 'in/y.parquet')
+    pyarrow.parquet.write_table(table.slice(0, 0).select([0, 1]), tmp_path / 'in/z.parquet')
     assert convert.main(['in', 'out']) == 0
     assert [caption for _, caption in read_back(tmp_path / 'out')] == CAPTIONS
     assert [line['reason'] for line in skipped(tmp_path / 'out')] == [
-        lacks, 'several columns of one name: 2 are called text']
+        lacks, 'several columns of one name: 2 are called text', 'no row: nothing is in this file']
 
 
 def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_dataset(tmp_path, capsys):

@@ -34,32 +34,25 @@ def no_credentials(monkeypatch, tmp_path):
     stores.client.cache_clear()
 
 
-def test_endpoint_region_and_keys_are_those_that_boto3_finds(tmp_path, monkeypatch):
+def test_endpoint_region_and_keys_are_those_that_boto3_finds_and_without_keys_requests_are_not_signed(tmp_path,
+                                                                                                      monkeypatch):
     (tmp_path / 'config').write_text('[profile mine]\nregion = eu-north-1\naws_access_key_id = FROMPROFILE\n'
                                      'aws_secret_access_key = x\n')
     monkeypatch.setenv('AWS_PROFILE', 'mine')
     monkeypatch.setenv('AWS_ENDPOINT_URL_S3', 'http://127.0.0.1:1')
     with local_s3(monkeypatch) as server:
+        server.client.put_object(Bucket='bucket', Key='folder/a.tar', ACL='public-read')
         for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY', 'AWS_DEFAULT_REGION'):
             monkeypatch.delenv(name)
-        server.put('folder/a.tar', b'1')
         obstore.head(*open_store('s3://bucket/folder/a.tar/', 'SOURCE'))
-    path, headers = server.requests[-1]
-    assert path == '/bucket/folder/a.tar'
-    assert 'FROMPROFILE/' in headers['Authorization']
-    assert '/eu-north-1/s3/' in headers['Authorization']
-
-
-def test_without_credentials_requests_are_not_signed(monkeypatch):
-    with local_s3(monkeypatch) as server:
-        server.client.put_object(Bucket='bucket', Key='a', ACL='public-read')
-        obstore.head(*open_store('s3://bucket/a', 'SOURCE'))
-        _, headers = server.requests[-1]
+        path, headers = server.requests[-1]
+        assert path == '/bucket/folder/a.tar'
         assert headers['Authorization'].startswith('AWS4-HMAC')
-        for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
-            monkeypatch.delenv(name)
+        assert 'FROMPROFILE/' in headers['Authorization']
+        assert '/eu-north-1/s3/' in headers['Authorization']
+        monkeypatch.delenv('AWS_PROFILE')
         stores.client.cache_clear()
-        obstore.head(*open_store('s3://bucket/a', 'SOURCE'))
+        obstore.head(*open_store('s3://bucket/folder/a.tar', 'SOURCE'))
         _, headers = server.requests[-1]
         assert 'Authorization' not in headers
 

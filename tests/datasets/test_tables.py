@@ -58,16 +58,6 @@ def test_tables_as_editors_spreadsheets_and_other_systems_write_them_are_read(tm
     assert not (tmp_path / 'out/skipped.jsonl').exists()
 
 
-def test_a_list_of_captions_in_a_csv_is_a_sample_for_each_where_it_is_json_and_else_listed(tmp_path):
-    folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg', 'c.jpg')
-    (folder / 'metadata.csv').write_text('file_name,text\na.jpg,"[""one"", ""two""]"\nb.jpg,"[\'three\' \'four\']"\n'
-                                         'c.jpg,[sic] five\n')
-    assert convert.main([str(folder), 'out']) == 0
-    assert captions(tmp_path / 'out') == ['one', 'two', '[sic] five']
-    reason = "no caption: the row has a list that is not JSON, \"['three' 'four']\""
-    assert listed(tmp_path / 'out') == [('metadata.csv', 3, reason)]
-
-
 def test_a_table_may_lie_elsewhere_and_have_other_columns(tmp_path):
     folder = photos(tmp_path / 'in', 'a.jpg', 'sub/b.jpg')
     (tmp_path / 'captions.csv').write_text('id,picture,words\n1,in/a.jpg,one\n2,in/sub/b.jpg,two\n')
@@ -180,15 +170,18 @@ def test_the_only_other_column_has_the_captions_only_where_a_flag_names_it(tmp_p
     assert (f'captions   1 from column label of {table}\n' in capsys.readouterr().out) == (caption == '7')
 
 
-def test_a_row_has_as_many_cells_as_the_header_or_is_listed(tmp_path):
-    folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg', 'c.jpg')
-    (folder / 'metadata.csv').write_text('\nfile_name,text\na.jpg,a cat, asleep\nb.jpg\n\nc.jpg,"a cat, awake"\n,x\n')
+def test_a_cell_of_a_csv_may_be_a_list_in_json_and_what_is_no_such_list_or_no_row_as_its_header_is_listed(tmp_path):
+    folder = photos(tmp_path / 'in', *(f'{name}.jpg' for name in 'abcdef'))
+    rows = ['', 'file_name,text', 'a.jpg,"[""one"", ""two""]"', 'b.jpg,"[\'three\' \'four\']"', 'c.jpg,[sic] five',
+            'd.jpg,a cat, asleep', 'e.jpg', '', 'f.jpg,"a cat, awake"', ',x', '']
+    (folder / 'metadata.csv').write_text('\n'.join(rows))
     assert convert.main([str(folder), 'out']) == 0
-    assert captions(tmp_path / 'out') == ['a cat, awake']
+    assert captions(tmp_path / 'out') == ['one', 'two', '[sic] five', 'a cat, awake']
     reason = "no row as long as the header: it has {} cells instead of 2; a cell with ',' in it stands in quotes"
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.csv'] == [
-        ('metadata.csv', 3, reason.format(3)), ('metadata.csv', 4, reason.format(1)),
-        ('metadata.csv', 7, 'no image in a row: it has no path in column file_name')]
+        ('metadata.csv', 4, "no caption: the row has a list that is not JSON, \"['three' 'four']\""),
+        ('metadata.csv', 6, reason.format(3)), ('metadata.csv', 7, reason.format(1)),
+        ('metadata.csv', 10, 'no image in a row: it has no path in column file_name')]
 
 
 @pytest.mark.parametrize('name, content, words', [

@@ -22,33 +22,17 @@ def test_an_epoch_is_as_long_as_the_loader_will_be(shards, data):
     assert settings.batches_per_epoch == len(loader)
 
 
-def test_every_time_of_a_training_is_in_batches(shards):
-    flags = ['--remote', shards, '--use_ema', '--max_duration', '4ep', '--save_folder', 'kept', '--save_interval',
-             '1ep', '--lr_warmup', '0.1dur', '--ema_half_life', '2ep', '--ema_start', '0.9dur', '--eval_remote', 'held',
-             '--eval_interval', '2ep']
-    settings = settings_of(*flags, *TINY)  # 24 samples, 4 a batch
-    assert settings.max_duration == '24ba'
-    assert settings.save_interval == '6ba'
-    assert settings.lr_warmup == '2ba'
-    assert settings.ema_half_life == '12ba'
-    assert settings.ema_start == '21ba'
-    assert settings.eval_interval == '12ba'
-    assert settings.sample_interval is None
-
-
-@pytest.mark.parametrize('length, interval', [
-    ('2ep', '3ba'), ('3999ba', '1000ba'), ('90000ba', '1000ba'), ('1ba', '1ba')])
-def test_a_short_run_is_saved_and_evaluated_four_times(shards, length, interval):
-    flags = ['--remote', shards, '--max_duration', length, '--save_folder', 'kept', '--eval_remote', 'held']
-    settings = settings_of(*flags, *TINY)
-    assert settings.save_interval == interval
-    assert settings.eval_interval == interval
-    assert settings.sample_interval is None
-
-
-@pytest.mark.parametrize('length, half_life', [
-    ('2ep', '2ba'), ('39ba', '4ba'), ('10000ba', '1000ba'), ('90000ba', '1000ba')])
-def test_the_average_of_a_short_run_forgets_half_of_it_ten_times(shards, length, half_life):
-    flags = ['--remote', shards, '--max_duration', length, *TINY]
-    assert settings_of(*flags, '--use_ema').ema_half_life == half_life
-    assert settings_of(*flags).ema_half_life is None
+@pytest.mark.parametrize('length, flags, expected', [
+    ('4ep', '--save_folder kept --save_interval 1ep --lr_warmup 0.1dur --use_ema --ema_half_life 2ep '
+     '--ema_start 0.9dur --eval_remote held --eval_interval 2ep',
+     {'max_duration': '24ba', 'save_interval': '6ba', 'lr_warmup': '2ba', 'ema_half_life': '12ba', 'ema_start': '21ba',
+      'eval_interval': '12ba', 'sample_interval': None}),
+    # a short run is saved and evaluated four times, and its average forgets half of it ten times
+    *((length, '--save_folder kept --eval_remote held', dict.fromkeys(['save_interval', 'eval_interval'], interval))
+      for length, interval in (('2ep', '3ba'), ('3999ba', '1000ba'), ('90000ba', '1000ba'), ('1ba', '1ba'))),
+    *((length, '--use_ema', {'ema_half_life': half_life})
+      for length, half_life in (('2ep', '2ba'), ('39ba', '4ba'), ('10000ba', '1000ba'), ('90000ba', '1000ba'))),
+    ('2ep', '', {'ema_half_life': None})])
+def test_every_time_of_a_training_is_in_batches_given_or_not(shards, length, flags, expected):
+    settings = settings_of('--remote', shards, *TINY, '--max_duration', length, *flags.split())  # 24 samples, 4 a batch
+    assert {flag: getattr(settings, flag) for flag in expected} == expected

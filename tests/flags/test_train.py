@@ -49,16 +49,22 @@ def test_what_was_not_given_follows_from_the_machine(as_on_a_gpu, monkeypatch):
     assert not settings_of('--use_synth_data', '--no-channels_last').channels_last
 
 
-def test_a_length_that_is_given_is_trained_and_all_of_it_after_the_warm_up_measured(tmp_path):
-    given = settings_of(*SYNTHETIC[:-2], '--max_duration', '40ba', '--save_folder', tmp_path / 'x')
-    assert (given.max_duration, given.measure_batches, given.measures) == ('40ba', None, False)
+SIZED = '--dry_run 1 --batch_size 5'
 
 
-def test_a_dry_run_of_a_training_whose_length_is_given_costs_its_images(shards):
-    sized = ['--dry_run', '1', '--batch_size', '5']
-    assert settings_of(*sized, '--max_duration', '2000ba').training_images == 10_000
-    assert settings_of(*sized, '--remote', shards, '--max_duration', '3ep').training_images == 3 * 20  # of 24
-    assert settings_of(*sized).training_images == TRAINING_IMAGES
+@pytest.mark.parametrize('flags, expected', [
+    ('--use_synth_data --max_duration 40ba --save_folder x',  # which trains, and measures all after the warm-up
+     {'max_duration': '40ba', 'measure_batches': None, 'measures': False}),
+    ('--dry_run 8 --use_ema', {'num_devices': 8, 'use_synth_data': True, 'precision': 'amp_bf16'}),
+    ('--dry_run', {'num_devices': 1}),
+    ('--use_synth_data --save_folder s3://bucket/cats/run1', {'sample_folder': 's3/bucket/cats/run1-samples'}),
+    (SIZED, {'training_images': TRAINING_IMAGES}),
+    (f'{SIZED} --max_duration 2000ba', {'training_images': 10_000}),
+    (f'{SIZED} --max_duration 3ep --remote SHARDS', {'training_images': 3 * 20})])  # of 24 samples
+def test_what_was_not_given_follows_from_the_other_flags_without_a_gpu(shards, tmp_path, flags, expected):
+    (tmp_path / 'SHARDS').symlink_to(shards)
+    settings = settings_of(*flags.split())
+    assert {flag: getattr(settings, flag) for flag in expected} == expected
 
 
 def test_ranks_whose_hosts_differ_train_as_the_first_would(shards, monkeypatch):
@@ -84,15 +90,8 @@ def test_a_local_without_a_remote_is_the_data(shards):
     assert (there.remote, there.local) == ('shards', None)
 
 
-def test_a_dry_run_speaks_of_gpus_without_one_and_without_data():
-    here = settings_of('--dry_run', '8', '--use_ema')
-    assert (here.num_devices, here.use_synth_data, here.precision) == (8, True, 'amp_bf16')
-    assert settings_of('--dry_run').num_devices == 1
-
-
-def test_a_dry_run_needs_a_place_for_records_only_where_one_is_named(tmp_path, monkeypatch):
+def test_a_dry_run_needs_a_place_for_records_only_where_one_is_named(tmp_path):
     (tmp_path / 'results.jsonl').mkdir()
-    monkeypatch.chdir(tmp_path)
     assert settings_of('--dry_run', '8').results is None
     for flags in (['--use_synth_data'], ['--dry_run', '8', '--results', 'results.jsonl']):
         with pytest.raises(SystemExit):

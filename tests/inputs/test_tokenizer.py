@@ -26,18 +26,13 @@ def test_token_ids_agree_with_open_clips_tokenizer_on_odd_captions():
         assert encoding.ids == reference(caption)[0].tolist(), caption
 
 
-def test_what_pads_is_a_word_where_a_caption_has_it(tmp_path):
+def test_what_pads_is_a_word_where_a_caption_has_it_also_in_a_loader_process_that_is_no_fork(tmp_path):
     captions = ['wow! a cat', 'stop !!', 'a <|endoftext|> b']
-    of_folder = build_tokenizer(write_tokenizer(tmp_path, '!')).encode_batch(captions)
-    of_clip = build_tokenizer().encode_batch(captions)
-    assert [encoding.ids for encoding in of_folder] == [encoding.ids for encoding in of_clip]
-
-
-def test_a_loader_process_that_is_no_fork_gives_the_same_ids(tmp_path):
-    tokenizer = build_tokenizer(write_tokenizer(tmp_path, '!'))
-    expected = tokenizer.encode('stop !!').ids
-    samples = [{'image': torch.zeros(3, 8, 8, dtype=torch.uint8), 'caption': 'stop !!'}]
-    assert collate(samples, pickle.loads(pickle.dumps(tokenizer)), 8)['caption'].tolist() == [expected]
+    of_clip = [encoding.ids for encoding in build_tokenizer().encode_batch(captions)]
+    of_folder = build_tokenizer(write_tokenizer(tmp_path, '!'))
+    assert [encoding.ids for encoding in of_folder.encode_batch(captions)] == of_clip
+    samples = [{'image': torch.zeros(3, 8, 8, dtype=torch.uint8), 'caption': caption} for caption in captions]
+    assert collate(samples, pickle.loads(pickle.dumps(of_folder)), 8)['caption'].tolist() == of_clip
 
 
 def test_a_tokenizer_folder_pads_with_its_own_token(model_folder):

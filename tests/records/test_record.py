@@ -13,7 +13,7 @@ from benchmark import main
 from sdbench.errors import DataError, redacted
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
-from tests.runs import TINY, check_keys, settings_of
+from tests.runs import SMALLEST, TINY, check_keys, settings_of
 
 LENGTH = ['--max_duration', '3ba']
 
@@ -22,8 +22,10 @@ def lines_of(summary: str) -> list[str]:
     return [line for line in summary.splitlines() if 'waited' not in line]  # a caution that a busy machine adds
 
 
-def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file(plain_run):
-    record = json.loads((plain_run.folder / 'results.jsonl').read_text())
+def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file_and_nothing_else(plain_run):
+    [file] = plain_run.folder.iterdir()
+    assert file.name == 'results.jsonl'
+    record = json.loads(file.read_text())
     check_keys(record, 'benchmark.py')
     assert record.keys() >= {'date', 'command', 'git_commit', 'device', 'num_nodes', 'encoders', 'trained_epochs'}
     expected = {'dataset': 'synthetic', 'use_ema': True, 'num_devices': 1, 'num_workers_by_default': True, 'mfu': None,
@@ -44,6 +46,8 @@ def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file(plai
         record['images_per_sec_per_device'] * record['tflops_per_image'])
 
     # what people are told of it
+    [built] = [line for line in plain_run.errors.splitlines() if ' left' not in line]  # of a run that took long
+    assert built == f'building {SMALLEST} for images of 16 px, 4 a batch, on 1 device'
     *_, speed, trained, loss, caution, last = lines_of(plain_run.output)
     assert (trained, loss) == ('trained         up to batch 4', f'loss            {record["loss"]:.3g}')
     assert caution.startswith('caution         only 3 measured batches: use --measure_batches 20 or more')
@@ -76,17 +80,17 @@ def test_a_speed_that_should_not_be_trusted_says_so_with_one_remedy_and_has_no_d
     assert 'caution' not in run_summary(measured(drift=0.09), settings_of('--use_synth_data'))
 
 
-@pytest.mark.parametrize('flags', [['--measure_batches', '3000'], ['--max_duration', '3000ba']], ids=' '.join)
 @pytest.mark.parametrize('changed, line', [
     ({'first_batch': 1200, 'trained_batches': 2000}, 'resumed         after batch 1,200'),
     ({'trained_batches': 2000}, 'no average      yet, for --ema_start is 2001ba'),
     ({'eval_loss': 0.12345, 'eval_batch': 2000}, 'eval loss       0.1235 on --eval_remote, after batch 2,000'),
     ({'images_per_sec': None, 'status': 'interrupted'}, 'no speed        the run was over before the clock'),
 ])
-def test_a_line_of_the_summary_is_there_where_its_figure_is(flags, changed, line):
-    settings = settings_of('--use_synth_data', '--use_ema', '--ema_start', '2001ba', *flags)
-    assert line in run_summary(measured(**changed), settings)
-    assert line not in run_summary(measured(trained_batches=2001), settings)
+def test_a_line_of_the_summary_is_there_where_its_figure_is(changed, line):
+    for length in ('--measure_batches', '3000'), ('--max_duration', '3000ba'):
+        settings = settings_of('--use_synth_data', '--use_ema', '--ema_start', '2001ba', *length)
+        assert line in run_summary(measured(**changed), settings)
+        assert line not in run_summary(measured(trained_batches=2001), settings)
 
 
 def test_a_speed_is_explained_by_the_wait_for_data_the_gpus_peak_and_their_power():
@@ -119,21 +123,16 @@ def test_runs_that_write_to_one_file_at_once_keep_every_record_whole(results, ca
     assert {(record['name'], record['index']) for record in records} == {(n, i) for n in 'abc' for i in range(20)}
 
 
-def test_passwords_and_signatures_in_urls_stay_out_of_records(monkeypatch):
-    monkeypatch.setattr(sys, 'argv', ['benchmark.py', '--remote', 's3://key:secret@bucket/a?X-Sig=abc&b=c', 'a@b', '?'])
-    settings = replace(settings_of('--use_synth_data'), remote='s3://key:secret@bucket/a')
-    record = make_record('train', settings, {})
-    assert record['command'] == "benchmark.py --remote 's3://***@bucket/a?***' a@b '?'"
-    assert record['remote'] == 's3://***@bucket/a'
-
-
 @pytest.mark.parametrize('text', [
     's3://key:sec/ret@bucket/a', 's3://key:sec@ret@bucket', 'https://secret@host/a', 'https://a/b?sig=secret&x=y',
     'AccountName=x;AccountKey=sec/ret+==;EndpointSuffix=y', 'Error at s3://bucket: SharedAccessSignature=secret'])
-def test_no_form_of_password_is_left_in_a_text(text):
-    assert 'sec' not in redacted(text)
-    assert 'ret' not in redacted(text)
-    assert '***' in redacted(text)
+def test_no_form_of_password_is_left_in_a_text_nor_in_a_record(text, monkeypatch):
+    monkeypatch.setattr(sys, 'argv', ['benchmark.py', '--remote', text])
+    record = make_record('train', replace(settings_of('--use_synth_data'), remote=text), {})
+    for told in (redacted(text), record['command'], record['remote']):
+        assert 'sec' not in told
+        assert 'ret' not in told
+        assert '***' in told
     assert redacted('s3://bucket/path, a@b, key: x, 5 = 6') == 's3://bucket/path, a@b, key: x, 5 = 6'
 
 
@@ -176,8 +175,6 @@ def test_a_measurement_on_a_gpu_ends_with_the_commands_that_correct_a_plan_by_it
     assert plan.split()[:4] == ['python', 'report.py', 'docs/plan.jsonl', 'plan.jsonl']
     assert f"'{tmp_path}/my results' @recipes/prices-on-demand.txt --phase 256 --phase 512 --encode" in plan
 
-
-# --profile
 
 def test_a_trace_holds_three_batches_and_its_run_is_in_no_figure(tmp_path, results, capfd):
     folder = tmp_path / 'trace'

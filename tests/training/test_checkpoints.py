@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from composer import Callback, Trainer
-from composer.models import ComposerClassifier
-from torch.utils.data import DataLoader, TensorDataset
+from composer import Callback
 
 from benchmark import main
 from export import main as export
@@ -21,7 +19,6 @@ from sdbench.training.checkpoints import (
     locked_save_folder,
     newest_checkpoint,
 )
-from sdbench.training.safeguard import Safeguard
 from sdbench.training.weights import read_trained_model
 from tests.forked_runs import RUN, on_small_disk, run, run_program, traced
 from tests.runs import TINY, assert_same_training, failed, one_error_line
@@ -81,17 +78,6 @@ def test_a_disk_that_fills_leaves_the_last_good_checkpoint(server, tmp_path, res
     assert record['status'] == 'complete'
 
 
-def test_a_run_removes_what_a_killed_save_left_and_no_other_file(tmp_path):
-    left = tmp_path / f'.ep0-ba3-rank0.pt.{"0f" * 16}.unfinished'
-    others = [tmp_path / name for name in ('ep0-ba2-rank0.pt', '.mine.unfinished', '.ep0-ba3-rank0.pt',
-                                           'ep0-ba3-rank0.pt.unfinished')]
-    for path in (left, *others):
-        path.write_text('half')
-    with locked_save_folder(str(tmp_path), autoresume=True):
-        assert not left.exists()
-        assert all(path.exists() for path in others)
-
-
 class ReadOnlyUntil(Callback):
     """The store refuses whatever is written from the start of a training to the end of a batch."""
 
@@ -117,25 +103,21 @@ SAVING_IN_S3 = ['--use_synth_data', *TINY, '--max_duration', '3ba', '--save_fold
 
 
 @pytest.mark.long
-def test_a_checkpoint_that_a_store_refuses_is_said_the_next_takes_its_place_and_a_run_resumes_from_that(
-        s3, capfd):
+def test_a_checkpoint_that_a_store_refuses_is_said_the_next_takes_its_place_and_the_last_stays_on_this_machine(
+        s3, results, capfd):
     record = main(SAVING_IN_S3, [ReadOnlyUntil(s3, batch=2)])
     assert record['status'] == 'complete'
     sent = [key for key in s3.objects if key.endswith('.pt')]
     assert sent[-1] == 'runs/1/ep0-ba3-rank0.pt'
     assert 'runs/1/ep0-ba1-rank0.pt' not in sent
     assert 'warning: ep0-ba1-rank0.pt could not be sent to --save_folder s3://bucket/runs/1' in capfd.readouterr().err
-    assert main([*SAVING_IN_S3, '--autoresume', '--max_duration', '5ba'])['first_batch'] == 3
-    assert 'resuming from s3://bucket/runs/1/ep0-ba3-rank0.pt, batch 3 of 5' in capfd.readouterr().out
-
-
-@pytest.mark.long
-def test_the_last_checkpoint_that_a_store_refuses_twice_stays_on_this_machine(s3, results, capfd):
-    line = failed(SAVING_IN_S3, results, capfd, [ReadOnlyUntil(s3, batch=None)])
+    resumed = [*SAVING_IN_S3, '--autoresume', '--max_duration', '5ba']
+    line = failed(resumed, results, capfd, [ReadOnlyUntil(s3, batch=None)])
+    assert json.loads(results.read_text().splitlines()[-1])['first_batch'] == 3
     assert 'the last checkpoint could not be sent to --save_folder s3://bucket/runs/1' in line
     path = Path(line.split()[-1])
-    assert path.name == 'ep0-ba3-rank0.pt'
-    assert load_checkpoint(path)['state']['timestamp']['Timestamp']['batch'] == 3
+    assert path.name == 'ep0-ba5-rank0.pt'
+    assert load_checkpoint(path)['state']['timestamp']['Timestamp']['batch'] == 5
     assert [other.name for other in path.parent.iterdir()] == [path.name]
 
 
@@ -174,7 +156,7 @@ def test_a_run_in_epochs_that_ended_at_a_checkpoint_between_epochs_has_nothing_l
     assert [Path(path).name for path in checkpoints_in('kept')] == ['ep0-ba3-rank0.pt', 'ep1-ba6-rank0.pt']
 
 
-def test_only_what_the_run_or_the_one_that_it_resumes_has_written_makes_room_for_newer_checkpoints(tmp_path):
+def test_only_what_a_run_or_the_one_that_it_resumes_has_written_is_removed_left_by_a_kill_or_to_make_room(tmp_path):
     class User(Callback):
         def batch_end(self, state, logger):
             if state.timestamp.batch.value == 7:
@@ -183,11 +165,13 @@ def test_only_what_the_run_or_the_one_that_it_resumes_has_written_makes_room_for
     argv = ['--use_synth_latents', *TINY, '--save_interval', '2ba', '--autoresume', '--save_folder']
     main([*argv, 'before', '--max_duration', '4ba'])
     folder = (tmp_path / 'before').rename(tmp_path / 'after')
-    own = folder / 'ep0-ba1-rank0.pt'
-    own.write_text('mine')
+    (folder / f'.ep0-ba3-rank0.pt.{"0f" * 16}.unfinished').write_text('half')
+    others = {'ep0-ba1-rank0.pt', '.mine.unfinished', '.ep0-ba3-rank0.pt', 'ep0-ba3-rank0.pt.unfinished'}
+    for name in others:
+        (folder / name).write_text('mine')
     main([*argv, str(folder), '--max_duration', '8ba', '--save_num_checkpoints_to_keep', '1'], [User()])
-    assert sorted(path.name for path in folder.glob('*.pt')) == [own.name, 'ep0-ba8-rank0.pt', 'latest-rank0.pt']
-    assert own.read_text() == 'mine'
+    assert {path.name for path in folder.iterdir()} == others | {'ep0-ba8-rank0.pt', 'latest-rank0.pt', LOCK_FILE}
+    assert all((folder / name).read_text() == 'mine' for name in others)
     assert (tmp_path / 'mine.pt').exists()
 
 
@@ -216,49 +200,49 @@ def test_the_newest_checkpoint_is_that_of_most_batches_and_one_that_is_cut_is_pa
         assert cut.read_bytes() == content
 
 
-@pytest.mark.parametrize('target, words', [('/proc/self/mem', 'Input/output error'), ('/nowhere', 'No such file')])
-def test_a_newest_checkpoint_that_cannot_be_read_ends_the_run_and_everything_stays(kept, target, words):
-    unreadable = kept / 'ep0-ba2000-rank0.pt'
-    unreadable.symlink_to(target)
-    before = sorted(kept.iterdir())
-    with pytest.raises(ValueError, match=words) as error:
-        newest_checkpoint(str(kept))
-    assert str(unreadable) in str(error.value)
-    assert '\n' not in str(error.value)
-    assert sorted(kept.iterdir()) == before
+@pytest.mark.parametrize('content, words', [('/proc/self/mem', 'Input/output error'), ('/nowhere', 'No such file'),
+                                            (Hostile, 'could run code')])
+def test_a_newest_checkpoint_that_cannot_be_read_or_could_run_code_ends_the_run_and_everything_stays(
+        kept, capfd, content, words):
+    newest = kept / 'ep0-ba2000-rank0.pt'
+    if content is Hostile:
+        torch.save({'state': Hostile(kept / 'ran')}, newest)
+    else:
+        newest.symlink_to(content)
+    before = {*kept.iterdir(), kept / LOCK_FILE}
+    line = one_error_line(['--use_synth_data', *TINY, '--save_folder', kept, '--autoresume'], capfd)
+    assert words in line
+    assert str(newest) in line
+    assert {*kept.iterdir()} == before
 
 
-def test_a_resume_with_another_flag_or_on_data_that_has_changed_is_refused_with_a_way_to_go_on(tmp_path, capfd):
-    shards = tmp_path / 'shards'
-    argv = ['--remote', write_shards(shards, [good(index) for index in range(8)]), *TINY, '--max_duration', '2ba',
-            '--save_folder', 'kept', '--autoresume', '--num_workers', '0']
-    main(argv)
-    assert '--batch_size was 4, and is 8 now' in one_error_line([*argv, '--batch_size', '8'], capfd)
-    assert '--snr_gamma was None, and is 5.0 now' in one_error_line([*argv, '--snr_gamma', '5.0'], capfd)
-    shutil.rmtree(shards)
-    write_shards(shards, [good(index) for index in range(1, 9)])
-    line = one_error_line([*argv, '--max_duration', '3ba'], capfd)
-    assert 'the data of --remote has changed since' in line
-    assert 'or give a new --save_folder; to start there from these weights, add --load_weights kept/' in line
-    remedy = ['--save_folder', 'new', '--load_weights', line.split()[-1]]
-    assert main([*argv, *remedy])['status'] == 'complete'
-
-
-def test_shards_and_a_model_may_have_moved_when_a_run_resumes(shards, smallest_model, tmp_path, capfd):
-    """Their addresses are others then; the hash of the index and the model's configuration are the same."""
-    moved = shutil.copytree(shards, tmp_path / 'moved')
+def test_a_resume_finds_shards_and_model_elsewhere_and_is_refused_where_a_flag_or_what_they_hold_is_another(
+        shards, smallest_model, tmp_path, capfd):
+    data = shutil.copytree(shards, tmp_path / 'moved')
     model = shutil.copytree(smallest_model, tmp_path / 'model')
-    argv = [*TINY, '--image_size', '16', '--num_workers', '0', '--save_folder', 'kept', '--autoresume']
+    argv = [*TINY, '--num_workers', '0', '--save_folder', 'kept', '--autoresume']
     main([*argv, '--remote', shards, '--model_name', smallest_model, '--max_duration', '2ba'])
-    there = [*argv, '--remote', str(moved), '--model_name', str(model), '--max_duration', '3ba']
+    there = [*argv, '--remote', str(data), '--model_name', str(model), '--max_duration', '3ba']
     assert main(there)['first_batch'] == 2
+    further = [*there, '--max_duration', '4ba']
+    assert '--batch_size was 4, and is 8 now' in one_error_line([*further, '--batch_size', '8'], capfd)
+    assert '--snr_gamma was None, and is 5.0 now' in one_error_line([*further, '--snr_gamma', '5.0'], capfd)
+
     config = model / 'scheduler' / 'scheduler_config.json'
     content = config.read_text()
     config.write_text(content.replace('epsilon', 'v_prediction'))
-    line = one_error_line([*there, '--max_duration', '4ba'], capfd)
+    line = one_error_line(further, capfd)
     assert f'--model_name {model} has another configuration: prediction_type of its scheduler was "epsilon"' in line
     config.write_text(json.dumps(json.loads(content) | {'_diffusers_version': '9', 'trained_betas': None}))  # the same
-    assert main([*there, '--max_duration', '4ba'])['first_batch'] == 3
+    assert main(further)['first_batch'] == 3
+
+    shutil.rmtree(data)
+    write_shards(data, [good(index) for index in range(24)])
+    line = one_error_line([*there, '--max_duration', '5ba'], capfd)
+    assert 'the data of --remote has changed since' in line
+    assert 'or give a new --save_folder; to start there from these weights, add --load_weights kept/' in line
+    remedy = ['--save_folder', 'new', '--load_weights', line.split()[-1]]
+    assert main([*there, *remedy])['status'] == 'complete'
 
 
 def test_a_run_goes_on_and_is_exported_with_the_token_ids_that_it_was_trained_with(shards, smallest_model, model_folder,
@@ -294,31 +278,6 @@ def test_a_save_folder_is_not_named_after_a_run_without_a_name_and_is_found_by_o
     for name in ('one', 'other'):
         (tmp_path / 'runs' / name).mkdir(parents=True)
     assert 'there are runs/one, runs/other; give the name' in one_error_line(['runs/{run_name}', 'out'], capfd, export)
-
-
-def test_a_checkpoint_that_could_run_code_is_refused_where_a_run_would_resume(tmp_path, capfd):
-    kept = tmp_path / 'kept'
-    kept.mkdir()
-    torch.save({'state': Hostile(tmp_path / 'ran')}, kept / 'ep0-ba1-rank0.pt')
-    line = one_error_line(['--use_synth_data', *TINY, '--save_folder', str(kept), '--autoresume'], capfd)
-    assert 'ep0-ba1-rank0.pt' in line and 'could run code' in line
-    assert not (tmp_path / 'ran').exists()
-
-
-@pytest.mark.parametrize('to_keep, left', [(None, 2), (1, 1), (0, 0)])
-def test_the_saver_resumes_in_somebodys_own_trainer_as_composers_does(to_keep, left):
-    data = DataLoader(TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.long)), batch_size=2)
-    for epochs in (1, 2):
-        net = ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2)
-        saver = AtomicCheckpointSaver('kept', '1ep', to_keep)
-        saver.load_state_dict({})
-        saver.load_state_dict(AtomicCheckpointSaver('kept', '1ep').state_dict())
-        trainer = Trainer(model=net, optimizers=torch.optim.SGD(net.parameters(), lr=0.1), train_dataloader=data,
-                          max_duration=f'{epochs}ep', callbacks=[saver, Safeguard(seed=1)], run_name='mine',
-                          autoresume=True, progress_bar=False)
-        assert trainer.state.timestamp.batch == (2 * epochs - 2 if left else 0)
-        trainer.fit()
-    assert len(checkpoints_in('kept')) == left
 
 
 def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(tmp_path, monkeypatch):

@@ -12,10 +12,6 @@ from tests.runs import TINY, one_error_line, settings_of
 CURVES = {'loss/train/total', 'lr-AdamW/group0', 'l2_norm/grad/global', 'throughput/samples_per_sec', 'images_per_sec'}
 
 
-def test_a_run_leaves_its_record_and_nothing_else_without_the_flags_of_a_logger(plain_run):
-    assert [path.name for path in plain_run.folder.iterdir()] == ['results.jsonl']
-
-
 def test_tensorboard_has_the_curves_evaluations_and_figures_of_a_run_and_of_the_one_that_resumes_it(tmp_path, shards,
                                                                                                     held_out):
     import tensorboard.main  # noqa: F401, the server, which needs more packages than the files

@@ -48,10 +48,20 @@ def model() -> StableDiffusion:
 
 
 @pytest.mark.parametrize('where', ['forward', 'backward'])
-def test_the_largest_part_of_the_batch_that_a_model_trains_with_is_found_and_each_size_tried_once(model, where):
-    seen = run_out_of_memory_above(3, model, where)
+def test_the_largest_that_fits_is_found_with_a_try_of_each_size_and_nothing_of_a_try_is_alive_at_the_next(model, where):
+    activations = []  # of each pass, its size and a reference
+
+    def note(module, inputs, output):
+        assert not [size for size, tensor in activations if size != len(output) and tensor() is not None]
+        cycle = [output]
+        cycle.append(cycle)  # as an error and the frame that keeps it can be
+        activations.append((len(output), weakref.ref(output)))
+
+    model.unet.up_blocks[0].register_forward_hook(note)
+    tried = run_out_of_memory_above(3, model, where)
     assert search(model, '--batch_size', '16') == 2
-    assert seen == [1, 2, 4]
+    assert tried == [1, 2, 4]
+    assert not [size for size, tensor in activations if tensor() is not None]
 
 
 @pytest.mark.parametrize('words, size, too_large', [
@@ -62,23 +72,6 @@ def test_the_largest_part_of_the_batch_that_a_model_trains_with_is_found_and_eac
     ('expected scalar type Half but found Float', 4, False)])
 def test_what_cuda_says_of_too_little_memory_means_that_it_does_not_fit(words, size, too_large):
     assert is_too_large(RuntimeError(words), size) == too_large
-
-
-@pytest.mark.parametrize('where', ['forward', 'backward'])
-def test_nothing_of_a_try_is_alive_when_the_next_begins(model, where):
-    activations = []  # of each pass, its size and a reference
-
-    def note(module, inputs, output):
-        assert not [size for size, tensor in activations if size != len(output) and tensor() is not None]
-        cycle = [output]
-        cycle.append(cycle)  # as an error and the frame that keeps it can be
-        activations.append((len(output), weakref.ref(output)))
-
-    model.unet.up_blocks[0].register_forward_hook(note)
-    run_out_of_memory_above(1, model, where)
-    assert search(model) == 1
-    assert [size for size, _ in activations][:3] == [1, 1, 2]
-    assert not [size for size, tensor in activations if tensor() is not None]
 
 
 def search_on_a_cpu(patch: pytest.MonkeyPatch, limit: int, where: str = 'backward') -> None:

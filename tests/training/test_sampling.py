@@ -18,7 +18,7 @@ from sdbench.training import sampling
 from sdbench.training.sampling import Sampling
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
-from tests.runs import TINY, assert_equal, assert_same_training, one_error_line, settings_of
+from tests.runs import TINY, assert_equal, assert_same_training, one_error_line
 
 PROMPTS = ['a red square', 'Wow! a blue one', 'Über den Dächern, with letters beyond ASCII']
 
@@ -152,12 +152,6 @@ def test_a_run_that_starts_again_leaves_the_drawings_of_the_one_before_it(
     for _ in range(2):
         assert 'already holds drawings of another run; give a new one' in one_error_line(argv, capfd)
     assert drawn.stat().st_mtime == 1
-
-
-def test_the_drawings_of_two_runs_in_a_store_lie_in_two_folders():
-    cats, dogs = (settings_of('--use_synth_data', '--save_folder', f's3://bucket/{name}/run1').sample_folder
-                  for name in ('cats', 'dogs'))
-    assert (cats, dogs) == ('s3/bucket/cats/run1-samples', 's3/bucket/dogs/run1-samples')
 
 
 def test_a_drawing_that_fails_is_warned_of_and_the_training_goes_on(tmp_path, smallest_model, prompts, capfd,

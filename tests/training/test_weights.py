@@ -134,8 +134,6 @@ def test_weights_that_were_trained_with_another_text_encoder_are_refused(first_p
     assert '--seed' in line
 
 
-# What Composer's own EMA has saved
-
 @pytest.fixture(scope='module', params=['', 'module.'], ids=['one rank', 'several ranks'])
 def trained_by_composer(request, tmp_path_factory, smallest_model) -> tuple[str, dict[str, torch.Tensor]]:
     """A checkpoint of a training of the original's kind, with Composer's own EMA, and its weights and their average.
@@ -164,8 +162,8 @@ def trained_by_composer(request, tmp_path_factory, smallest_model) -> tuple[str,
     return f'{folder}/changed.pt', {'live': weights.weights[-1], 'averaged': average}
 
 
-def test_a_pipeline_draws_with_the_average_that_composers_own_ema_saved_unless_it_is_told_otherwise(
-        trained_by_composer, smallest_model):
+def test_what_composers_own_ema_saved_is_drawn_with_unless_it_is_told_otherwise_and_trained_on(trained_by_composer,
+                                                                                               smallest_model):
     checkpoint, expected = trained_by_composer
     assert not torch.equal(expected['live'], expected['averaged'])
     for live, weights in ((False, 'averaged'), (True, 'live')):
@@ -174,10 +172,6 @@ def test_a_pipeline_draws_with_the_average_that_composers_own_ema_saved_unless_i
         pipeline = trained_pipeline(trained, 'CHECKPOINT', smallest_model, live=live)
         torch.testing.assert_close(flat(pipeline.unet.parameters()), expected[weights], atol=1e-7, rtol=1e-5)
 
-
-def test_a_training_that_starts_from_such_a_checkpoint_has_its_weights_and_its_average(trained_by_composer,
-                                                                                       smallest_model):
-    checkpoint, expected = trained_by_composer
     torch.manual_seed(3)  # of the random encoders, which have to be the same
     model = StableDiffusion(smallest_model, image_size=16)
     state = load_initial_weights(checkpoint, model, find_model(smallest_model))
