@@ -13,17 +13,10 @@ from transformers import (
     CLIPVisionConfig,
 )
 
-from benchmarks.once.inception import random_inception
 from sdbench.inputs.tokenizer import pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
 from sdbench.models.feature_extractors import Clip
 from sdbench.models.loading import build_text_encoder, build_vae, find_model
-
-
-def save_inception(path: Path) -> str:
-    """Save weights of InceptionV3 in the layout of torch-fidelity's file."""
-    torch.save(random_inception().state_dict(), path)
-    return str(path)
 
 
 def tokenizer_of_letters() -> CLIPTokenizerFast:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmark import main
-from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader, collate, normalize
+from data import StreamingLAIONDataset, build_loader, collate, normalize
 from sdbench.inputs.images import decode_image
 from sdbench.inputs.tokenizer import build_tokenizer
 from tests.runs import TINY, failed
@@ -30,23 +30,6 @@ def test_bytes_are_scaled_once_and_enlarged_as_torch_does_it_in_float64():
     assert normalize(scaled)['image'] is scaled['image']
     with pytest.raises(ValueError, match='images of torch.int64; give bytes'):
         normalize({'image': image.long()})
-
-
-def test_synthetic_batches_keep_the_contract_and_cost_no_draw():
-    dataset = SyntheticImageCaptionDataset(image_size=16, num_samples=10)
-    spec = build_loader(dataset, batch_size=4, num_workers=0)
-    first, second = list(spec.dataloader)  # the last two samples make no whole batch
-    assert first['image'].dtype == torch.uint8
-    assert first['image'].shape == (4, 3, 16, 16)
-    assert first['caption'].dtype == torch.int64
-    assert first['caption'].shape == (4, 77)
-    assert 0 <= first['caption'].min()
-    assert first['caption'].max() < 49408
-    assert first['image'].data_ptr() == second['image'].data_ptr()
-    assert len(first['image'].unique()) == 256
-    assert not torch.equal(first['image'][0], first['image'][1])
-    assert not torch.equal(first['image'], SyntheticImageCaptionDataset(16, seed=18).draw(4)['image'])
-    assert dataset[3]['image'].shape == (3, 16, 16)
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])

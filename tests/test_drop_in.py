@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 import torch.nn.functional as F
+from composer import Trainer
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch.utils.data import DataLoader
 from torchvision import transforms
@@ -19,8 +20,8 @@ from ema import EMA, compute_ema
 from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import BUILT_IN
-from tests.forked_runs import run_program, script
-from tests.runs import ROOT, assert_equal
+from sdbench.training.safeguard import Safeguard
+from tests.runs import ROOT, TINY, assert_equal, one_error_line
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
 
 # of the original's commit 835e58b, with self left out
@@ -33,55 +34,27 @@ ARGUMENTS = {
     StableDiffusion: ['model_name'],
 }
 
-# trainings of somebody's own, in whose folder lie modules with the names that most such programs have
-PROGRAM = """
-import sys
-
-import torch
-from composer import Trainer
-
-from benchmark import StableDiffusion
-from data import StreamingLAIONDataset, build_loader
-from ema import EMA
-from sdbench.training.safeguard import Safeguard
-
-for name in OTHERS:
-    assert __import__(name).__file__.startswith(HERE), name
-
-# one that is stopped after an epoch and goes on, and one that never was
-def train(epochs, folder):
-    dataset = StreamingLAIONDataset(sys.argv[1], shuffle=True, batch_size=4, image_size=16)
-    torch.manual_seed(5)
-    model = StableDiffusion(sys.argv[2], image_size=16, pretrained=True)
-    optimizer = torch.optim.SGD(model.unet.parameters(), lr=0.1)
-    trainer = Trainer(model=model, optimizers=optimizer, train_dataloader=build_loader(dataset, 4, 0),
-                      algorithms=[EMA(half_life='1ba')], callbacks=[Safeguard(seed=5)], run_name='mine',
-                      max_duration=f'{epochs}ep', save_folder=folder, autoresume=True)
-    trainer.fit()
-    return [*model.unet.parameters()]
-
-train(1, 'stopped')
-for one, other in zip(train(2, 'stopped'), train(2, 'straight'), strict=True):
-    assert torch.equal(one, other)
-"""
-OTHERS = ['config', 'datasets_here', 'errors', 'figures', 'fitting', 'inputs', 'losses', 'measuring', 'models', 'parts',
-          'settings', 'training', 'utils']
-
 
 @pytest.mark.parametrize('function', ARGUMENTS, ids=lambda function: function.__name__)
 def test_the_originals_arguments_come_first_in_their_order(function):
     assert list(inspect.signature(function).parameters)[:len(ARGUMENTS[function])] == ARGUMENTS[function]
 
 
-def test_a_program_with_packages_of_its_own_trains_resumes_and_exports(server, shards, smallest_model, tmp_path, capfd):
-    for name in OTHERS:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / '__init__.py').touch()
-    program = tmp_path / 'train.py'
-    program.write_text(f'HERE, OTHERS = {str(tmp_path)!r}, {OTHERS}\n{PROGRAM}')
-    code, _, errors = run_program(server, tmp_path, script, [program, shards, smallest_model])
-    assert code == 0, errors
-    export([str(tmp_path / 'stopped'), str(tmp_path / 'pipeline')])
+def test_a_training_of_ones_own_goes_on_as_one_that_never_stopped_and_is_exported(shards, smallest_model, capfd):
+    def train(epochs: int, folder: str) -> dict[str, torch.Tensor]:
+        dataset = StreamingLAIONDataset(shards, shuffle=True, batch_size=4, image_size=16)
+        torch.manual_seed(5)
+        model = StableDiffusion(smallest_model, image_size=16, pretrained=True)
+        optimizer = torch.optim.SGD(model.unet.parameters(), lr=0.1)
+        Trainer(model=model, optimizers=optimizer, train_dataloader=build_loader(dataset, 4, 0), run_name='mine',
+                algorithms=[EMA(half_life='1ba')], callbacks=[Safeguard(seed=5)], max_duration=f'{epochs}ep',
+                save_folder=folder, autoresume=True, device='cpu', progress_bar=False).fit()
+        return model.unet.state_dict()
+
+    train(1, 'stopped')
+    assert_equal(train(2, 'stopped'), train(2, 'straight'))
+    capfd.readouterr()
+    export(['stopped', 'pipeline'])
     assert 'warning' not in capfd.readouterr().err
 
 
@@ -230,3 +203,22 @@ def test_loss_target_and_gradients_are_those_of_diffusers_training(prediction_ty
     gradients = torch.autograd.grad(model.loss(outputs, batch), parameters)
     for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+def test_the_encoders_are_frozen_in_eval_mode_and_get_no_gradient():
+    model = StableDiffusion('tiny', image_size=64).train()
+    assert model.unet.training
+    assert not any(module.training for part in (model.vae, model.text_encoder) for module in part.modules())
+    batch = {'image': torch.rand(2, 3, 64, 64) * 2 - 1, 'caption': torch.randint(49408, (2, 77))}
+    model.loss(model(batch), batch).backward()
+    assert all(p.grad is None and not p.requires_grad for part in (model.vae, model.text_encoder)
+               for p in part.parameters())
+    assert all(p.grad is not None for p in model.unet.parameters())
+
+
+def test_a_scheduler_that_predicts_something_else_is_refused(model_folder, tmp_path, capfd):
+    shutil.copytree(model_folder, tmp_path / 'model')
+    config = tmp_path / 'model' / 'scheduler' / 'scheduler_config.json'
+    config.write_text(config.read_text().replace('v_prediction', 'sample'))
+    argv = ['--use_synth_data', *TINY, '--model_name', tmp_path / 'model']
+    assert 'prediction_type sample' in one_error_line(argv, capfd)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import benchmark
 from benchmark import StableDiffusion, main
 from ema import EMA
 from sdbench.inputs.shards import IMAGES_HASH, MOMENTS, index_hash, read_index
@@ -67,41 +66,23 @@ def loss_by_hand(checkpoint: str, samples: list[dict], image_size: int, seed: in
     return float(np.mean(losses))
 
 
-class Witness(benchmark.Evaluations):
-    """The loss of each evaluation, and whether the model then held the averages."""
-    seen = []
-
-    def eval_batch_end(self, state, logger):
-        [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)]
-        assert ema.ema_weights_active
-        assert not state.model.training
-
-    def eval_end(self, state, logger):
-        super().eval_end(state, logger)
-        self.seen.append((self.found['eval_batch'], self.found['eval_loss']))
-
-
 @pytest.fixture(scope='module')
-def evaluated(tmp_path_factory, shards, held_out) -> tuple[Path, dict, list]:
-    """The folder of a run that is evaluated each 2 of 4 batches, its record and its evaluations."""
+def evaluated(tmp_path_factory, shards, held_out) -> tuple[Path, dict]:
+    """The folder of a run that is evaluated each 2 of 4 batches, and its record."""
     folder = tmp_path_factory.mktemp('evaluated')
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmark, 'Evaluations', Witness)
-        patch.setattr(Witness, 'seen', seen)  # where the fixture is set up again, it starts empty
-        record = main(['--remote', shards, *TRAIN, '--eval_remote', held_out, '--eval_interval', '2ba', '--save_folder',
-                       str(folder / 'kept'), '--results', str(folder / 'results')])
-    return folder / 'kept', record, seen
+    record = main(['--remote', shards, *TRAIN, '--eval_remote', held_out, '--eval_interval', '2ba', '--save_folder',
+                   str(folder / 'kept'), '--results', str(folder / 'results')])
+    return folder / 'kept', record
 
 
 def test_the_loss_is_that_of_each_sample_once_by_the_averaged_weights(evaluated, held_out_samples):
-    folder, record, seen = evaluated
+    folder, record = evaluated
     expected = [loss_by_hand(path, held_out_samples, 64) for path in checkpoints_in(str(folder))]
-    assert [batch for batch, _ in seen] == [2, 4]
-    assert [loss for _, loss in seen] == pytest.approx(expected, rel=1e-5)
+    images, losses = zip(*record['evaluations'], strict=True)
+    assert images == (8, 16)  # after 2 and 4 batches
+    assert losses == pytest.approx(expected, rel=1e-5)
     assert expected[0] != expected[1]
-    assert record['evaluations'] == [[4 * batch, loss] for batch, loss in seen]  # images, and the loss after them
-    assert (record['eval_batch'], record['eval_loss']) == seen[-1]
+    assert (record['eval_batch'], record['eval_loss']) == (4, losses[-1])
     assert record['evaluation_seconds'] > 0
     assert record['eval_remote']
     assert record['eval_interval'] == '2ba'
@@ -117,7 +98,7 @@ def test_a_training_that_is_evaluated_is_the_same_training(shards, held_out, tmp
 
 def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards, capfd):
     """Not on the microbatch, the batch that it comes after, the processes that decode, or Min-SNR of the training."""
-    folder, record, _ = evaluated
+    folder, record = evaluated
     argv = ['--remote', shards, *SIZE_64, '--num_workers', '2', '--max_duration', '2ba', '--use_ema', '--ema_half_life',
             '1000000000ba', '--load_weights', str(folder), '--eval_remote', held_out]
     later = main([*argv, '--device_train_microbatch_size', '1', '--snr_gamma', '0.001'])

@@ -1,12 +1,15 @@
 """README.md: its tables are what the commands that it names print today."""
+import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
 
 import benchmark
 import report
+import sdbench.forecast.dry_run
 from sdbench.gpus import cards_named
 from tests.runs import ROOT
 from tests.test_report import columns, tables
@@ -53,17 +56,23 @@ def test_what_it_takes_without_the_compiler_is_what_its_plan_says(monkeypatch, c
             f'{trained:.2f}.') in ' '.join((ROOT / 'docs/planning.md').read_text().split())
 
 
+@pytest.fixture(autouse=True)
+def no_changes(monkeypatch):
+    """Dry runs without what one change would do, for which the model is traced anew four times."""
+    monkeypatch.setattr(sdbench.forecast.dry_run, 'with_less_memory', lambda settings: {})
+
+
 @pytest.mark.long
-@pytest.mark.parametrize('column, flags', [
-    ('with EMA', ['--use_ema']), ('without', []), ('with EMA, on latents', ['--use_ema', '--use_synth_latents'])])
-def test_the_largest_microbatches_are_those_of_dry_runs(column, flags):
-    forecasts = benchmark.main(['--dry_run', '8', '--gpu', *CARDS.values(), *flags])
-    fits = {record['device']: record['device_train_microbatch_size'] for record in forecasts}
+def test_the_largest_microbatches_are_those_of_dry_runs():
     [rows] = tables(MEMORY.partition('*On latents*')[0])
     assert len(rows) == len(CARDS)
-    for row in rows:
-        [card] = cards_named((CARDS[row['memory of a GPU']],))
-        assert row[column] == str(fits.get(card.name, '-'))
+    runs = {'with EMA': ['--use_ema'], 'without': [], 'with EMA, on latents': ['--use_ema', '--use_synth_latents']}
+    for column, flags in runs.items():
+        forecasts = benchmark.main(['--dry_run', '8', '--gpu', *CARDS.values(), *flags])
+        fits = {record['device']: record['device_train_microbatch_size'] for record in forecasts}
+        for row in rows:
+            [card] = cards_named((CARDS[row['memory of a GPU']],))
+            assert row[column] == str(fits.get(card.name, '-'))
 
 
 @pytest.mark.long
@@ -73,3 +82,17 @@ def test_the_dry_run_prints_what_the_page_shows(capsys):
                                re.MULTILINE | re.DOTALL).groups()
     benchmark.main(program(command))
     assert shown in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions compile to other kernels')
+def test_the_forecasts_of_the_front_page_are_what_their_commands_say_today(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    records = map(json.loads, Path('docs/plan.jsonl').read_text().splitlines())
+    kept = [record for record in records if record['image_size'] == 512 and record['use_synth_latents']]
+    forecasts = benchmark.main([*shlex.split(kept[0]['command'])[1:], '--results', str(tmp_path / 'plan.jsonl')])
+    assert {record['device'] for record in kept} == {record['device'] for record in forecasts}
+    for record in kept:
+        [forecast] = [each for each in forecasts if each['device'] == record['device']]
+        assert forecast['images_per_sec'] == pytest.approx(record['images_per_sec'], rel=1e-3)
+        assert forecast['peak_memory_gib'] == pytest.approx(record['peak_memory_gib'], rel=1e-3)

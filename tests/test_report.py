@@ -14,11 +14,9 @@ import report
 from sdbench.costs import price_of
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import parse
-from sdbench.report.plans import RESTART_HOURS
 from tests.runs import ROOT, one_error_line
 
 PUBLISHED = str(ROOT / 'published.csv')
-IMAGES_PER_SEC = {8: 128.2, 16: 254.0, 32: 485.7, 64: 912.2, 128: 1618.4, 256: 2589.4}
 MINIMAL = {'device': 'H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0}
 CPU = {'device': 'Xeon', 'device_type': 'cpu', 'num_devices': 1, 'images_per_sec': 8.0}
 FORECAST = {'status': 'forecast', 'model_name': 'sd2'}
@@ -85,20 +83,12 @@ def test_published_csv_gives_the_published_table_and_the_originals_program_on_an
 
 # Predictions
 
-def test_64_and_128_gpus_are_predicted_from_8_16_and_32_within_1_5_percent(printed, write):
-    few = write(*({'num_devices': n, 'images_per_sec': IMAGES_PER_SEC[n], 'batch_size': 2048} for n in (8, 16, 32)))
-    [table] = tables(printed(few, '--extrapolate', 128, 64))
-    for row, count in zip(table[3:], (64, 128), strict=True):
-        assert row['notes'] == 'extrapolated'
-        assert row['GPUs'] == str(count)
-        assert float(row['images/s'].replace(',', '')) == pytest.approx(IMAGES_PER_SEC[count], rel=0.015)
-
 
 def test_the_fit_leaves_out_the_row_that_its_source_extrapolated_and_says_how_good_it_is(printed):
     text = printed(PUBLISHED, '--extrapolate', 512, 1024)
     [table] = tables(text)
     assert columns(table, 'notes')[6:8] == [('extrapolated',), ('extrapolated; 2 images a GPU: a smaller microbatch',)]
-    n, seconds = np.array(list(IMAGES_PER_SEC)[:5]), 2048 / np.array(list(IMAGES_PER_SEC.values())[:5])
+    n, seconds = np.array([8, 16, 32, 64, 128]), 2048 / np.array([128.2, 254.0, 485.7, 912.2, 1618.4])
     (a, b), *_ = np.linalg.lstsq(np.stack([1 / n, n**0], axis=1) / seconds[:, None], np.ones(5), rcond=None)
     assert f'step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of 2,048 images, fitted on 8, 16, 32, 64, 128' in text
     worst = max(zip(n, seconds / (a / n + b) - 1, strict=True), key=lambda pair: abs(pair[1]))
@@ -132,8 +122,7 @@ def test_records_of_different_settings_are_rows_of_one_table_with_the_setting_as
     assert not {'date', 'seed', 'command'} & table[0].keys()
     assert columns(table, 'compile', 'notes') == [('yes', 'median of 2 runs, 800.0 to 800.0'), ('reduce-overhead', '')]
 
-
-def test_versions_and_what_a_training_reads_are_settings(printed, write):
+    # libraries, and whether images or latents are read, are settings too
     one = {'versions': {'torch': '2.7.0', 'diffusers': '0.39.0'}, 'encoders': 'in_loop'}
     other = {'versions': {'torch': '2.11.0', 'diffusers': '0.39.0'}, 'encoders': 'text_in_loop'}
     text = printed(write(one, other))
@@ -188,7 +177,7 @@ def test_losses_of_other_latents_are_ranked_and_drawn_apart_and_the_best_is_name
     assert text.count('Lowest') == 1
 
 
-def test_a_training_that_was_resumed_is_one_row_and_one_line_up_to_its_end(printed, drawn, write):
+def test_a_training_that_was_resumed_is_one_row_up_to_its_end(printed, write):
     """Stopped at batch 29, done at 60, and extended to 80 in too few batches for a speed."""
     run = LEARNED | {'save_folder': 'runs/a', 'max_duration': '60ba', 'first_batch': 0}
     first = run | {'status': 'interrupted', 'trained_batches': 29, 'eval_loss': 0.7, 'evaluations': [[20, 0.7]]}
@@ -202,21 +191,8 @@ def test_a_training_that_was_resumed_is_one_row_and_one_line_up_to_its_end(print
         assert columns(tables(text)[0], 'learning_rate', 'max_duration', 'images/s', 'batches', 'eval loss') == [
             ('0.0001', '80ba', '800.0', '80', '0.5000'), ('0.001', '60ba', '800.0', '60', '0.3800'),
             ('0.0001', '60ba', '800.0', '60', '0.3800')]
-    images, _ = drawn(write(first, other, second, third), '--learned', 'learned.png').axes
-    assert [line.get_xydata().tolist() for line in images.lines] == [[[20, 0.7], [40, 0.65], [60, 0.6], [80, 0.5]]]
     [table] = tables(printed(write(first, second, third | {'num_devices': 16, 'measured_batches': 20})))
     assert columns(table, 'GPUs', 'images/s', 'batches') == [('8', '800.0', '80'), ('16', '1.00', '80')]
-
-
-def test_a_legend_of_many_settings_stays_within_the_picture(drawn, write):
-    runs = [LEARNED | {'evaluations': [[100, 0.3]], 'batch_size': 2 ** (number + 5), 'use_ema': number == 0,
-                       'device_train_microbatch_size': 16 + number, 'precision': f'amp_{number}',
-                       'max_duration': f'{number}0000ba', 'lr_schedule': f'cosine{number}'} for number in range(2)]
-    figure = drawn(write(*runs), '--learned', 'learned.png')
-    figure.draw_without_rendering()
-    assert len(legend(figure.axes[0])[0]) > 90
-    for axes in figure.axes:
-        assert axes.get_legend().get_window_extent().x1 <= figure.bbox.x1
 
 
 def test_a_loss_that_is_not_known_to_be_of_held_out_samples_is_compared_with_no_other(printed, write):
@@ -374,23 +350,6 @@ def test_a_loss_costs_half_a_save_interval_and_a_restart(printed, write):
     assert (plain['days'], lossy['days']) == ('10.00', f'{10 / (1 - 0.75 / 6):.2f}')
 
 
-def test_the_intervals_of_the_page_on_spot_machines_follow_from_its_formulas():
-    between, checkpoint = 6 * 60, 1  # minutes
-    young = (2 * checkpoint * between) ** 0.5
-    daly = young * (1 + (checkpoint / (2 * between)) ** 0.5 / 3 + checkpoint / (18 * between)) - checkpoint
-    page = (ROOT / 'docs/planning.md').read_text()
-    assert f'For a minute and six hours that is {young:.0f}\nor {daly:.0f} minutes.' in page
-    assert f'counts {RESTART_HOURS * 60:.0f} minutes' in ' '.join(page.split())
-    assert '--hours_between_losses 6' in (ROOT / 'recipes/prices-spot.txt').read_text()
-    minutes = {}
-    for record in map(json.loads, (ROOT / 'docs/plan.jsonl').read_text().splitlines()):
-        if record['image_size'] == 512 and record['use_synth_latents']:
-            assert record['save_interval'] == '1000ba'
-            minutes[record['device']] = 1000 * record['batch_size'] / record['images_per_sec'] / 60
-    assert (f'take {minutes["NVIDIA H100 80GB HBM3"]:.0f} minutes of 8 H100 on latents, and '
-            f'{minutes["NVIDIA A100-SXM4-80GB"]:.0f} of\n8 A100') in page
-
-
 def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
     def left_out(*records: dict) -> str:
         text = ' '.join(printed(write(*records), *SIZES).split())
@@ -458,17 +417,9 @@ def test_forecasts_are_planned_and_priced_by_card_and_told_apart_from_what_was_m
         write(*forecasts), '--phase', '17280000@256', '--phase', '4320000@512')
 
 
-@pytest.fixture
-def original(tmp_path) -> str:
-    """The rows of published.csv that the original's authors measured: one setting on several numbers of GPUs."""
-    path = tmp_path / 'original.csv'
-    path.write_text(''.join(Path(PUBLISHED).read_text().splitlines(keepends=True)[:7]))
-    return str(path)
-
-
-def test_the_csv_holds_the_rows_of_all_tables_unrounded(tmp_path, printed, original):
-    printed(original, '--csv', tmp_path / 'table.csv', '--extrapolate', 512)
-    rows = list(csv.DictReader((tmp_path / 'table.csv').open()))
+def test_the_csv_holds_the_rows_of_all_tables_unrounded(tmp_path, printed):
+    printed(PUBLISHED, '--csv', tmp_path / 'table.csv', '--extrapolate', 512)
+    rows = list(csv.DictReader((tmp_path / 'table.csv').open()))[:7]
     assert float(rows[3]['days']) == 2_867_200_000 / 912.2 / 86_400
     assert float(rows[3]['scaling_efficiency']) == pytest.approx(912.2 / 64 / (128.2 / 8), rel=1e-14)
     assert [row['extrapolated'] for row in rows] == ['no'] * 5 + ['yes', 'true']
@@ -487,28 +438,24 @@ def test_the_csv_is_read_as_the_records_were(tmp_path, printed, write):
         printed(table)
 
 
-@pytest.mark.parametrize('record, reason', [
-    ({'images_per_sec': None}, 'no images_per_sec'), ({'images_per_sec': '1,618'}, "images_per_sec '1,618'"),
-    ({'stage': 'evaluate', 'scores': [{'guidance': 1}]}, '')])
-def test_a_bad_record_is_named_by_file_and_line(write, capfd, record, reason):
-    path = write({}, record)
-    assert f'{path}:2: not a record: {reason}' in one_error_line([path], capfd, report.main)
-
-
 @pytest.mark.parametrize('records, argv, reason', [
+    ([{}, {'images_per_sec': None}], [], 'records.jsonl:2: not a record: no images_per_sec'),
+    ([{}, {'images_per_sec': '1,618'}], [], "records.jsonl:2: not a record: images_per_sec '1,618'"),
+    ([{}, {'stage': 'evaluate', 'scores': [{'guidance': 1}]}], [], 'records.jsonl:2: not a record: '),
     ([{}, {}, {'num_devices': 16}], ['--extrapolate', '64'], 'trainings of one setting on three numbers of GPUs'),
     ([{}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}], ['--extrapolate', '64'], 'reliable trainings'),
     ([{'drift': 0.5}], ['--phase', '1@512'], 'no number of devices has reliable records'),
     ([{}, {'image_size': 256, 'num_nodes': 2}], ['--phase', '1@256', '--phase', '1@512'], 'at 256 and 512 px'),
     ([EVALUATION | {'images_seen': None, 'scores': [{'guidance': 2, 'fid': 7.0, 'clip_score': None}]}],
      ['--quality', 'quality.png'], 'no evaluation has both scores')])
-def test_what_the_records_do_not_allow_is_refused(write, capfd, records, argv, reason):
+def test_a_record_that_is_none_is_named_by_file_and_line_and_what_the_records_do_not_allow_is_refused(
+        write, capfd, records, argv, reason):
     assert reason in one_error_line([write(*records), *argv], capfd, report.main)
 
 
 # Scores of evaluate.py
 
-def test_scores_are_a_table_of_their_own_with_the_checkpoints_in_order(printed, write):
+def test_scores_are_a_table_of_their_own_in_order_with_what_they_cannot_be_compared_with(printed, write):
     text = printed(write(TRAINING, LATER, EVALUATION))
     speeds, scores = tables(text)
     assert len(speeds) == 1
@@ -526,9 +473,6 @@ def test_gpu_hours_and_cost_of_a_checkpoint_are_those_that_its_training_kept_and
     assert columns(scores, 'GPU-hours', 'cost')[::2] == [('100', '$300'), ('200', '$600')]
     [scores] = tables(printed(write(EVALUATION | spent(100, 'CPU'), LATER)))
     assert 'GPU-hours' not in scores[0]
-
-
-def test_what_scores_cannot_be_compared_with_is_noted(printed, write):
     [scores] = tables(printed(write(EVALUATION | {'fid_is_biased': True, 'fid_of_published_weights': False})))
     assert columns(scores, 'notes') == [('FID of few pictures is too high, FID by other weights',)] * 2
 
@@ -551,7 +495,10 @@ def legend(axes) -> list[str]:
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measured(drawn, original, write):
+def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measured(
+        drawn, tmp_path, write):
+    original = tmp_path / 'original.csv'  # the rows of the original's authors, one setting on several numbers of GPUs
+    original.write_text(''.join(Path(PUBLISHED).read_text().splitlines(keepends=True)[:7]))
     forecast = FORECAST | {'device': 'NVIDIA H100 80GB HBM3', 'images_per_sec': 500.0, 'images_per_sec_least': 400.0,
                            'images_per_sec_most': 625.0, 'device_train_microbatch_size': 32}
     path = write(forecast, forecast | {'num_devices': 16, 'images_per_sec': 1000.0, 'device_train_microbatch_size': 16,
@@ -569,13 +516,6 @@ def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measu
     assert of_forecast[:, 1] == pytest.approx([2_867_200_000 / speed / 86_400 for speed in (625, 400)])
     ideal, _ = [line for line in drawn_lines if line.get_linestyle() == '--']
     assert ideal.get_ydata()[[0, -1]] == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
-
-
-def test_forecasts_of_two_microbatches_on_as_many_gpus_are_two_lines(drawn, write):
-    small, large = (FORECAST | {'device_train_microbatch_size': size, 'images_per_sec': speed}
-                    for size, speed in ((8, 500.0), (32, 600.0)))
-    [axes] = drawn(write(small, large, small | {'num_devices': 16}), '--figure', 'days.png').axes
-    assert legend(axes)[:2] == ['H200, microbatch 8, forecast', 'H200, microbatch 32, forecast']
 
 
 def test_the_picture_of_a_plan_has_a_bar_a_gpu_in_its_parts_hatched_where_they_were_forecast(drawn, write):
@@ -606,11 +546,6 @@ def test_the_picture_of_a_plan_marks_the_forecasts_that_a_measurement_corrected(
     assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
 
 
-def test_the_legend_of_a_plan_names_only_what_is_in_it(drawn, write):
-    [axes] = drawn(write(FORECAST), '--phase', '86400000@512', '--figure', 'plan.png').axes
-    assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ['train 512 px', 'forecast']
-
-
 def test_the_picture_of_what_was_learned_has_a_line_a_run_over_images_and_over_dollars(drawn, write):
     """Of 8 GPUs at $3 that train 800 images/s; a resumed run goes on with its line."""
     stopped = LEARNED | {'status': 'interrupted', 'evaluations': [[0, 0.5], [360_000, 0.4]]}
@@ -624,18 +559,15 @@ def test_the_picture_of_what_was_learned_has_a_line_a_run_over_images_and_over_d
     assert legend(images) == ['learning rate 0.0001', 'learning rate 0.001']
 
 
-def test_the_picture_of_quality_has_both_scores_over_guidance_and_over_images(drawn, write):
+def test_the_picture_of_quality_has_both_scores_over_guidance_and_over_images_a_line_a_network(drawn, write):
     curve, fid, clip = drawn(write(TRAINING, EVALUATION, LATER), '--quality', 'quality.png').axes
     assert [list(line.get_xdata()) for line in curve.lines] == [[14, 15], [20, 25]]
     assert [list(line.get_ydata()) for line in curve.lines] == [[95.5, 70], [40, 30]]
     assert [list(line.get_ydata()) for line in fid.lines] == [[95.5, 40], [70, 30]]
     assert list(fid.lines[0].get_xdata()) == list(clip.lines[0].get_xdata()) == [2_048_000, 4_096_000]
     assert legend(curve) == ['batch 1,000, guidance 1.5, 4', 'batch 2,000, guidance 1.5, 4']
-
-
-def test_scores_by_another_network_are_lines_of_their_own(drawn, write):
-    one, other = (EVALUATION | {'inception_sha256': name} for name in 'ab')
-    curve, fid, _ = drawn(write(one, other), '--quality', 'quality.png').axes
+    by_other_networks = (EVALUATION | {'inception_sha256': name} for name in 'ab')
+    curve, fid, _ = drawn(write(*by_other_networks), '--quality', 'quality.png').axes
     assert (len(curve.lines), len(fid.lines)) == (2, 4)
 
 
