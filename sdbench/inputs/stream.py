@@ -119,7 +119,7 @@ class VerifiedStream(Stream):
         """Download a file, with retries only of errors that may pass.
 
         Without this: Streaming retries for minutes to download a shard that does not exist.
-        Test: test_a_shard_that_is_not_there_is_not_waited_for.
+        Test: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason.
         """
         def download() -> Exception | None:
             try:
@@ -173,7 +173,7 @@ class VerifiedDataset(StreamingDataset):
         """Verify a shard, and download it if need be; if that fails, let the processes that wait for it fail too.
 
         Without this: they wait for that shard forever.
-        Test: test_a_shard_that_one_reader_could_not_have_fails_for_those_who_wait_for_it_too.
+        Test: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason.
         """
         try:
             super().prepare_shard(shard_id, blocking)
@@ -211,7 +211,7 @@ class VerifiedDataset(StreamingDataset):
         """Let the next iteration begin at a sample of an epoch, counted over all ranks.
 
         Without this: a checkpoint at the end of an epoch holds that epoch, and a resume repeats its order.
-        Test: test_a_run_killed_again_and_again_equals_one_that_never_was[streamed-1ep-1].
+        Test: test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was.
         """
         state = self.state_dict(sample_in_epoch, from_beginning=True)
         state['epoch'] = epoch

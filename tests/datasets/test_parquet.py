@@ -9,7 +9,6 @@ import convert
 from sdbench.datasets.readers import read_samples
 from sdbench.datasets.sources import File
 from sdbench.errors import DataError
-from tests.local_s3 import local_s3
 from tests.runs import one_error_line
 from tests.samples import encoded, picture, read_back, shaded, skipped, write_parquet
 
@@ -121,12 +120,11 @@ def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_data
     assert words in one_error_line([*argv, '--caption_column', 'caption'], capsys, convert.main)
 
 
-def test_parquet_of_a_store_is_read_and_a_store_that_fails_is_no_damage(tmp_path, monkeypatch):
+def test_parquet_of_a_store_is_read_and_a_store_that_fails_is_no_damage(tmp_path, monkeypatch, s3):
     monkeypatch.setattr('sdbench.datasets.stores.PIECE_BYTES', 1000)
     content = hub_file(tmp_path / 'x.parquet', rows_of_group=5).read_bytes()
-    with local_s3(monkeypatch) as store:
-        store.put('data/x.parquet', content)
-        assert converted(tmp_path / 'out', 's3://bucket/data', '--size_limit', '40kb') == SAMPLES
-        store.refusals = [(403, 'AccessDenied')] * 100
-        with pytest.raises(DataError, match='x.parquet: access is denied'):
-            next(read_samples(File('s3://bucket/data/x.parquet', len(content))))
+    s3.put('data/x.parquet', content)
+    assert converted(tmp_path / 'out', 's3://bucket/data', '--size_limit', '40kb') == SAMPLES
+    s3.refusals = [(403, 'AccessDenied')] * 100
+    with pytest.raises(DataError, match='x.parquet: access is denied'):
+        next(read_samples(File('s3://bucket/data/x.parquet', len(content))))

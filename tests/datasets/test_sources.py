@@ -6,7 +6,6 @@ import pytest
 
 from sdbench.datasets.sources import File, find_files, join_neighbours
 from sdbench.errors import DataError
-from tests.local_s3 import local_s3
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -104,44 +103,42 @@ def test_neighbours_are_joined_up_to_the_size_of_a_part_and_a_new_file_changes_t
     assert join_neighbours(large, 100) == [[file] for file in large]
 
 
-def test_tars_of_a_store_are_found_and_the_rest_is_listed(monkeypatch):
-    with local_s3(monkeypatch) as store:
-        for key in ('tars/0.tar', 'tars/deep/[1] #?%41.tar', 'tars/.tmp/2.tar', 'tars/3.jpg', 'tars/x.tar.gz',
-                    'tars.tar', 'tars/0.parquet', 'tars/0_stats.json'):
-            store.put(key, b'1')
-        found = find_files(['s3://bucket/tars/'])
-        assert [(file.name, file.size) for file in found.files] == [
-            ('s3://bucket/tars/0.tar', 1), ('s3://bucket/tars/deep/[1] #?%41.tar', 1)]
-        assert {line['source'].removeprefix('s3://bucket/tars/'): line['reason'].partition(':')[0]
-                for line in found.left_out} == {
-            '.tmp/2.tar': 'hidden', '3.jpg': 'no tar', 'x.tar.gz': 'not an image, a caption, a tar or Parquet'}
-        assert [file.name for file in find_files(['s3://bucket/tars/*/*.tar', 's3://bucket/tars.tar']).files] == [
-            's3://bucket/tars/deep/[1] #?%41.tar', 's3://bucket/tars.tar']
-        assert find_files(['s3://bucket/']).files[-1].name == 's3://bucket/tars.tar'
-        with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
-            find_files(['s3://bucket/nothing'])
-        store.refusals = [(403, 'AccessDenied')] * 2
-        with pytest.raises(DataError, match='SOURCE s3://bucket/tars: access is denied'):
-            find_files(['s3://bucket/tars'])
+def test_tars_of_a_store_are_found_and_the_rest_is_listed(s3):
+    for key in ('tars/0.tar', 'tars/deep/[1] #?%41.tar', 'tars/.tmp/2.tar', 'tars/3.jpg', 'tars/x.tar.gz', 'tars.tar',
+                'tars/0.parquet', 'tars/0_stats.json'):
+        s3.put(key, b'1')
+    found = find_files(['s3://bucket/tars/'])
+    assert [(file.name, file.size) for file in found.files] == [
+        ('s3://bucket/tars/0.tar', 1), ('s3://bucket/tars/deep/[1] #?%41.tar', 1)]
+    assert {line['source'].removeprefix('s3://bucket/tars/'): line['reason'].partition(':')[0]
+            for line in found.left_out} == {
+        '.tmp/2.tar': 'hidden', '3.jpg': 'no tar', 'x.tar.gz': 'not an image, a caption, a tar or Parquet'}
+    assert [file.name for file in find_files(['s3://bucket/tars/*/*.tar', 's3://bucket/tars.tar']).files] == [
+        's3://bucket/tars/deep/[1] #?%41.tar', 's3://bucket/tars.tar']
+    assert find_files(['s3://bucket/']).files[-1].name == 's3://bucket/tars.tar'
+    with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
+        find_files(['s3://bucket/nothing'])
+    s3.refusals = [(403, 'AccessDenied')] * 2
+    with pytest.raises(DataError, match='SOURCE s3://bucket/tars: access is denied'):
+        find_files(['s3://bucket/tars'])
 
 
-def test_what_was_changed_is_another_part_also_at_the_same_size(tmp_path, monkeypatch):
+def test_what_was_changed_is_another_part_also_at_the_same_size(tmp_path, s3):
+    def identities() -> list[list]:
+        return [file.identity() for file in find_files([str(tmp_path), 's3://bucket/tars']).files]
+
     make(tmp_path, 'x.tar', 'a.jpg', 'a.TXT', 'b.jpg')
     (tmp_path / 'metadata.csv').write_text('file_name,text\nb.jpg,one\n')
-    with local_s3(monkeypatch) as store:
-        store.put('tars/0.tar', b'1')
-
-        def identities() -> list[list]:
-            found = find_files([str(tmp_path), 's3://bucket/tars'])
-            return [file.identity() for file in found.files]
-        before = identities()
-        assert identities() == before
-        for name, content in (('x.tar', '2'), ('a.jpg', '2'), ('a.TXT', '2'),
-                              ('metadata.csv', 'file_name,text\nb.jpg,two\n')):
+    s3.put('tars/0.tar', b'1')
+    before = identities()
+    assert identities() == before
+    for name, content in (('x.tar', '2'), ('a.jpg', '2'), ('a.TXT', '2'),
+                          ('metadata.csv', 'file_name,text\nb.jpg,two\n'), ('tars/0.tar', '2')):
+        if name == 'tars/0.tar':
+            s3.put(name, content.encode())
+        else:
             (tmp_path / name).write_text(content)
             os.utime(tmp_path / name, (1, 1))  # as if in another second
-            after = identities()
-            assert sum(one != other for one, other in zip(before, after, strict=True)) == 1, name
-            before = after
-        store.put('tars/0.tar', b'2')
-        assert sum(one != other for one, other in zip(before, identities(), strict=True)) == 1
+        after = identities()
+        assert sum(one != other for one, other in zip(before, after, strict=True)) == 1, name
+        before = after

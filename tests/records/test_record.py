@@ -178,15 +178,13 @@ def test_a_measurement_on_a_gpu_ends_with_the_commands_that_correct_a_plan_by_it
 
 def test_a_trace_holds_three_batches_and_its_run_is_in_no_figure(tmp_path, results, capfd):
     folder = tmp_path / 'trace'
-    record = main(['--use_synth_latents', *TINY, '--measure_batches', '5', '--profile',
-                   str(folder)])
+    record = main(['--use_synth_latents', *TINY, '--measure_batches', '5', '--profile', str(folder)])
     [torchs] = (folder / 'torch').iterdir()
     [composers] = (folder / 'composer').iterdir()
     assert torchs.name == 'rank0.5.pt.trace.json'  # the suffix by which TensorBoard knows a trace
-    events = json.loads(torchs.read_text())['traceEvents']
-    assert len({event['name'] for event in events if event['name'].startswith('ProfilerStep#')}) == 3
-    names = {event['name'] for event in events}
-    assert {'aten::convolution', 'aten::native_group_norm', 'Optimizer.step#AdamW.step'} <= names
+    names = {event['name'] for event in json.loads(torchs.read_text())['traceEvents']}
+    assert len([name for name in names if name.startswith('ProfilerStep#')]) == 3
+    assert {'aten::convolution', 'Optimizer.step#AdamW.step'} <= names
     assert any('train_batch' in event.get('name', '') for event in json.loads(composers.read_text()))
     assert record['status'] == 'profiled'
     assert 'no report counts them' in capfd.readouterr().out

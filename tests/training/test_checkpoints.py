@@ -13,7 +13,6 @@ from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.training.checkpoints import (
     LOCK_FILE,
-    AtomicCheckpointSaver,
     checkpoints_in,
     load_checkpoint,
     locked_save_folder,
@@ -26,15 +25,15 @@ from tests.samples import Hostile, good, write_shards
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
 # in which Composer lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
-EVERY_3_BATCHES = [('start', 2), ('write', 3), ('link', 6), ('start', 7), ('write', 9), ('update', 11)]
-EVERY_EPOCH = [('start', 4), ('start', 7), ('update', 11)]
+EVERY_3_BATCHES = [('start', 2), ('link', 6), ('write', 9), ('update', 11)]
+EVERY_EPOCH = [('start', 4), ('update', 11)]
 SECOND_PHASE = ('--remote SHARDS --load_weights FIRST --image_size 32 --max_duration 4ba --save_interval 1ba '
                 '--caption_drop 0.5 --snr_gamma 5 --eval_remote HELD_OUT --eval_interval 2ba --num_workers 0')
 
 
 @pytest.mark.parametrize('flags, ranks, kills', [
     pytest.param('--remote SHARDS --save_interval 3ba --max_duration 6ba', 1, [('write', 6)], id='as it saves'),
-    pytest.param('--use_synth_data --save_interval 3ba', 1, EVERY_3_BATCHES, marks=pytest.mark.long, id='no data'),
+    pytest.param('--use_synth_data --save_interval 3ba', 1, [('update', 11)], marks=pytest.mark.long, id='no data'),
     pytest.param('--remote SHARDS --save_interval 3ba', 2, EVERY_3_BATCHES, marks=pytest.mark.long, id='two ranks'),
     pytest.param('--remote SHARDS --save_interval 1ep', 1, EVERY_EPOCH, marks=pytest.mark.long, id='saved at epochs'),
     pytest.param(SECOND_PHASE, 2, [('start', 2)], marks=pytest.mark.long, id='a second phase')])
@@ -92,11 +91,6 @@ class ReadOnlyUntil(Callback):
         if self.batch == state.timestamp.batch.value:
             self.store.is_read_only = False
 
-    def fit_end(self, state, logger):
-        """No process of Composer's waits for a checkpoint: if one was killed, the next checkpoint would end the run."""
-        [saver] = [callback for callback in state.callbacks if isinstance(callback, AtomicCheckpointSaver)]
-        assert not saver.remote_uploader.check_remote_files_exist_executor._processes
-
 
 SAVING_IN_S3 = ['--use_synth_data', *TINY, '--max_duration', '3ba', '--save_folder', 's3://bucket/runs/1',
                 '--save_interval', '1ba']
@@ -111,13 +105,13 @@ def test_a_checkpoint_that_a_store_refuses_is_said_the_next_takes_its_place_and_
     assert sent[-1] == 'runs/1/ep0-ba3-rank0.pt'
     assert 'runs/1/ep0-ba1-rank0.pt' not in sent
     assert 'warning: ep0-ba1-rank0.pt could not be sent to --save_folder s3://bucket/runs/1' in capfd.readouterr().err
-    resumed = [*SAVING_IN_S3, '--autoresume', '--max_duration', '5ba']
+    resumed = [*SAVING_IN_S3, '--autoresume', '--max_duration', '4ba']
     line = failed(resumed, results, capfd, [ReadOnlyUntil(s3, batch=None)])
     assert json.loads(results.read_text().splitlines()[-1])['first_batch'] == 3
     assert 'the last checkpoint could not be sent to --save_folder s3://bucket/runs/1' in line
     path = Path(line.split()[-1])
-    assert path.name == 'ep0-ba5-rank0.pt'
-    assert load_checkpoint(path)['state']['timestamp']['Timestamp']['batch'] == 5
+    assert path.name == 'ep0-ba4-rank0.pt'
+    assert load_checkpoint(path)['state']['timestamp']['Timestamp']['batch'] == 4
     assert [other.name for other in path.parent.iterdir()] == [path.name]
 
 

@@ -38,7 +38,7 @@ def named(*flags: str) -> str | None:
     return name_of_run(settings, kept_name(settings.save_folder))
 
 
-def test_two_runs_never_share_a_name_and_one_keeps_its_own(tmp_path, monkeypatch, s3):
+def test_two_runs_never_share_a_name_one_keeps_its_own_and_a_file_that_holds_none_is_refused(tmp_path, monkeypatch, s3):
     """Also where both save into a folder of the same name, and curves are never hidden."""
     for project in ('cats', 'dogs'):
         (tmp_path / project / 'checkpoints').mkdir(parents=True)
@@ -57,9 +57,6 @@ def test_two_runs_never_share_a_name_and_one_keeps_its_own(tmp_path, monkeypatch
     assert in_store.startswith('run1-')
     assert named('--save_folder', 's3://bucket/cats/run1') == in_store
     assert named('--save_folder', 's3://bucket/dogs/run1') != in_store
-
-
-def test_a_file_that_holds_no_name_is_refused_with_its_path(tmp_path):
     (tmp_path / RUN_NAME).write_text('../elsewhere')
     with pytest.raises(ValueError, match=f'{tmp_path}: {RUN_NAME} holds no name of a run; remove it'):
         named('--save_folder', tmp_path)

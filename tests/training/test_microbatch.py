@@ -34,21 +34,8 @@ def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str) -> l
     return tried
 
 
-def search(model: StableDiffusion, *argv: str) -> int:
-    """Return the largest microbatch of a run with these flags."""
-    settings = replace(settings_of('--use_synth_data', *TINY, *argv), device_train_microbatch_size='auto')
-    data = build_data(settings, find_model(SMALLEST), None)
-    return with_found_microbatch(settings, model, data).device_train_microbatch_size
-
-
-@pytest.fixture
-def model() -> StableDiffusion:
-    torch.manual_seed(0)
-    return StableDiffusion(SMALLEST, 16)
-
-
 @pytest.mark.parametrize('where', ['forward', 'backward'])
-def test_the_largest_that_fits_is_found_with_a_try_of_each_size_and_nothing_of_a_try_is_alive_at_the_next(model, where):
+def test_the_largest_that_fits_is_found_with_a_try_of_each_size_and_nothing_of_a_try_alive_at_the_next(where):
     activations = []  # of each pass, its size and a reference
 
     def note(module, inputs, output):
@@ -57,9 +44,13 @@ def test_the_largest_that_fits_is_found_with_a_try_of_each_size_and_nothing_of_a
         cycle.append(cycle)  # as an error and the frame that keeps it can be
         activations.append((len(output), weakref.ref(output)))
 
+    model = StableDiffusion(SMALLEST, 16)
     model.unet.up_blocks[0].register_forward_hook(note)
     tried = run_out_of_memory_above(3, model, where)
-    assert search(model, '--batch_size', '16') == 2
+    settings = settings_of('--use_synth_data', *TINY, '--batch_size', '16')
+    data = build_data(settings, find_model(SMALLEST), None)
+    found = with_found_microbatch(replace(settings, device_train_microbatch_size='auto'), model, data)
+    assert found.device_train_microbatch_size == 2
     assert tried == [1, 2, 4]
     assert not [size for size, tensor in activations if tensor() is not None]
 

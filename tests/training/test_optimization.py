@@ -19,13 +19,15 @@ FLAGS = ['--learning_rate', '3e-4', '--weight_decay', '0.02', '--lr_warmup', '4b
 
 
 class Witness(Callback):
-    """The learning rate of each step, the norm of the gradients it took and whether there was an average after it."""
+    """The learning rate of each step, whether it is fused, the norm of its gradients, and what is averaged after it."""
 
     def __init__(self):
-        self.rates, self.norms, self.averaged, self.weights = [], [], [], []
+        self.rates, self.fused, self.norms, self.averaged, self.weights = [], [], [], [], []
 
     def after_train_batch(self, state, logger):
-        self.rates.append(state.optimizers[0].param_groups[0]['lr'])
+        [group] = state.optimizers[0].param_groups
+        self.rates.append(group['lr'])
+        self.fused.append(group['fused'])
 
     def batch_end(self, state, logger):
         [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, benchmark.EMA)]
@@ -54,21 +56,14 @@ def test_a_run_does_what_its_flags_say_and_has_them_in_its_record_and_in_its_che
 
 
 def test_a_resumed_optimizer_has_the_arguments_of_now_and_goes_on_with_the_learning_rate():
-    rates, groups = [], []
-
-    class Witness(Callback):
-        def after_train_batch(self, state, logger):
-            [group] = state.optimizers[0].param_groups
-            rates.append(group['lr'])
-            groups.append(group['fused'])
-
-    argv = ['--use_synth_latents', *TINY, '--lr_warmup', '4ba',
-            '--save_folder', 'kept', '--autoresume', '--max_duration']
-    main([*argv, '2ba'], [Witness()])
-    record = main([*argv, '4ba', '--no-fused_optimizer'], [Witness()])
-    assert groups == [True, True, False, False]
+    witness = Witness()
+    argv = ['--use_synth_latents', *TINY, '--use_ema', '--lr_warmup', '4ba', '--save_folder', 'kept', '--autoresume',
+            '--max_duration']
+    main([*argv, '2ba'], [witness])
+    record = main([*argv, '4ba', '--no-fused_optimizer'], [witness])
+    assert witness.fused == [True, True, False, False]
     assert record['fused_optimizer'] is False
-    assert rates == pytest.approx([0, 0, 0.25e-4, 0.5e-4])  # Composer's second step is as its first
+    assert witness.rates == pytest.approx([0, 0, 0.25e-4, 0.5e-4])  # Composer's second step is as its first
 
 
 @pytest.mark.parametrize('schedule, shares', [

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from composer import Callback
+from composer.cli import launcher
+from torch.distributed.run import config_from_args, parse_args
 
 import benchmark
 from sdbench.training.checkpoints import checkpoints_in
 from tests.forked_runs import mount_small_disk, run_program, run_ranks, skip_unless_mounts_are_allowed
-from tests.runs import ROOT, SMALLEST, TINY, free_port
+from tests.runs import ROOT, TINY, calls_of, free_port, write_noting_programs
 from tests.test_docs import blocks
 
 TINY_RANKS = ['--use_ema', *TINY, '--batch_size', '8', '--measure_batches', '2', '--num_workers', '0']
@@ -89,6 +91,7 @@ def test_two_ranks_split_an_epoch_without_overlap_and_learn_what_one_learns_from
 
 def become_node(folder: Path, argv: list[str]) -> None:
     """Train as a node does that has /dev/shm, temporary files and a cache of its own, in a process of its own."""
+    del os.environ['NODE_RANK']  # which torchrun does not set
     os.environ['TMPDIR'] = tempfile.tempdir = tempfile.mkdtemp(dir=folder)
     mount_small_disk(1000, '/dev/shm')
     benchmark.main([*argv, '--local', f'{folder}/cache'])
@@ -135,43 +138,31 @@ def test_nodes_that_see_different_checkpoints_end_at_once_with_one_line(lost, tm
     assert f'{seen[0]} on rank 0, and {seen[1]} on rank 1' in line
 
 
-# What stands for SLURM on this machine: two nodes, of which the first is loopback.
-SRUN = """#!/bin/sh
-SLURM_NODEID=0 "$@" &
-first=$!
-SLURM_NODEID=1 "$@" && wait $first
-"""
-SCONTROL = """#!/bin/sh
-echo 127.0.0.1
-echo another-node
-"""
+def test_the_lines_of_the_page_for_slurm_and_for_torchrun_start_one_run_on_all_nodes(tmp_path, monkeypatch):
+    """Of which SLURM has two here; the launchers note how they are called."""
+    write_noting_programs(tmp_path, 'composer', 'torchrun')
+    for name, script in (('srun', 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done'),
+                         ('scontrol', 'echo first-node; echo another-node')):
+        (tmp_path / name).write_text(f'#!/bin/sh\n{script}\n')
+        (tmp_path / name).chmod(0o755)
+    environment = {'PATH': f'{tmp_path}:{os.defpath}', 'SLURM_NNODES': '2', 'SLURM_JOB_NODELIST': 'two-nodes'}
+    for block in blocks(ROOT / 'docs/operations.md', 'sh'):
+        if 'srun ' in block or 'torchrun ' in block:
+            subprocess.run(['bash', '-c', block], cwd=tmp_path, env=environment, check=True)
 
-
-@pytest.mark.long
-@pytest.mark.parametrize('launcher', ['srun', 'torchrun'])
-def test_the_lines_of_the_page_for_slurm_and_for_torchrun_start_one_run_on_two_nodes(launcher, tmp_path):
-    """Of one process each, where the page has 4 nodes of 8 GPUs."""
-    [block] = [block for block in blocks(ROOT / 'docs/operations.md', 'sh') if f'{launcher} ' in block]
-    port = str(free_port())
-    block = block.replace('8', '1').replace('29500', port)
-    if launcher == 'torchrun':
-        changes = {'--nnodes 4': '--nnodes 2', ' N ': ' $SLURM_NODEID ', 'HOST': f'127.0.0.1 --master_port {port}'}
-        for words, others in changes.items():
-            assert words in block
-            block = block.replace(words, others)
-        block = f"srun bash -c '{block}'"
-    records = tmp_path / 'records'
-    flags = f'--model_name {SMALLEST} --image_size 16 --batch_size 4 --max_duration 2ba --results {records}'
-    for name, script in (('srun', SRUN), ('scontrol', SCONTROL),
-                         ('job', block.replace('--use_synth_data', f'--use_synth_data {flags}'))):
-        (tmp_path / name).write_text(script)
-        (tmp_path / name).chmod(0o700)
-    environment = {**os.environ, 'PATH': f'{tmp_path}:{Path(sys.executable).parent}:{os.environ["PATH"]}',
-                   'SLURM_NNODES': '2', 'SLURM_JOB_NODELIST': 'two-nodes'}
-    job = subprocess.run(['bash', tmp_path / 'job'], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert job.returncode == 0, job.stderr
-    [record] = map(json.loads, records.read_text().splitlines())
-    assert (record['num_devices'], record['num_nodes'], record['trained_batches']) == (2, 2, 2)
+    by_slurm = calls_of(tmp_path, 'composer')
+    assert len(by_slurm) == 2
+    for node, arguments in enumerate(by_slurm):
+        monkeypatch.setattr(sys, 'argv', ['composer', *arguments])
+        launch = launcher._parse_args()
+        assert (launch.nproc, launch.world_size, launch.node_rank, launch.base_rank) == (8, 16, node, 8 * node)
+        assert (launch.master_addr, launch.master_port) == ('first-node', 29500)
+    [arguments] = calls_of(tmp_path, 'torchrun')
+    config, _, command = config_from_args(parse_args([word.replace('N', '3') for word in arguments]))
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (4, 4, 8)
+    assert config.rdzv_configs['rank'] == 3
+    assert config.rdzv_endpoint.startswith('HOST:')
+    assert command[-3:] == ['benchmark.py', '--use_ema', '--use_synth_data']
 
 
 def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(server, tmp_path):

@@ -14,16 +14,13 @@ from sdbench.training.optimization import MOST_SKIPS_IN_A_ROW
 from sdbench.training.safeguard import Safeguard
 from tests.runs import TINY, Weights, failed
 
+ARGV = ['--use_synth_latents', '--use_ema', *TINY, '--max_duration', '5ba']
+
 
 @pytest.fixture(autouse=True, params=[True, False], ids=['no CUDA', 'CUDA'])
 def scaler(request, monkeypatch):
     """Composer makes a GradScaler in every precision; where torch finds CUDA, it is enabled in every precision."""
     monkeypatch.setattr(torch.cuda.amp.common, 'amp_definitely_not_available', lambda: request.param)
-
-
-@pytest.fixture
-def argv() -> list[str]:
-    return ['--use_synth_latents', '--use_ema', *TINY, '--max_duration', '5ba']
 
 
 @pytest.fixture
@@ -46,9 +43,9 @@ def spoil(monkeypatch):
     ('loss', float('nan'), []), ('loss', float('inf'), []), ('gradient', float('nan'), []),
     ('gradient', 3e38, ['--clip_grad_norm', '1'])], ids=str)  # the last cannot be measured
 def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_before_it_is_learned(
-        argv, results, capfd, spoil, what, value, flags):
+        results, capfd, spoil, what, value, flags):
     witness = spoil(what, value)
-    line = failed([*argv, *flags], results, capfd, [witness])
+    line = failed([*ARGV, *flags], results, capfd, [witness])
     assert 'the run failed at batch 3: ' in line
     assert f'{what} of batch 3 is not finite, at microbatch size 4' in line
     assert len(witness.weights) == 2
@@ -57,9 +54,9 @@ def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_before_it_is_learned
 
 
 @pytest.mark.parametrize('what', ['loss', 'gradient'])
-def test_on_nan_skip_leaves_the_step_out_and_counts_it(argv, spoil, what):
+def test_on_nan_skip_leaves_the_step_out_and_counts_it(spoil, what):
     witness = spoil(what, float('nan'))
-    record = main([*argv, '--on_nan', 'skip'], [witness])
+    record = main([*ARGV, '--on_nan', 'skip'], [witness])
     assert (record['status'], record['skipped_batches']) == ('complete', 1)
     assert record['loss'] > 0
     assert torch.equal(witness.weights[1], witness.weights[2])
@@ -68,10 +65,10 @@ def test_on_nan_skip_leaves_the_step_out_and_counts_it(argv, spoil, what):
     assert witness.averages[4].isfinite().all()
 
 
-def test_too_many_skips_in_a_row_end_the_run(argv, results, capfd, monkeypatch):
+def test_too_many_skips_in_a_row_end_the_run(results, capfd, monkeypatch):
     monkeypatch.setattr(optimization, 'MOST_SKIPS_IN_A_ROW', 2)
     witness = Weights(1, 2, 4, 5, 6)
-    line = failed([*argv[:-1], '50ba', '--on_nan', 'skip'], results, capfd, [witness])
+    line = failed([*ARGV[:-1], '50ba', '--on_nan', 'skip'], results, capfd, [witness])
     assert 'the run failed at batch 7' in line
     assert '2 steps before it were left out' in line
     assert len(witness.weights) == 6

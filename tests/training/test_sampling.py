@@ -37,12 +37,9 @@ def few_steps(monkeypatch):
 
 
 def run(folder: Path, model_folder: str, *flags) -> dict:
-    return main(['--use_synth_data', *TINY, '--model_name', model_folder, '--pretrained', '--sample_folder',
-                 str(folder / 'drawn'), '--results', str(folder / 'results'), *map(str, flags)])
-
-
-def kept(folder: Path) -> list[str]:
-    return ['--use_ema', '--save_folder', str(folder / 'kept'), '--save_interval', '3ba']
+    places = ['--sample_folder', folder / 'drawn', '--save_folder', folder / 'kept', '--results', folder / 'results']
+    return main(['--use_synth_data', '--use_ema', *TINY, '--model_name', model_folder, '--pretrained',
+                 '--save_interval', '3ba', *map(str, [*places, *flags])])
 
 
 def pictures_in(path: Path, times: int = 16) -> list[np.ndarray]:
@@ -79,10 +76,10 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     whole, drawing = tmp_path / 'whole', tmp_path / 'drawing'
     whole.mkdir(), drawing.mkdir()
-    record = run(whole, model_folder, *kept(whole), '--max_duration', '6ba')
+    record = run(whole, model_folder, '--max_duration', '6ba')
     assert record['sampling_seconds'] == 0
     assert not (whole / 'drawn').exists()
-    flags = [*kept(drawing), '--sample_prompts', prompts, '--sample_interval', '3ba', '--autoresume']
+    flags = ['--sample_prompts', prompts, '--sample_interval', '3ba', '--autoresume']
     run(drawing, model_folder, *flags, '--max_duration', '3ba')
     record = run(drawing, model_folder, *flags, '--max_duration', '6ba', '--tensorboard', tmp_path / 'board')
     assert record['first_batch'] == 3
