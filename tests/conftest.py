@@ -1,7 +1,5 @@
 """What tests of several folders need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
-import contextlib
 import gc
-import io
 import multiprocessing
 import os
 import random
@@ -61,23 +59,6 @@ def the_same_numbers_are_drawn():
 def a_folder_of_its_own(tmp_path, monkeypatch):
     """Run each test in its own folder, where a training or an encoding leaves its record."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope='session')
-def plain_run(tmp_path_factory) -> SimpleNamespace:
-    """Train on synthetic data in a `folder` of its own.
-
-    Returns its `record`, `output` and `errors`.
-    """
-    from benchmark import main
-    from tests.runs import TINY
-
-    run = SimpleNamespace(folder=tmp_path_factory.mktemp('plain'))
-    output, errors = io.StringIO(), io.StringIO()
-    with contextlib.chdir(run.folder), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        run.record = main(['--use_synth_data', '--use_ema', *TINY])
-    run.output, run.errors = output.getvalue(), errors.getvalue()
-    return run
 
 
 @pytest.fixture

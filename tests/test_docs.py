@@ -22,7 +22,6 @@ import pytest
 
 import report
 from sdbench.flags.parser import build_parser
-from sdbench.records.figures import LINES, OF_A_LOADER, OF_A_TRAINING, OF_AN_ENCODING, OF_AN_EVALUATION
 from sdbench.records.keys import KEYS
 from tests.runs import COMMANDS, ROOT, SMALLEST
 from tests.samples import write_photos
@@ -153,13 +152,6 @@ def test_every_flag_that_an_error_or_an_advice_names_is_one():
 def test_the_table_of_a_record_says_what_the_program_says_of_each_key():
     rows = [f"| {', '.join(f'`{name}`' for name in names.split())} | {meaning} |" for names, meaning in KEYS.items()]
     assert '\n'.join(rows) in (ROOT / 'docs/measuring.md').read_text()
-
-
-def test_the_summary_of_a_run_is_explained_line_by_line():
-    table = (ROOT / 'docs/measuring.md').read_text().partition('## The record')[0]
-    explained = set(CODE.findall(' '.join(re.findall(r'^\| (`.*?`) \|', table, re.MULTILINE))))
-    of_others = {*OF_A_LOADER, *OF_AN_ENCODING, *OF_AN_EVALUATION} - {*OF_A_TRAINING, 'caution'}
-    assert explained == LINES.keys() - of_others
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)

@@ -22,8 +22,10 @@ def lines_of(summary: str) -> list[str]:
     return [line for line in summary.splitlines() if 'waited' not in line]  # a caution that a busy machine adds
 
 
-def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file_and_nothing_else(plain_run):
-    [file] = plain_run.folder.iterdir()
+def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file_and_nothing_else(tmp_path, capsys):
+    main(['--use_synth_data', '--use_ema', *TINY])
+    output, errors = capsys.readouterr()
+    [file] = tmp_path.iterdir()
     assert file.name == 'results.jsonl'
     record = json.loads(file.read_text())
     check_keys(record, 'benchmark.py')
@@ -46,14 +48,14 @@ def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file_and_
         record['images_per_sec_per_device'] * record['tflops_per_image'])
 
     # what people are told of it
-    [built] = [line for line in plain_run.errors.splitlines() if ' left' not in line]  # of a run that took long
+    [built] = [line for line in errors.splitlines() if ' left' not in line]  # of a run that took long
     assert built == f'building {SMALLEST} for images of 16 px, 4 a batch, on 1 device'
-    *_, speed, trained, loss, caution, last = lines_of(plain_run.output)
+    *_, speed, trained, loss, caution, last = lines_of(output)
     assert (trained, loss) == ('trained         up to batch 4', f'loss            {record["loss"]:.3g}')
     assert caution.startswith('caution         only 3 measured batches: use --measure_batches 20 or more')
     assert last == 'record          appended to results.jsonl'
-    assert '{' not in plain_run.output
-    assert 'GPU' not in plain_run.output  # nobody trains tiny for real
+    assert '{' not in output
+    assert 'GPU' not in output  # nobody trains tiny for real
 
 
 def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_it(results, tmp_path, capfd):
