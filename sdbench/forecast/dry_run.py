@@ -34,6 +34,9 @@ A figure without brackets is not tested: no published run had this model, size a
 NO_RANGE = f"""\
 Not tested: no published run had this model, image size, input and GPU, as few images a step, and was compiled alike.
 Elsewhere the forecast was off by at most {LARGEST_ERROR:.0%}, on speeds of sources that it had not seen."""
+NOT_FITTED = ("the forecast is fitted to NVIDIA's GPUs, and was far off where it was tried on others "
+              '(docs/forecast.md). The memory and the microbatch are counted all the same.')
+NO_PEAK = 'no peak is known in this precision. In amp_fp16 it is known (--precision).'
 MEMORY = (f'CUDA and its libraries take more than is counted: a microbatch fits where there is room for '
           f'{UNCOUNTED_SHARE:.0%} more.')
 PUBLISHED_RUNS = 'Those of published.csv ran the original program: encoders in float32, channels first.'
@@ -215,7 +218,15 @@ def answer(rows: list[dict], settings: Train) -> str:
             epochs = f' ({rounded(settings.training_images / settings.batch_size / settings.batches_per_epoch)} epochs)'
         sentences.append(textwrap.fill(f'Days and dollars: {settings.training_images:,} images{epochs}, {prices} '
                                        '(--dollars_per_gpu_hour).', WIDTH))
-    sentences.append(RANGE if any(row['images_per_sec_least'] for row in rows) else NO_RANGE)
+    without_speed = {}  # cards, by the reason
+    for row in rows:
+        if row['images_per_sec'] is None:
+            is_fitted = CARDS[row['device']].multiprocessors is not None
+            without_speed.setdefault(NO_PEAK if is_fitted else NOT_FITTED, []).append(row['device'])
+    if any(row['images_per_sec'] is not None for row in rows):
+        sentences.append(RANGE if any(row['images_per_sec_least'] for row in rows) else NO_RANGE)
+    for reason, devices in without_speed.items():
+        sentences.append(textwrap.fill(f'No speed of {", ".join(devices)}: {reason}', WIDTH))
     if len(rows) > 1:
         sentences.append('What follows is of the first GPU; --gpu NAME picks another.')
     return '\n'.join(sentences)

@@ -152,10 +152,10 @@ def test_without_a_name_every_card_whose_peak_is_known_is_forecast(smallest_mode
     assert 'AMD' not in printed
 
 
-def test_the_largest_microbatch_stands_beside_one_that_is_asked_for_and_of_other_makers_cards_the_memory_alone(
+def test_the_largest_microbatch_stands_beside_one_that_is_asked_for_and_a_card_without_a_speed_has_a_reason(
         smallest_model, capfd):
     [forecast] = benchmark.main(['--dry_run', '1', *SMALL, '--model_name', smallest_model, '--gpu', 'L40S', 'MI300X',
-                                 '--device_train_microbatch_size', '2'])
+                                 'T4', '--device_train_microbatch_size', '2'])
     assert (forecast['device'], forecast['device_train_microbatch_size']) == ('NVIDIA L40S', 2)
     lines = capfd.readouterr().out.splitlines()
     [largest] = [line for line in lines if line.startswith('the largest microbatch')]
@@ -163,6 +163,9 @@ def test_the_largest_microbatch_stands_beside_one_that_is_asked_for_and_of_other
     [of_amd] = [line for line in lines if line.startswith('AMD Instinct MI300X')]
     assert of_amd.split()[3] == '2'
     assert of_amd.count('not known') == 3
+    reasons = [line for line in lines if line.startswith('No speed of')]
+    assert [reason[:reason.index(' is')] for reason in reasons] == [
+        'No speed of AMD Instinct MI300X: the forecast', 'No speed of Tesla T4: no peak']
 
 
 def test_a_run_that_no_card_holds_is_refused_with_what_would_help(capfd):
