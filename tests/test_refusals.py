@@ -22,6 +22,7 @@ SYNTHETIC = f'--use_synth_data {TINY}'
 ROWS = [
     # The command line itself
     ('benchmark.py', '--use_synth_data --bach_size 4', '--bach_size is no flag; did you mean --batch_size?'),
+    ('benchmark.py', '--use_synth_data --lr 1e-4', '--lr is no flag; did you mean --learning_rate?'),
     ('benchmark.py', '--use_synth_data --batch 4', '--batch is no flag'),  # an abbreviation is none
     ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read'),
     ('benchmark.py', '@utf16.txt', '@utf16.txt is no text in UTF-8; save it as UTF-8'),

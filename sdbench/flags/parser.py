@@ -28,6 +28,31 @@ from sdbench.process import begin, exit_with_error
 Settings = TypeVar('Settings')
 DEFAULTS_IN_WORDS = {'None': 'none', 'True': 'on', 'False': 'off'}  # defaults in --help
 
+# What other programs call a flag: diffusers' examples, Composer, Lightning
+OTHER_NAMES = {
+    'autoresume': 'resume resume_from_checkpoint',
+    'batch_size': 'bs train_batch_size global_batch_size',
+    'clip_grad_norm': 'grad_clip max_grad_norm',
+    'device_train_microbatch_size': 'microbatch gradient_accumulation_steps grad_accum',
+    'dollars_per_gpu_hour': 'price cost',
+    'eval_interval': 'eval_steps',
+    'guidance': 'cfg',
+    'image_size': 'resolution size',
+    'learning_rate': 'lr',
+    'load_weights': 'checkpoint ckpt',
+    'max_duration': 'epochs num_train_epochs max_train_steps max_steps steps',
+    'model_name': 'pretrained_model_name_or_path',
+    'out': 'output_dir',
+    'precision': 'amp bf16 fp16 mixed_precision',
+    'remote': 'data data_dir dataset dataset_name train_data_dir',
+    'sample_prompts': 'prompt validation_prompt',
+    'save_folder': 'output output_dir',
+    'save_interval': 'checkpointing_steps save_steps',
+    'steps': 'num_inference_steps',
+    'use_synth_data': 'synthetic',
+    'weight_decay': 'wd',
+}
+
 
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
          bare: Any = None, needs: str = '', may_change: bool = False) -> Any:
@@ -212,9 +237,15 @@ class Parser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition('=')[0]
-            flags = [flag.removeprefix('--') for flag in self._option_string_actions]
-            nearest = difflib.get_close_matches(name.removeprefix('--'), flags, n=1)
-            remedy = f'did you mean --{nearest[0]}?' if nearest else 'see --help'
+            # dashes and underscores are alike, as in the other programs
+            flags = {}  # by each of their names
+            for option in self._option_string_actions:
+                flag = option.removeprefix('--')
+                for other in OTHER_NAMES.get(flag, '').split():
+                    flags.setdefault(other, flag)
+                flags[flag.replace('-', '_')] = flag
+            nearest = difflib.get_close_matches(name.lstrip('-').replace('-', '_').lower(), flags, n=1)
+            remedy = f'did you mean --{flags[nearest[0]]}?' if nearest else 'see --help'
             self.error(f'{name} is no flag; {remedy}')
         return known
 
