@@ -174,8 +174,11 @@ def what_was_skipped(joined: Joined, settings: Convert) -> str:
 def warn(joined: Joined, unread_tables: list[dict], unused: list[str], settings: Convert) -> None:
     """Name the files that could not be read to their end, tables of other columns, and unused parts of OUT."""
     for line in joined.damaged:
-        print(f'{PROGRAM}: warning: {one_line(ValueError(line["source"]))} is {line["reason"]}; its whole samples are '
-              'kept; fetch it again, and the same command converts it again', file=sys.stderr)
+        kept = 'its whole samples'
+        if 'samples_kept' in line:
+            kept = plural(line['samples_kept'], 'whole sample')
+        print(f'{PROGRAM}: warning: {one_line(ValueError(line["source"]))} is {line["reason"]}; kept: {kept}; fetch it '
+              'again, and the same command converts it again', file=sys.stderr)
     for line in unread_tables:
         print(f'{PROGRAM}: warning: {one_line(ValueError(line["source"]))} is {line["reason"]}; rename the columns, or '
               'the file if it is of something else', file=sys.stderr)

@@ -35,12 +35,16 @@ def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -
         # read the files of the part, and write their samples
         skipped = []
         for file in part.sources:
+            kept = 0
             for key, fields in read_samples(file, columns):
                 try:
                     sample = make_sample(fields, clean)
                 except ValueError as reason:
                     skipped.append({'source': file.name, 'key': key, 'reason': str(reason)})
+                    if key is None and file.piece is None:  # damaged; of a piece of a file nothing follows for the file
+                        skipped[-1]['samples_kept'] = kept
                     continue
+                kept += 1
                 if settings.held_out and is_held_out(sample['jpg'], settings.held_out, settings.seed):
                     held_out_writer.write(sample)
                 else:
