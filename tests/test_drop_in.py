@@ -58,14 +58,16 @@ def test_a_training_of_ones_own_goes_on_as_one_that_never_stopped_and_is_exporte
     assert 'warning' not in capfd.readouterr().err
 
 
-def test_the_programs_of_the_page_train_fine_tune_and_go_on_after_a_signal(shards, smallest_with_attention, tmp_path,
-                                                                                   monkeypatch):
+def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_signal(
+        shards, smallest_with_attention, tmp_path, monkeypatch, capfd):
     (tmp_path / 'photos-mds').symlink_to(shards)
+    (tmp_path / 'photos-mds-held-out').symlink_to(shards)
     (tmp_path / 'sd15').symlink_to(smallest_with_attention)
     monkeypatch.setitem(BUILT_IN, 'tiny', tmp_path / 'sd15')
-    page = (ROOT / 'docs' / 'migrating.md').read_text().replace('image_size=64', 'image_size=16')
+    page = (ROOT / 'docs' / 'migrating.md').read_text()
+    page = page.replace('image_size=64', 'image_size=16').replace('latent_size=8', 'latent_size=16')  # as its VAE has
     programs = [block for block in re.findall('```python\n(.*?)```', page, re.DOTALL) if 'Trainer(...' not in block]
-    in_pytorch, fine_tuning, with_composer, averages = programs
+    in_pytorch, fine_tuning, with_composer, evaluation, averages = programs
     loss = StableDiffusion.loss
 
     # a loop in plain PyTorch, and a model to fine-tune
@@ -82,13 +84,16 @@ def test_the_programs_of_the_page_train_fine_tune_and_go_on_after_a_signal(shard
     trained = UNet2DConditionModel.from_pretrained(tmp_path / 'sd15' / 'unet').state_dict()
     assert_equal(variables['model'].unet.state_dict(), trained)
 
-    # Composer's Trainer
+    # Composer's Trainer, with an evaluation that is the same each time
+    with_composer = with_composer.replace(
+        'callbacks=[', "eval_dataloader=evaluation, eval_interval='1ba', callbacks=[Evaluations(), ")
     def loss_with_a_signal(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return loss(*arguments)
     for function, batches in ((loss_with_a_signal, 1), (loss, 2)):  # an epoch is a batch
         monkeypatch.setattr(StableDiffusion, 'loss', function)
         variables = {}
+        exec(evaluation, variables)
         exec(with_composer, variables)
         assert variables['trainer'].state.timestamp.batch == batches
         assert variables['stop'].interrupted == (batches == 1)
@@ -96,6 +101,11 @@ def test_the_programs_of_the_page_train_fine_tune_and_go_on_after_a_signal(shard
         [group] = optimizer.param_groups
         assert type(optimizer) is torch.optim.AdamW
         assert {id(p) for p in group['params']} == {id(p) for p in variables['model'].unet.parameters()}
+    evaluated = variables['trainer'].state.eval_metrics['eval']['MeanSquaredError'].compute()
+    assert f'batch {batches}: loss {evaluated:.4g} on the held-out samples\n' in capfd.readouterr().err
+    variables['trainer'].eval()
+    again = variables['trainer'].state.eval_metrics['eval']['MeanSquaredError'].compute()
+    assert again == evaluated
 
     # the averages of its checkpoint
     with pytest.raises(pickle.UnpicklingError):
