@@ -83,6 +83,13 @@ def test_published_csv_gives_the_published_table_and_the_originals_program_on_an
 
 # Predictions
 
+def test_64_and_128_gpus_are_predicted_from_8_16_and_32_within_1_5_percent(printed, write):
+    few = {8: 128.2, 16: 254.0, 32: 485.7}
+    path = write(*({'num_devices': n, 'images_per_sec': speed, 'batch_size': 2048} for n, speed in few.items()))
+    [table] = tables(printed(path, '--extrapolate', 64, 128))
+    for row, speed in zip(table[3:], (912.2, 1618.4), strict=True):
+        assert float(row['images/s'].replace(',', '')) == pytest.approx(speed, rel=0.015)
+
 
 def test_the_fit_leaves_out_the_row_that_its_source_extrapolated_and_says_how_good_it_is(printed):
     text = printed(PUBLISHED, '--extrapolate', 512, 1024)
