@@ -51,6 +51,7 @@ class Cluster:
 @dataclass(frozen=True, kw_only=True)
 class Convert(Cluster):
     heading = 'conversion'
+    READ = ('source',)
 
     source: tuple[str, ...] = positional('tars, Parquet files, folders of these or of images, or globs; or tars or '
                                          'Parquet files in an object store (s3://bucket/tars/)')
@@ -90,6 +91,7 @@ class Encode(DataLoading, Model, Encoders, Warmup, Results, Cluster):
 @dataclass(frozen=True, kw_only=True)
 class Export:
     heading = 'export'
+    READ = ('checkpoint',)
 
     checkpoint: str = positional('a checkpoint, or a folder or an object store, for its newest')
     out: str = positional('new folder for the pipeline, or that of an earlier export, which then moves to OUT-1')
@@ -106,6 +108,7 @@ class Export:
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Results):
     heading = 'drawing and judging'
+    READ = ('model', 'data')
 
     model: str = positional('a checkpoint of benchmark.py, a folder or an object store for its newest, or a pipeline '
                             'folder of diffusers, such as export.py writes')
@@ -141,6 +144,7 @@ class Evaluate(Results):
 @dataclass(frozen=True, kw_only=True)
 class Report:
     heading = 'report'
+    READ = ('records',)
 
     records: tuple[str, ...] = positional('files of JSON lines, or of CSV where the name ends in .csv')
     training_images: int | None = flag(None, f'images to train on, repeats counted (default: {TRAINING_IMAGES:,}, as '

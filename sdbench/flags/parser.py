@@ -12,8 +12,10 @@
 import argparse
 import dataclasses
 import difflib
+import glob
 import importlib.util
 import math
+import os
 import re
 import shlex
 import sys
@@ -22,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from sdbench.paths import read_text
+from sdbench.paths import PLACEHOLDER, is_url, read_text
 from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')
@@ -98,8 +100,7 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
         values = vars(parser.parse_args(argv))
         for name, value in values.items():
             if value == '' or isinstance(value, list) and '' in value:
-                name_of_flag = f'--{name}' if hasattr(cls, name) else name.upper()  # what is positional has no default
-                raise ValueError(f'{name_of_flag} is empty; a variable of the shell may not be set')
+                raise ValueError(f'{as_given(cls, name)} is empty; a variable of the shell may not be set')
             if isinstance(value, list):
                 values[name] = tuple(value)  # a list cannot be in a frozen dataclass that is compared
         settings = cls(**values)
@@ -112,13 +113,27 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
 def answer_early(cls: type, description: str) -> None:
     """Answer --help and a mistake in the flags of this process before the imports of a command, which take seconds.
 
-    Its `main` parses once more, since other programs call it with flags of their own.
+    So is a path that is not there, of the fields that `READ` of the dataclass names. Its `main` parses once more, since
+    other programs call it with flags of their own.
     """
     begin()
-    parse(cls, description)
+    settings = parse(cls, description)
+    for name in getattr(cls, 'READ', ()):
+        value = getattr(settings, name)
+        for path in value if isinstance(value, tuple) else (value,):
+            if path is None or is_url(path) or PLACEHOLDER in path or glob.has_magic(path):
+                continue  # it is found, or not, by what reads it
+            if not os.path.lexists(path):
+                given = f'{as_given(cls, name)} {path}'
+                exit_with_error(Path(sys.argv[0]).name, 2, f'{given} does not exist; check the path')
     if importlib.util.find_spec('composer') is None:
         exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} is not the Python of the environment, which has '
                         'the libraries: source .venv/bin/activate (make smoke makes it)')
+
+
+def as_given(cls: type, name: str) -> str:
+    """Return the name of a field as a command line has it. What is positional has no default."""
+    return f'--{name}' if hasattr(cls, name) else name.upper()
 
 
 def check(settings: Any) -> None:

@@ -59,6 +59,7 @@ PRICES_HELP = (f'dollars of one GPU for an hour, or of several GPUs, such as H10
 @dataclass(frozen=True, kw_only=True)
 class DataLoading:
     heading = 'data'
+    READ = ('remote',)
 
     remote: str | None = flag(None, 'MDS shards in a folder or an object store: images and captions as convert.py '
                               'writes them, or for a training latents as encode.py does')

@@ -75,7 +75,9 @@ def test_help_begins_with_commands_and_has_every_flag_with_its_default(program):
 @pytest.mark.parametrize('program, argv', [
     ('benchmark.py', ['--help']), ('benchmark.py', ['--use_synth_data', '--image_size', '100']), ('convert.py', []),
     ('encode.py', ['--remote', 'x']), ('evaluate.py', ['m', 'd']), ('export.py', ['checkpoint', 'tests']),
-    ('report.py', ['--extrapolate', '1,2'])])
+    ('report.py', ['--extrapolate', '1,2']), ('report.py', ['tests', 'nowhere']), ('convert.py', ['nowhere', 'out']),
+    ('benchmark.py', ['--remote', 'nowhere']), ('encode.py', ['--remote', 'nowhere', '--out', 'out']),
+    ('export.py', ['nowhere', 'out']), ('evaluate.py', ['tests', 'nowhere', '--out', 'out'])])
 def test_a_command_line_is_answered_before_anything_heavy_is_imported(program, argv):
     code = f'''
 import json, runpy, sys
@@ -94,3 +96,5 @@ except SystemExit as exit:
         assert status == 2
         assert run.stderr.count('\n') == 1
         assert run.stderr.startswith(f'{program}: error: ')
+    if 'nowhere' in argv:
+        assert ' nowhere does not exist; check the path' in run.stderr
