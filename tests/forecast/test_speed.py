@@ -1,12 +1,24 @@
 """The forecast: its constants are those of the fit, and what is tested is what they were fitted to."""
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 
 from benchmarks.forecast import fit
 from benchmarks.forecast import points as published
 from sdbench.forecast import speed
+from sdbench.gpus import CARDS
+
+
+def test_gradients_in_bf16_are_waited_for_half_as_long_as_those_in_float32():
+    h100 = CARDS['NVIDIA H100 80GB HBM3']
+    buckets = pd.DataFrame([[1e9, 0, 0, 0, 0]], columns=['sent', *speed.WORK])
+    step = speed.StepWork(speed.NOTHING, buckets=buckets)
+    exact, rounded = (speed.seconds_of_waiting(h100, step, speed.BatchSplit(8, 8, 8, precision))
+                      for precision in ('fp32', 'bf16'))
+    assert exact == pytest.approx(1.75 / h100.link_gigabytes_per_sec)  # each of 8 sends 7/8 of the sums twice
+    assert rounded == exact / 2
 
 
 def test_the_points_that_are_fitted_are_what_is_tested_and_each_other_has_its_reason():
