@@ -118,6 +118,9 @@ def answer_early(cls: type, description: str) -> None:
     """
     begin()
     settings = parse(cls, description)
+    if importlib.util.find_spec('composer') is None:
+        exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} is not the Python of the environment, which has '
+                        'the libraries: source .venv/bin/activate (make smoke makes it)')
     for name in getattr(cls, 'READ', ()):
         value = getattr(settings, name)
         for path in value if isinstance(value, tuple) else (value,):
@@ -126,9 +129,6 @@ def answer_early(cls: type, description: str) -> None:
             if not os.path.lexists(path):
                 given = f'{as_given(cls, name)} {path}'
                 exit_with_error(Path(sys.argv[0]).name, 2, f'{given} does not exist; check the path')
-    if importlib.util.find_spec('composer') is None:
-        exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} is not the Python of the environment, which has '
-                        'the libraries: source .venv/bin/activate (make smoke makes it)')
 
 
 def as_given(cls: type, name: str) -> str:
