@@ -54,14 +54,16 @@ if [ "${1:-}" = plan ]; then
         trap 'rm -f "$forecasts"' EXIT
     fi
 
-    # What each phase needs and could reach. What is printed here says more; the plan has the costs.
+    # What each phase needs and could reach. What is printed here says more; the plan has the costs, and no GPU whose
+    # speed is not known.
     data=--use_synth_data
     if [ -n "$LATENTS" ]; then
         data=--use_synth_latents
     fi
     set -- --dry_run "$GPUS" ${GPU:+--gpu $GPU} ${MODEL:+--model_name "$MODEL"} --no-pretrained --results "$forecasts"
     echo "1 of 2: phase 1, at $SIZE_1 pixels" >&2
-    python benchmark.py $phase_1 $data $PHASE_FLAGS "$@" > /dev/null
+    answer=$(python benchmark.py $phase_1 $data $PHASE_FLAGS "$@")
+    echo "$answer" | sed -n 's|^\(No speed of [^:]*\).*|\1: docs/forecast.md says why|p' >&2
     echo "2 of 2: phase 2, at $SIZE_2 pixels" >&2
     python benchmark.py $phase_2 $data $PHASE_FLAGS "$@" > /dev/null
 

@@ -289,10 +289,11 @@ def test_phases_add_up_the_days_of_each_size_and_nothing_else_is_printed(printed
     assert text.rstrip().endswith('Costs: $2 a GPU-hour (--dollars_per_gpu_hour).')
 
 
-def test_a_phase_trains_on_the_images_of_its_newest_record_that_is_no_measurement(printed, write):
+def test_a_phase_trains_on_the_images_of_its_newest_forecast_or_else_training_and_of_no_measurement(printed, write):
     at_256 = OF_A_PHASE | AT_256
-    path = write(OF_A_PHASE | {'max_duration': '850000ba'}, at_256 | {'max_duration': '550000ba', 'date': '2'},
-                 at_256 | {'max_duration': '5ba', 'date': '1'},
+    training = {'batch_size': 2048, 'max_duration': '9ba', 'date': '4'}
+    path = write(OF_A_PHASE | {'max_duration': '850000ba'}, training,
+                 at_256 | {'max_duration': '550000ba', 'date': '2'}, at_256 | {'max_duration': '5ba', 'date': '1'},
                  OF_A_PHASE | {'max_duration': '23ba', 'measure_batches': 20, 'date': '3'})
     assert printed(path, '--phase', 256, '--phase', 512).startswith(
         'Plan: train on 1,126,400,000 images at 256 px, then 1,740,800,000 images at 512 px\n')
@@ -326,7 +327,7 @@ def test_a_plan_on_latents_has_their_encoding_in_it_or_says_at_which_size_it_has
     assert columns([row], 'encode 256', 'encode 512', 'train 256', 'train 512', 'days', 'cost') == [
         ('1.00 days', '2.00 days', '2.00 days', '1.00 days', '6.00', '$2,304')]
     assert 'images at 256 px (0.400 epochs), then 86,400,000 images at 512 px (0.100 epochs)' in text
-    assert 'forecast of encode 256 and train 256, not tested.' in text
+    assert 'forecast of encode 256 and train 256, not corrected: what was measured has no forecast of the same' in text
     assert 'without encoding at 256 and 512 px.' in printed(write(latents, latents | {'image_size': 256}), *SIZES)
 
 

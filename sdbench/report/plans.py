@@ -110,11 +110,15 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
 
 
 def images_of_phase(trained: pd.DataFrame, size: str) -> int:
-    """Return how many images a phase trains on: those of the newest record of its size that is no measurement.
+    """Return how many images a phase trains on.
+
+    They are those of the newest forecast of its size, or else of the newest training. A measurement does not count.
 
     Raises ValueError if no record says it.
     """
-    for record in reversed(list(trained.loc[trained['image_size'] == size, 'record'])):
+    of_size = trained[trained['image_size'] == size]
+    is_forecast = of_size['status'] == FORECAST
+    for record in [*of_size['record'][is_forecast][::-1], *of_size['record'][~is_forecast][::-1]]:
         duration = str(record.get('max_duration', ''))
         if 'measure_batches' not in record and duration.endswith('ba') and 'batch_size' in record:
             return to_batches(duration) * record['batch_size']
@@ -171,6 +175,8 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
         least, most = sum(part.least for part in parts), sum(part.most for part in parts)
         if factor is not None:
             notes.append(f'{what}, corrected')
+        elif len(forecasts) < len(parts):
+            notes.append(f'{what}, not corrected: what was measured has no forecast of the same flags and microbatch')
         elif math.isnan(least):
             notes.append(f'{what}, not tested')
         else:
@@ -251,7 +257,7 @@ def speed_of_encoding(run: pd.Series, records: pd.DataFrame, size: str) -> tuple
             speed = row['images_per_sec']
         else:
             speed = row['record'].get('encode_images_per_sec')
-            is_same = is_same and row['compile'] == run['compile']
+            is_same = is_same and row['status'] == FORECAST and row['compile'] == run['compile']
         is_better = row['status'] == MEASURED or row['status'] == FORECAST and found[1] != MEASURED
         if is_same and is_better and speed is not None:
             found = speed / row['num_devices'] * run['num_devices'], row['status']
