@@ -61,7 +61,7 @@ def in_thread(function, *arguments) -> tuple[threading.Thread, list]:
 @pytest.mark.long
 def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, tmp_path, capfd):
     store = cluster.store
-    for number in range(7):
+    for number in range(12):
         store.put(f'tars/{number:02}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())
     argv = ['s3://bucket/tars', '--size_limit', '1kb']
     assert convert.main([*argv, 'undisturbed']) == 0
