@@ -177,9 +177,9 @@ def warn(joined: Joined, unread_tables: list[dict], unused: list[str], settings:
         kept = 'its whole samples'
         if 'samples_kept' in line:
             kept = plural(line['samples_kept'], 'whole sample')
-        print(f'{PROGRAM}: warning: {one_line(ValueError(line["source"]))} is {line["reason"]}; kept: {kept}, and '
-              'a caption that another lacks may be lost with the rest; fetch it again, and the same command converts '
-              'it again', file=sys.stderr)
+        print(f'{PROGRAM}: warning: {one_line(ValueError(line["source"]))} is {line["reason"]}; kept: {kept}; '
+              'where another has no caption, it may lie behind the damage; fetch it again, and the same command '
+              'converts it again', file=sys.stderr)
     for line in unread_tables:
         print(f'{PROGRAM}: warning: {one_line(ValueError(line["source"]))} is {line["reason"]}; rename the columns, or '
               'the file if it is of something else', file=sys.stderr)

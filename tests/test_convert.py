@@ -163,7 +163,7 @@ def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tar
     printed = capsys.readouterr()
     assert printed.out.startswith('done already')
     assert '00000.tar is cut short or damaged' in printed.err
-    assert '; kept: 1 whole sample, and a caption that another lacks may be lost' in printed.err
+    assert '; kept: 1 whole sample; where another has no caption, it may lie behind the damage;' in printed.err
 
     (tars / '00000.tar').write_bytes(whole)  # fetched again
     write_tar(tars / '00003.tar', sample_files('6', 6))

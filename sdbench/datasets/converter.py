@@ -3,7 +3,7 @@ import hashlib
 
 import torch
 
-from sdbench.datasets.output import Output, PartWriter
+from sdbench.datasets.output import DAMAGED, Output, PartWriter
 from sdbench.datasets.readers import make_sample, read_samples
 from sdbench.datasets.tables import Columns
 from sdbench.datasets.workers import Part
@@ -41,7 +41,7 @@ def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -
                     sample = make_sample(fields, clean)
                 except ValueError as reason:
                     skipped.append({'source': file.name, 'key': key, 'reason': str(reason)})
-                    if key is None and file.piece is None:  # damaged; of a piece of a file nothing follows for the file
+                    if str(reason).startswith(DAMAGED) and file.piece is None:  # a piece says nothing of its file
                         skipped[-1]['samples_kept'] = kept
                     continue
                 kept += 1

@@ -175,12 +175,13 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
         least, most = sum(part.least for part in parts), sum(part.most for part in parts)
         if factor is not None:
             notes.append(f'{what}, corrected')
-        elif len(forecasts) < len(parts):
-            notes.append(f'{what}, not corrected: what was measured has no forecast of the same flags and microbatch')
         elif math.isnan(least):
             notes.append(f'{what}, not tested')
         else:
             notes.append(f'{what}, {days_in_words(least)} to {days_in_words(most, " days")}')
+        is_measured = any(part.name == 'train' and part.status == MEASURED for part in parts)
+        if is_measured and factor is None:
+            notes.append('not corrected: what was measured has no forecast of the same flags and microbatch')
 
     # what is not in it
     encoded = [part.size for part in parts if part.name == 'encode']
