@@ -3,8 +3,10 @@ import gc
 import multiprocessing
 import os
 import random
+import shlex
 import shutil
-from multiprocessing import forkserver, resource_tracker
+import sys
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +16,9 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other 
 # Inductor without processes of its own, and without vectors, whose C++ takes a compiler much longer than the plain one.
 os.environ.update(TORCHINDUCTOR_COMPILE_THREADS='1', TORCHINDUCTOR_VEC_ISA_OK='0')
 
-# One server, of the first process of pytest, forks processes for all: what it imports takes ten seconds.
-if 'PYTEST_XDIST_WORKER' in os.environ:
-    forkserver._forkserver.ensure_running = resource_tracker.ensure_running
-    forkserver._forkserver._forkserver_address = os.environ['FORK_SERVER']
-    forkserver._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # it ends with the first process
-else:
+# One server, of the first process of pytest, forks the processes that tests need, and the other ones of pytest: what it
+# imports takes ten seconds.
+if 'FORK_SERVER' not in os.environ:
     os.environ['PYTHONPATH'] = str(Path(__file__).parent.parent)
     multiprocessing.get_context('forkserver').set_forkserver_preload(['tests.preloaded'])
     forkserver.ensure_running()  # it imports while the tests are collected, and prints where pytest captures it
@@ -29,6 +28,11 @@ import pytest
 
 # Fixtures import what they use: xdist's controller, which imports this file before it starts its workers, runs no test.
 pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs')
+
+
+def pytest_configure(config):
+    python = shlex.join([sys.executable, str(Path(__file__).with_name('forked_python.py'))])
+    config.option.tx = [f'popen//python={python}' for _ in config.option.tx]
 
 
 def pytest_collection_finish():
