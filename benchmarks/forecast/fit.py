@@ -9,7 +9,8 @@ from scipy.optimize import least_squares
 
 from benchmarks.forecast.points import card_of
 from benchmarks.forecast.steps import layout_of, work_of
-from sdbench.forecast.speed import Constants, images_per_sec
+from sdbench.forecast.speed import BatchSplit, Constants, StepWork, images_per_sec
+from sdbench.gpus import Card
 
 
 class Fitted(NamedTuple):
@@ -43,35 +44,61 @@ def fitted_of(values: tuple[float, ...]) -> Fitted:
     return Fitted(eager, replace(eager, bytes_a_cycle=math.inf, seconds_a_kernel=seconds_in_a_graph))
 
 
+class PublishedStep(NamedTuple):
+    """A point, as it is predicted."""
+    card: Card
+    work: StepWork
+    layout: BatchSplit
+    is_eager: bool
+
+
+def steps_of(points: pd.DataFrame) -> list[PublishedStep]:
+    """Return the steps whose speeds the points are."""
+    return [PublishedStep(card_of(point), work_of(point), layout_of(point), point['compile'] == 'no')
+            for _, point in points.iterrows()]
+
+
+def speeds_of(steps: list[PublishedStep], fitted: Fitted) -> np.ndarray:
+    """Return images/s per GPU (steps,)."""
+    speeds = []
+    for card, work, layout, is_eager in steps:
+        constants = fitted.eager if is_eager else fitted.in_a_graph
+        speeds.append(images_per_sec(card, work, layout, constants) / layout.num_devices)
+    return np.array(speeds)
+
+
 def predict(points: pd.DataFrame, fitted: Fitted) -> np.ndarray:
     """Return images/s per GPU (points,)."""
-    predicted = []
-    for _, point in points.iterrows():
-        constants = fitted.eager if point['compile'] == 'no' else fitted.in_a_graph
-        layout = layout_of(point)
-        predicted.append(images_per_sec(card_of(point), work_of(point), layout, constants) / layout.num_devices)
-    return np.array(predicted)
+    return speeds_of(steps_of(points), fitted)
 
 
-def fit(points: pd.DataFrame) -> np.ndarray:
+def fit(points: pd.DataFrame, start: np.ndarray | tuple = START) -> np.ndarray:
     """Return the values whose predictions are nearest, in the order of START.
 
     It is by least squares of the logarithms: relative errors count alike.
-    """
-    def residuals(logarithms: np.ndarray) -> np.ndarray:
-        return np.log(predict(points, fitted_of(START * np.exp(logarithms))) / points['measured'].to_numpy())
 
-    return START * np.exp(least_squares(residuals, np.zeros(len(START)), diff_step=1e-4).x)
+    Args:
+        points: that are met.
+        start: from which the search starts.
+    """
+    steps = steps_of(points)
+    measured = points['measured'].to_numpy()
+
+    def residuals(logarithms: np.ndarray) -> np.ndarray:
+        return np.log(speeds_of(steps, fitted_of(start * np.exp(logarithms))) / measured)
+
+    return start * np.exp(least_squares(residuals, np.zeros(len(START)), diff_step=1e-4).x)
 
 
 def judge(points: pd.DataFrame) -> Judged:
     """Fit the constants to all points that are not left out, and to all but those of each source in turn."""
     points = points[points['left_out'] == '']
-    fitted = fitted_of([float(f'{value:.3g}') for value in fit(points)])  # three significant digits
+    nearest = fit(points)
+    fitted = fitted_of([float(f'{value:.3g}') for value in nearest])  # three significant digits
     points = points.assign(predicted=predict(points, fitted))
     for by in points['by'].unique():
         theirs = points['by'] == by
-        points.loc[theirs, 'unseen'] = predict(points[theirs], fitted_of(fit(points[~theirs])))
+        points.loc[theirs, 'unseen'] = predict(points[theirs], fitted_of(fit(points[~theirs], nearest)))
     points['error'] = points['predicted'] / points['measured'] - 1
     points['unseen_error'] = points['unseen'] / points['measured'] - 1
     return Judged(points, fitted)

@@ -56,6 +56,17 @@ def layout_of(point: pd.Series) -> BatchSplit:
 
 @cache
 def trace(run: Run) -> StepWork:
+    """Trace a step, with its update."""
+    # runs that differ in their update alone share all else
+    model, work = trace_without_update(run._replace(program='', use_ema=False))
+    if not run.compile:
+        return work._replace(update=their_update(model, run.program, run.use_ema))
+    weights = sum(weight.numel() for weight in model.unet.parameters())
+    return work._replace(update=work_by_kind([(UPDATE, 0, 0, BYTES_OF_FUSED_ADAM * weights, 1)]))
+
+
+@cache
+def trace_without_update(run: Run) -> tuple[ComposerModel, StepWork]:
     """Trace a step: eager ones had their images in channels first, compiled ones in channels_last."""
     # the flags of this repository that are nearest
     precision = 'amp_fp16' if run.precision == 'fp16' else run.precision
@@ -76,12 +87,10 @@ def trace(run: Run) -> StepWork:
         # autocast then casts neither the weights nor their gradients; diffusers' own `to` warns
         torch.nn.Module.to(outline.unet, AUTOCAST_DTYPES[precision])
 
-    if not run.compile:
-        _, work = trace_step(outline, precision)
-        return work._replace(update=their_update(outline, run.program, run.use_ema))
-    _, work = compiled(*trace_step(outline, precision), replace(settings, compile=True, compile_blocks=False))
-    weights = sum(weight.numel() for weight in outline.unet.parameters())
-    return work._replace(update=work_by_kind([(UPDATE, 0, 0, BYTES_OF_FUSED_ADAM * weights, 1)]))
+    memory, work = trace_step(outline, precision)
+    if run.compile:
+        _, work = compiled(memory, work, replace(settings, compile=True, compile_blocks=False))
+    return outline, work
 
 
 def take_text_as_encoded(model: ComposerModel) -> None:
@@ -91,13 +100,15 @@ def take_text_as_encoded(model: ComposerModel) -> None:
 
 
 def their_update(model: ComposerModel, program: str, use_ema: bool) -> pd.DataFrame:
-    """Return the work of AdamW of the time, and of Composer's average, which took the frozen encoders along."""
+    """Return the work of AdamW of the time, and of Composer's average."""
     if program == SHARDED_OPTIMIZER:
         return NOTHING
     optimizer = torch.optim.AdamW(model.unet.parameters(), foreach=program != LOOPED_OPTIMIZER)
+    work = work_of_update({UPDATE: optimizer.step})
+    return work + their_average(model) if use_ema else work
 
-    def update() -> None:
-        optimizer.step()
-        if use_ema:
-            composers_compute_ema(model, model, 0.999)  # of itself: the same work
-    return work_of_update({UPDATE: update})
+
+@cache
+def their_average(model: ComposerModel) -> pd.DataFrame:
+    """Return the work of Composer's average, which took the frozen encoders along."""
+    return work_of_update({UPDATE: lambda: composers_compute_ema(model, model, 0.999)})  # of itself: the same work

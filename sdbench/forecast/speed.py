@@ -116,14 +116,14 @@ def can_forecast(card: Card, precision: str) -> bool:
     return card.multiprocessors is not None and peak_of(card.name, precision) is not None
 
 
-def seconds_of(card: Card, work: pd.DataFrame, images: int, times: int, constants: Constants = CONSTANTS) -> np.ndarray:
-    """Return the seconds that each row of work takes on a card, done so many times, for so many images in all."""
+def seconds_of(card: Card, work: np.ndarray, images: int, times: int, constants: Constants = CONSTANTS) -> np.ndarray:
+    """Return the seconds that each row of work (rows, WORK) takes on a card, done so many times, for so many images."""
     arithmetic = constants.peak_share * card.tflops * 1e12
     memory = constants.bandwidth_share * card.gigabytes_per_sec * 1e9
     multiprocessors = constants.bytes_a_cycle * card.multiprocessors * card.gigahertz * 1e9
     rate = min(memory, multiprocessors)
     costs = np.array([images / arithmetic, images / rate, times / rate, times * constants.seconds_a_kernel])  # of WORK
-    return work.to_numpy() @ costs
+    return work @ costs
 
 
 def seconds_of_waiting(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> float:
@@ -137,22 +137,24 @@ def seconds_of_waiting(card: Card, step: StepWork, split: BatchSplit, constants:
     over_link = 2 * (split.num_devices - 1) / split.num_devices  # bytes for each byte of gradients, by a ring
     if split.allreduce_precision == 'bf16':
         over_link /= 2
-    sent = step.buckets['sent'].to_numpy()[::-1].cumsum()[::-1]  # each with all after it
+    sent_and_work = step.buckets.to_numpy()
+    sent = sent_and_work[::-1, 0].cumsum()[::-1]  # each with all after it
     travelling = sent * over_link / (card.link_gigabytes_per_sec * 1e9)
-    computing = seconds_of(card, step.buckets[WORK], split.last_microbatch, 1, constants)
+    computing = seconds_of(card, sent_and_work[:, 1:], split.last_microbatch, 1, constants)
     return max(0.0, (travelling - computing).max())
 
 
-def seconds_by_kind(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> pd.Series:
+def seconds_by_kind(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> Counter:
     """Return the seconds of a step by kind of operator, and those of WAITING."""
     parts = [(step.model, split.microbatches), (step.encoder, split.microbatches),
              (step.accumulation, split.microbatches - 1), (step.update, 1), (step.exchange, split.num_devices > 1)]
     seconds = Counter({WAITING: seconds_of_waiting(card, step, split, constants)})
     for work, times in parts:
-        seconds.update(dict(zip(work.index, seconds_of(card, work, split.images, times, constants), strict=True)))
-    return pd.Series(seconds)
+        of_rows = seconds_of(card, work.to_numpy(), split.images, times, constants)
+        seconds.update(dict(zip(work.index, of_rows, strict=True)))
+    return seconds
 
 
 def images_per_sec(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> float:
     """Return the images per second of all GPUs together."""
-    return split.num_devices * split.images / seconds_by_kind(card, step, split, constants).sum()
+    return split.num_devices * split.images / seconds_by_kind(card, step, split, constants).total()

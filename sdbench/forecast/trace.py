@@ -121,7 +121,7 @@ class Estimate:
         settings = self.settings
         split = BatchSplit(microbatch, settings.device_batch_size, settings.num_devices, settings.allreduce_precision)
         work = self.work._replace(encoder=NOTHING) if settings.latents else self.work
-        return seconds_by_kind(card, work, split, self.constants)
+        return pd.Series(seconds_by_kind(card, work, split, self.constants))
 
     def speed_on(self, card: Card, microbatch: int) -> float:
         """Return images/s of all devices together, of a card that can be forecast in this precision."""
