@@ -2,6 +2,7 @@
 import functools
 
 import cpuinfo
+import torch
 
 import benchmark
 from sdbench.inputs.tokenizer import build_tokenizer
@@ -28,3 +29,4 @@ def take() -> None:
     benchmark.flops_of_an_image = flops.flops_of_an_image = known_flops_of_an_image
     loading.build_tokenizer = known_tokenizer
     cpuinfo.get_cpu_info = dict  # so that the CPU has no name
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # instead of 5 s for each process of a loader that is left
