@@ -154,25 +154,15 @@ def test_the_table_of_a_record_says_what_the_program_says_of_each_key():
     assert '\n'.join(rows) in (ROOT / 'docs/measuring.md').read_text()
 
 
-def check_imports(code: str) -> None:
-    """Check that Python code compiles, and that each name that it imports from this repository is there."""
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.ImportFrom):
-            top = node.module.partition('.')[0]
-            if (ROOT / top).is_dir() or (ROOT / f'{top}.py').exists():
-                module = importlib.import_module(node.module)
-                assert all(hasattr(module, name.name) for name in node.names), ast.unparse(node)
-
-
-@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
-def test_python_in_a_page_compiles_and_imports_what_is_there(page):
-    for block in blocks(page, 'python'):
-        check_imports(block)
-
-
-def test_each_script_of_benchmarks_imports_what_is_there():
-    for script in ROOT.glob('benchmarks/**/*.py'):
-        check_imports(script.read_text())
+def test_python_in_pages_and_in_benchmarks_compiles_and_imports_what_is_there():
+    scripts = [script.read_text() for script in ROOT.glob('benchmarks/**/*.py')]
+    for code in [*scripts, *(block for page in PAGES for block in blocks(page, 'python'))]:
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom):
+                top = node.module.partition('.')[0]
+                if (ROOT / top).is_dir() or (ROOT / f'{top}.py').exists():
+                    module = importlib.import_module(node.module)
+                    assert all(hasattr(module, name.name) for name in node.names), ast.unparse(node)
 
 
 @pytest.fixture

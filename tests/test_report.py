@@ -526,32 +526,23 @@ def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measu
     assert ideal.get_ydata()[[0, -1]] == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
 
 
-def test_the_picture_of_a_plan_has_a_bar_a_gpu_in_its_parts_hatched_where_they_were_forecast(drawn, write):
-    path = write(AT_256, {}, *(FORECAST | at | {'device': 'B200', 'images_per_sec': 8000.0} for at in ({}, AT_256)))
-    [axes] = drawn(path, '--phase', '86400000@256', '--phase', '86400000@512', '--figure', 'plan.png').axes
-    bars = axes.patches
-    assert [bar.get_width() for bar in bars] == pytest.approx([24, 24, 60, 240])
-    assert [bar.get_x() for bar in bars] == pytest.approx([0, 24, 0, 60])
-    assert [bool(bar.get_hatch()) for bar in bars] == [True, True, False, False]
-    assert [text.get_text().strip() for text in axes.texts] == ['$96.0', '$600']
-    assert [label.get_text() for label in axes.get_yticklabels()] == ['8 x B200', '8 x H200']
-    assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == [
-        'train 256 px', 'train 512 px', 'forecast', 'measured']
-
-
-def test_the_picture_of_a_plan_marks_the_forecasts_that_a_measurement_corrected(drawn, write):
+def test_the_picture_of_a_plan_has_a_bar_a_gpu_in_its_parts_hatched_as_they_were_forecast_or_corrected(drawn, write):
+    """A measurement at 512 pixels corrects the forecast of the same GPU at 256."""
     forecasts = [FORECAST | at | {'device': device} for device in ('H200', 'H100') for at in ({}, AT_256)]
     path = write(*forecasts, {'model_name': 'sd2', 'images_per_sec': 750.0})
-    figure = drawn(path, *SIZES, '--figure', 'plan.png')
-    hatches = {(bar.get_y() > 0.5, bar.get_hatch()) for bar in figure.axes[0].patches}
-    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert names == ['8 x H100', '8 x H200']
-    assert hatches == {(False, '///'), (True, 'xxx'), (True, None)}
-    marks = {text.get_text(): patch.get_hatch() for text, patch in zip(
-        figure.legends[0].get_texts(), figure.legends[0].get_patches(), strict=True)}
-    assert (marks['forecast'], marks['forecast, corrected'], marks['measured']) == ('///', 'xxx', None)
+    figure = drawn(path, '--phase', '86400000@256', '--phase', '86400000@512', '--figure', 'plan.png')
+    [axes], [legend] = figure.axes, figure.legends
+    assert [label.get_text() for label in axes.get_yticklabels()] == ['8 x H100', '8 x H200']
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([60, 240, 64, 256])  # GPU-hours
+    assert [bar.get_x() for bar in axes.patches] == pytest.approx([0, 60, 0, 64])
+    assert [bar.get_hatch() for bar in axes.patches] == ['///', '///', 'xxx', None]
+    assert [text.get_text().strip() for text in axes.texts] == ['$600', '$640']
+    marks = [(text.get_text(), patch.get_hatch()) for text, patch in zip(
+        legend.get_texts(), legend.get_patches(), strict=True)]
+    assert marks == [('train 256 px', None), ('train 512 px', None), ('forecast', '///'),
+                     ('forecast, corrected', 'xxx'), ('measured', None)]
     figure.draw_without_rendering()
-    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
+    assert legend.get_window_extent().x1 <= figure.bbox.x1
 
 
 def test_the_picture_of_what_was_learned_has_a_line_a_run_over_images_and_over_dollars(drawn, write):
