@@ -1,7 +1,5 @@
 """Every switch trains the same model, in half precision by CUDA's rules: how near float32, and what overflows."""
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,8 +13,6 @@ from sdbench.flags.train import Train
 from sdbench.forecast.trace import norms_in_float32
 from sdbench.models.loading import find_model
 from tests.runs import TINY, Weights, settings_of
-
-HALF = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 
 
 def arguments(*argv: str) -> Train:
@@ -51,25 +47,6 @@ def test_compiling_leaves_loss_and_gradients_as_they_are(smallest_model):
     assert max(exactness.differences(compiled, loss_and_gradient(*argv))) < 1e-4
 
 
-@contextlib.contextmanager
-def composer_on_a_gpu(monkeypatch) -> Iterator[None]:
-    """Let Composer's Trainer take amp_bf16 and amp_fp16 on this CPU, compute norms in float32, and scale losses.
-
-    What this cannot show: TF32, the kernels of cuDNN and cuBLAS and their order of summation, and a GPU's memory.
-    """
-    @contextlib.contextmanager
-    def precision_context(precision, *_, **__):
-        dtype = HALF.get(str(getattr(precision, 'value', precision)))
-        with torch.autocast('cpu', dtype or torch.bfloat16, enabled=dtype is not None):
-            yield
-
-    monkeypatch.setattr(trainer, '_validate_precision', lambda precision, device: None)
-    monkeypatch.setattr(trainer, 'get_precision_context', precision_context)
-    monkeypatch.setattr(trainer, 'GradScaler', functools.partial(torch.amp.GradScaler, 'cpu'))
-    with norms_in_float32():
-        yield
-
-
 class Scales(Callback):
     """The scale of the loss at the end of each batch."""
 
@@ -81,13 +58,17 @@ class Scales(Callback):
 
 
 def test_a_step_whose_scaled_gradients_overflow_is_left_out_and_the_scale_halved(monkeypatch, smallest_with_attention):
+    """By Composer's Trainer as on a GPU in amp_fp16, with norms in float32 as CUDA's autocast has them."""
+    monkeypatch.setattr(trainer, '_validate_precision', lambda precision, device: None)
+    monkeypatch.setattr(trainer, 'get_precision_context', lambda *_, **__: torch.autocast('cpu', torch.float16))
+    monkeypatch.setattr(trainer, 'GradScaler', functools.partial(torch.amp.GradScaler, 'cpu'))
     settings = arguments('--model_name', smallest_with_attention, '--encoder_precision', 'fp16',
                          '--device_train_microbatch_size', '2', '--max_duration', '5ba')
     settings = replace(settings, precision='amp_fp16')  # that of a GPU
     witness, scales = Weights(2, value=float('inf')), Scales()
     files = find_model(smallest_with_attention)
     data = benchmark.build_data(settings, files, None)
-    with composer_on_a_gpu(monkeypatch), benchmark.StopAtSignal() as stop:
+    with norms_in_float32(), benchmark.StopAtSignal() as stop:
         _, _, training = benchmark.build_training(settings, files, data, stop, [witness, scales])
         outcome = benchmark.fit(training, stop)
     assert outcome == {'status': 'complete'}  # its loss was finite

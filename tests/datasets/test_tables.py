@@ -1,6 +1,7 @@
 """Images have their captions from tables that name them, and what does not fit is listed."""
 import os
 import unicodedata
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -46,16 +47,16 @@ TABLES_OF_PEOPLE = {
 }
 
 
-@pytest.mark.parametrize('case', TABLES_OF_PEOPLE)
-@pytest.mark.parametrize('source', ['in', 'in/*'])
-def test_tables_as_editors_spreadsheets_and_other_systems_write_them_are_read(tmp_path, case, source):
-    names, content = TABLES_OF_PEOPLE[case]
-    folder = photos(tmp_path / 'in', *names)
-    name = 'metadata.jsonl' if case == 'lines of JSON' else 'Captions.CSV'
-    (folder / name).write_text(content, 'utf-16' if case == 'Unicode text of Excel' else 'utf-8', newline='')
+@pytest.mark.parametrize('source', ['in', 'in/*/*'])
+def test_tables_as_editors_spreadsheets_and_other_systems_write_them_are_read(tmp_path, source):
+    for case, (names, content) in TABLES_OF_PEOPLE.items():
+        folder = photos(tmp_path / 'in' / case, *names)
+        name = 'metadata.jsonl' if case == 'lines of JSON' else 'Captions.CSV'
+        (folder / name).write_text(content, 'utf-16' if case == 'Unicode text of Excel' else 'utf-8', newline='')
     assert convert.main([source, 'out']) == 0
-    assert dict(read_back(tmp_path / 'out')) == {shaded(0): 'one', shaded(1): 'two'}
     assert not (tmp_path / 'out/skipped.jsonl').exists()
+    assert Counter(read_back(tmp_path / 'out')) == dict.fromkeys(
+        [(shaded(0), 'one'), (shaded(1), 'two')], len(TABLES_OF_PEOPLE))
 
 
 def test_a_table_may_lie_elsewhere_and_have_other_columns(tmp_path):

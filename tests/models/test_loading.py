@@ -24,9 +24,11 @@ def parameters(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_stable_diffusion_2_base_has_its_published_sizes():
+def test_stable_diffusion_2_base_has_its_published_sizes_and_flops_of_an_image():
     with torch.device('meta'):
         sd2_base = StableDiffusion(SD2_BASE, image_size=512)
+    gigaflops = {part: flops / 1e9 for part, flops in sd2_base.flops_per_image.items()}
+    assert gigaflops == pytest.approx({'unet': 2408.7, 'vae': 1116.7, 'text_encoder': 45.1}, abs=0.1)
     assert parameters(sd2_base.unet) == 865_910_724
     assert parameters(sd2_base.vae) == 83_653_863
     assert parameters(sd2_base.text_encoder) == 340_387_840

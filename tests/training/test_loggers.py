@@ -5,7 +5,7 @@ import pytest
 
 from benchmark import main
 from sdbench.training.checkpoints import RUN_NAME
-from sdbench.training.loggers import build_loggers, kept_name, name_of_run
+from sdbench.training.loggers import kept_name, name_of_run
 from tests.forked_runs import run_program
 from tests.runs import TINY, one_error_line, settings_of
 
@@ -62,26 +62,20 @@ def test_two_runs_never_share_a_name_one_keeps_its_own_and_a_file_that_holds_non
         named('--save_folder', tmp_path)
 
 
-def test_a_run_that_was_lost_before_its_first_checkpoint_goes_on_at_wandb_by_the_same_command(tmp_path):
-    settings = settings_of('--use_synth_data', '--run_name', 'my run', '--wandb_project', 'project', '--save_folder',
-                           str(tmp_path))
-    ids = set()
-    for _ in range(2):
-        [logger] = build_loggers(settings, name_of_run(settings, kept_name(str(tmp_path))))
-        ids.add(logger._init_kwargs['id'])
-        assert logger._init_kwargs['resume'] == 'allow'
-    assert ids == {(tmp_path / RUN_NAME).read_text().strip()}
-
-
-def test_a_logger_that_cannot_start_is_one_line(capfd, monkeypatch):
+def test_a_logger_that_cannot_start_is_one_line_and_the_same_command_goes_on_as_the_same_run(capfd, monkeypatch):
     import wandb
+    asked_for = []
 
-    def nobody_has_logged_in(**_):
+    def nobody_has_logged_in(**settings):
+        asked_for.append((settings['id'], settings['resume']))
         raise wandb.errors.UsageError('api_key not configured (no-tty).')
     monkeypatch.setattr(wandb, 'init', nobody_has_logged_in)
-    line = one_error_line(['--use_synth_latents', *TINY, '--wandb_name', 'x'], capfd)
+    argv = ['--use_synth_latents', *TINY, '--wandb_name', 'x', '--save_folder', 'kept', '--autoresume']
+    for _ in range(2):
+        line = one_error_line(argv, capfd)
     assert '--wandb_name' in line
     assert '(api_key not configured (no-tty).); log in by `wandb login` or WANDB_API_KEY, or set WANDB_MODE' in line
+    assert asked_for == [(Path('kept', RUN_NAME).read_text().strip(), 'allow')] * 2
 
 
 def main_and_teardown(argv: list[str]) -> None:
