@@ -25,7 +25,7 @@ from sdbench.records.summary import evaluation_summary
 from sdbench.training.compatibility import was_trained_on
 from tests.forked_runs import run_ranks
 from tests.runs import TINY, check_keys, files_of, refusal
-from tests.samples import encoded, picture, pillow_square, write_shards
+from tests.samples import Hostile, encoded, picture, pillow_square, write_shards
 from tests.scoring_models import save_clip
 
 SIZE = 32  # pixels
@@ -281,3 +281,31 @@ def test_a_picture_or_a_score_that_is_not_finite_is_not_kept(pipeline, shards, c
     argv = [folders['pipeline'], shards, tmp_path / 'out', '--clip', folders['clip']]
     assert words in refusal(capfd, run, *argv)
     assert not (tmp_path / 'results.jsonl').exists()
+
+
+@pytest.mark.parametrize('content', [{'conv.weight': torch.ones(3)}, Hostile])
+def test_what_is_not_the_file_of_inception_is_refused_with_the_address_of_that_file(tmp_path, content):
+    path = tmp_path / 'inception.pth'
+    torch.save(Hostile(tmp_path / 'ran') if content is Hostile else content, path)
+    with pytest.raises(ValueError) as refused:
+        load_inception(str(path))
+    line = str(refused.value)
+    assert line.startswith(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; fetch it")
+    assert line.endswith('weights-inception-2015-12-05-6726825d.pth')
+    assert not (tmp_path / 'ran').exists()
+
+
+def test_a_clip_model_without_all_its_weights_or_its_processor_is_refused(tmp_path):
+    def refused(folder: str) -> str:
+        with pytest.raises(ValueError, match=f'--clip {folder} is no folder .*; fetch one: ') as error:
+            load_clip(folder)
+        return str(error.value)
+    clip = save_clip(tmp_path / 'clip')
+    weights = load_file(f'{clip}/model.safetensors')
+    del weights['visual_projection.weight']
+    save_file(weights, f'{clip}/model.safetensors', {'format': 'pt'})
+    assert '1 are missing or foreign, first visual_projection.weight' in refused(clip)
+    unprocessed = save_clip(tmp_path / 'unprocessed')
+    for file in Path(unprocessed).glob('*processor_config.json'):
+        file.unlink()
+    refused(unprocessed)

@@ -1,10 +1,13 @@
-"""Why a run failed: one line, and the same in the record."""
+"""What a run says of how far it is and why it failed: one line on a terminal, in a log and in the record."""
 import json
+import re
+import sys
 
 import pytest
 import torch
 
 import benchmark
+from sdbench import process
 from tests.forked_runs import on_small_disk
 from tests.runs import TINY, failed
 from tests.samples import encoded, picture, write_shards
@@ -30,6 +33,31 @@ def test_a_crash_leaves_a_record_that_says_why_without_passwords(results, capfd,
     assert record['measured_batches'] == 0
     assert record['images_per_sec'] is None
     assert 'the run failed at batch 1: RuntimeError: no luck' in line
+
+
+def test_a_resumed_run_says_from_where_and_counts_to_its_own_end_with_loss_speed_and_time_left(monkeypatch, tmp_path,
+                                                                                               capfd):
+    monkeypatch.setattr(process, 'SECONDS_BETWEEN_LINES', 0)
+    folder = tmp_path / 'checkpoints'
+    argv = ['--use_synth_data', *TINY, '--save_folder', str(folder), '--autoresume', '--max_duration']
+    benchmark.main([*argv, '2ba'])
+    assert f'--save_folder {folder} holds no checkpoint yet: starting from the first batch' in capfd.readouterr().out
+    record = benchmark.main([*argv, '4ba'])
+    out, err = capfd.readouterr()
+    assert f'resuming from {folder}/ep0-ba2-rank0.pt, batch 2 of 4\n' in out
+    _, second, third, *_ = [line for line in err.splitlines() if ' left' in line]
+    assert re.fullmatch(r'12 of 16 images, \S+ images/s, \d\d:\d\d left, batch 3, loss \d\.\d{3}', second)
+    assert third.startswith('16 of 16 images') and f'batch 4, loss {record["loss"]:.3f}' in third
+    assert (record['first_batch'], record['trained_batches']) == (2, 4)
+
+
+def test_a_terminal_has_one_bar_for_all_epochs_which_ends_at_100_percent(monkeypatch, shards, capfd):
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True, raising=False)
+    record = benchmark.main(['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--max_duration',
+                             '2ep'])
+    bar = capfd.readouterr().err.split('\r')[-1].splitlines()[0]
+    assert re.match(r'100%\|█+\| 48/48 \[.* images/s, batch 6, loss \d\.\d{3}\]', bar), bar
+    assert record['trained_epochs'] == 2
 
 
 @pytest.mark.long
