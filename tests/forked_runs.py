@@ -87,6 +87,7 @@ def run_program(server, folder: Path, function: Callable, argv: list, disk: tupl
         environment: more than this process has.
     """
     if disk:
+        os.makedirs(disk[1], exist_ok=True)
         skip_unless_mounts_are_allowed(disk[1])
     folder.mkdir(exist_ok=True)
     arguments = (folder, disk, {**os.environ, **environment}, function, list(map(str, argv)))
@@ -192,6 +193,7 @@ def traced_run(rank: int, argv: list[str], trace: Path, kill: tuple | None) -> N
 
 def run(server, ranks: int, argv: list, folder: Path, kill=None) -> list[int]:
     """Start all ranks, let the whole run die with the first that does, and return their exit codes."""
+    folder.mkdir(exist_ok=True)
     trace = folder / 'rank'
     argv = [*map(str, argv), '--save_folder', str(folder / 'checkpoints'), '--results', str(folder / 'results.jsonl')]
     arguments = [(rank, argv, trace, kill) for rank in range(ranks)]

@@ -209,7 +209,6 @@ def test_a_full_disk_is_one_line_and_the_next_run_goes_on(server, tmp_path, caps
                 (('png', encoded(picture(index, 256, 256), 'PNG')), ('txt', b'a'))}
     write_tar(tmp_path / 'in/x.tar', pictures)
     disk = tmp_path / 'disk'
-    disk.mkdir()
     argv = [ROOT / 'convert.py', tmp_path / 'in', disk / 'out', '--size_limit', '256kb']
     code, _, error = run_program(server, tmp_path / 'run', script, argv, (1, str(disk)))
     beginning, error = error.split('\n', 1)

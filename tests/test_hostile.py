@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import re
 import tarfile
 from functools import cache
 
@@ -11,6 +12,7 @@ from PIL import Image
 
 import convert
 from sdbench.inputs.images import decode_image
+from tests.samples import read_back, sample_files, shaded, write_tar
 
 CAPTIONS = ('a cat', ' \n', '\ufeff', '\0', '\u202eabc\x1b[2J', 'x' * 100_000, '🦜\u0301', '\ud800')
 
@@ -66,17 +68,15 @@ def wild_tar(draw: random.Random) -> bytes:
     return damaged(draw, b''.join(parts) + bytes(1024))
 
 
-def test_any_tar_is_converted_or_refused_in_one_line(tmp_path, capfd):
-    for number in range(30):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / 'two\nlines.tar').write_bytes(wild_tar(random.Random(number)))
-        try:
-            status = convert.main([f'{folder}/two\nlines.tar', f'{folder}/out', '--num_workers', '1']) or 0
-        except SystemExit as end:
-            status = end.code
-        *lines, last = capfd.readouterr().err.split('\n')[:-1] or ['']
-        assert status in (0, 1, 2), (number, status)
-        assert not any('error' in line or 'Traceback' in line for line in lines), (number, lines)
-        assert bool(status) == last.startswith(('convert.py: error: ', 'convert.py: warning: ')), (number, last)
-        assert {*os.listdir(folder)} <= {'two\nlines.tar', 'out'}
+def test_any_tar_is_converted_or_named_in_one_line_and_a_good_one_is_converted_beside_it(tmp_path, capfd):
+    write_tar(tmp_path / 'in/good.tar', sample_files('good', 0))
+    for number in range(60):
+        (tmp_path / f'in/two\nlines {number}.tar').write_bytes(wild_tar(random.Random(number)))
+    assert convert.main(['in', 'out', '--num_workers', '1']) == 1
+    beginning, *warnings, end = capfd.readouterr().err.split('\n')
+    assert (beginning, end) == ('converting 61 files in 1 of 1 part', '')
+    warning = re.compile(f'convert.py: warning: {tmp_path}/in/two lines [0-9]+.tar is cut short or damaged: ')
+    for line in warnings:
+        assert warning.match(line), line
+    assert (shaded(0), 'caption 0') in read_back(tmp_path / 'out')
+    assert {*os.listdir()} == {'in', 'out'}

@@ -22,7 +22,6 @@ SYNTHETIC = f'--use_synth_data {TINY}'
 ROWS = [
     # The command line itself
     ('benchmark.py', '--use_synth_data --bach_size 4', '--bach_size is no flag; did you mean --batch_size?'),
-    ('benchmark.py', '--use_synth_data --lr 1e-4', '--lr is no flag; did you mean --learning_rate?'),
     ('benchmark.py', '--use_synth_data --batch 4', '--batch is no flag'),  # an abbreviation is none
     ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read'),
     ('benchmark.py', '@utf16.txt', '@utf16.txt is no text in UTF-8; save it as UTF-8'),
@@ -38,7 +37,6 @@ ROWS = [
     ('benchmark.py', '--use_synth_data --remote x', 'give only one of --remote, --use_synth_data'),
     ('benchmark.py', f'{SYNTHETIC} --batch_size 6 --device_train_microbatch_size 4', '--device_train_microbatch_size 4 '
      'does not divide the 6 images that a device gets of --batch_size 6; use 3'),
-    ('WORLD_SIZE=3 benchmark.py', f'{SYNTHETIC} --batch_size 8', '8 does not divide over 3 devices; use 6'),
     ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu: RTX4091 is no GPU that is known here; did you '
      'mean RTX 4090 or'),
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size: 100 is not a multiple of 8; use 96'),
@@ -94,7 +92,6 @@ ROWS = [
     ('evaluate.py', 'notes shards --out out --clip nowhere', '--clip nowhere is no folder; fetch one: hf download'),
 
     # Reports
-    ('report.py', 'missing.jsonl', 'missing.jsonl'),
     ('report.py', 'records.csv', 'records.csv:2: not a record: more cells than columns'),
     ('report.py', 'published.csv --csv /missing/table.csv', '/missing'),
     ('report.py', 'published.csv --csv published.csv', 'would overwrite the records'),

@@ -1,6 +1,8 @@
 """Convert tars, Parquet files and images into the shards of a part, in a process of this machine or of a cluster."""
 import hashlib
+import html
 
+import ftfy
 import torch
 
 from sdbench.datasets.output import DAMAGED, Output, PartWriter
@@ -25,7 +27,7 @@ def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -
     columns = Columns(settings.image_column, settings.caption_column)
     clean = str
     if settings.clean_captions:
-        from open_clip.tokenizer import basic_clean as clean  # takes 3 seconds
+        clean = mend_letters
 
     for part in parts:
         writer = PartWriter(outputs[0], part.name, MDS_COLUMNS, settings.size_limit)
@@ -53,6 +55,11 @@ def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -
         if settings.held_out:
             held_out_writer.finish()
         writer.finish(skipped)  # last: it says that the part is done
+
+
+def mend_letters(caption: str) -> str:
+    """Mend the letters of a caption as open_clip's `basic_clean` does, whose import takes 3 seconds."""
+    return html.unescape(html.unescape(ftfy.fix_text(caption))).strip()
 
 
 def is_held_out(image: bytes, fraction: float, seed: int) -> bool:

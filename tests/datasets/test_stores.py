@@ -4,18 +4,19 @@ import re
 import signal
 import socket
 import threading
-from datetime import timedelta
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import obstore
 import pytest
 from azure.storage.blob import BlobServiceClient
+from werkzeug.wrappers import Request, Response
 
 import convert
 from sdbench.datasets import stores
 from sdbench.datasets.stores import RETRIES, open_file, open_store, store_error
-from tests.local_azure import local_azure
-from tests.local_s3 import local_s3
+from tests.local_s3 import local_s3, served
 from tests.samples import read_back, write_sample_tar
 
 SECRET = 'c2VjcmV0LWtleQ=='
@@ -75,19 +76,61 @@ def test_google_is_read_and_written_with_hmac_keys_or_read_unsigned(monkeypatch)
         assert all('Credential=GOOG1/' in headers['Authorization'] for _, headers in server.requests)
 
 
+LISTED = ('<Blob><Name>{}</Name><Properties><Last-Modified>Tue, 01 Sep 2026 00:00:00 GMT</Last-Modified>'
+          '<Etag>"1"</Etag><Content-Length>{}</Content-Length><Content-Type>x</Content-Type></Properties></Blob>')
+
+
+class LocalAzure:
+    """A store of Azure's blobs by their names: as much of its REST interface as a dataset needs.
+
+    It answers requests for /ACCOUNT/CONTAINER/BLOB that are signed with a key of that account.
+    """
+
+    def __init__(self):
+        self.blobs: dict[str, bytes] = {}
+
+    def answer(self, request: Request) -> Response:
+        _, account, _, *folders = request.path.split('/')
+        name = '/'.join(folders)
+        if not request.headers.get('Authorization', '').startswith(f'SharedKey {account}:'):
+            return Response(status=403)
+        if request.method == 'PUT' and request.headers.get('If-None-Match') == '*' and name in self.blobs:
+            return Response(status=409)
+        if request.method == 'PUT':
+            self.blobs[name] = request.get_data()
+            return Response(status=201)
+        if request.args.get('comp') == 'list':
+            found = [blob for blob in sorted(self.blobs) if blob.startswith(request.args['prefix'])]
+            listed = ''.join(LISTED.format(blob, len(self.blobs[blob])) for blob in found)
+            return Response(f'<EnumerationResults><Blobs>{listed}</Blobs><NextMarker/></EnumerationResults>')
+        if name not in self.blobs:
+            return Response(status=404)
+        if 'x-ms-range' in request.headers:
+            request.environ['HTTP_RANGE'] = request.headers['x-ms-range']
+        return Response(self.blobs[name]).make_conditional(request, True, len(self.blobs[name]))
+
+    def __call__(self, environ: dict, start_response) -> Iterable[bytes]:
+        """Answer a request, as a WSGI application."""
+        response = self.answer(Request(environ))
+        response.last_modified = datetime(2026, 9, 1, tzinfo=UTC)
+        response.set_etag('1')
+        return response(environ, start_response)
+
+
 def test_a_dataset_is_made_from_a_tar_in_azures_store_in_that_store_and_read_as_streaming_does(tmp_path, samples,
                                                                                             monkeypatch):
     container = 'azure://me.blob.core.windows.net/container'
     monkeypatch.setenv('AZURE_ACCOUNT_ACCESS_KEY', SECRET)
-    with local_azure() as server:
+    store = LocalAzure()
+    store.blobs['tars/0.tar'] = Path(write_sample_tar(tmp_path / '0.tar', samples)).read_bytes()
+    with served(store) as url:
         monkeypatch.setenv('AZURE_STORAGE_USE_EMULATOR', 'true')  # of obstore, and so is the next
-        monkeypatch.setenv('AZURITE_BLOB_STORAGE_URL', server.url)
-        server.blobs['tars/0.tar'] = Path(write_sample_tar(tmp_path / '0.tar', samples)).read_bytes()
+        monkeypatch.setenv('AZURITE_BLOB_STORAGE_URL', url)
         assert convert.main([f'{container}/tars', f'{container}/mds', '--num_workers', '1']) == 0
 
         def client_of_emulator(account_url: str, credential: str) -> BlobServiceClient:
             assert account_url == 'https://me.blob.core.windows.net'
-            return BlobServiceClient(f'{server.url}/me', credential)
+            return BlobServiceClient(f'{url}/me', credential)
         monkeypatch.setattr('azure.storage.blob.BlobServiceClient', client_of_emulator)
         read = read_back(tmp_path / 'cache', remote=f'{container}/mds')
     assert read == [(sample['jpg'], sample['caption']) for sample in samples]

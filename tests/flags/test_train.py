@@ -60,11 +60,17 @@ SIZED = '--dry_run 1 --batch_size 5'
     ('--use_synth_data --save_folder s3://bucket/cats/run1', {'sample_folder': 's3/bucket/cats/run1-samples'}),
     (SIZED, {'training_images': TRAINING_IMAGES}),
     (f'{SIZED} --max_duration 2000ba', {'training_images': 10_000}),
-    (f'{SIZED} --max_duration 3ep --remote SHARDS', {'training_images': 3 * 20})])  # of 24 samples
+    (f'{SIZED} --max_duration 3ep --remote SHARDS', {'training_images': 3 * 20}),  # of 24 samples
+    ('--batch_size 4 --local SHARDS', {'remote': 'SHARDS', 'local': None})])
 def test_what_was_not_given_follows_from_the_other_flags_without_a_gpu(shards, tmp_path, flags, expected):
     (tmp_path / 'SHARDS').symlink_to(shards)
     settings = settings_of(*flags.split())
     assert {flag: getattr(settings, flag) for flag in expected} == expected
+
+
+def test_a_local_without_a_remote_is_what_an_encoding_reads_as_well():
+    settings = complete_encoding(parse(Encode, '', ['--local', 'shards', '--out', 'x']))
+    assert (settings.remote, settings.local) == ('shards', None)
 
 
 @pytest.mark.parametrize('time, batches', [
@@ -111,13 +117,6 @@ def test_ranks_whose_hosts_differ_train_as_the_first_would(shards, monkeypatch):
         trained.append(settings_of('--remote', shards, *TINY))
     assert trained[0].num_workers == 6
     assert trained[0] == trained[1]
-
-
-def test_a_local_without_a_remote_is_the_data(shards):
-    here = settings_of('--local', shards, *TINY)
-    assert (here.remote, here.local) == (shards, None)
-    there = complete_encoding(parse(Encode, '', ['--local', 'shards', '--out', 'x']))
-    assert (there.remote, there.local) == ('shards', None)
 
 
 def test_a_dry_run_needs_a_place_for_records_only_where_one_is_named(tmp_path):

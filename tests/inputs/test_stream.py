@@ -198,8 +198,6 @@ def test_a_split_is_a_dataset_of_its_own(tmp_path):
 @pytest.mark.long
 def test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left(server, tmp_path, shards):
     argv, folders = [*RUN, '--save_interval', '3ba', '--remote', shards], [tmp_path / name for name in 'abc']
-    for folder in folders:
-        folder.mkdir()
     killed, *both = folders
     run(server, 1, argv, killed, ('start', 7))  # leaves its shared memory
     with ThreadPoolExecutor() as pool:

@@ -6,6 +6,7 @@ import torch
 from transformers import CLIPTokenizer
 
 from data import collate
+from sdbench.datasets.converter import mend_letters
 from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer, hash_of_tokenizer
 
 
@@ -17,13 +18,15 @@ def write_tokenizer(folder: Path, pad_token: str) -> str:
     return str(folder)
 
 
-def test_token_ids_agree_with_open_clips_tokenizer_on_odd_captions():
+def test_token_ids_and_mended_letters_agree_with_open_clips_on_odd_captions():
     import open_clip
     reference, tokenizer = open_clip.get_tokenizer('ViT-H-14'), build_tokenizer()
     captions = ['a photo of a cat', "Wow! it's 2024", '', "don't UPPER lower", 'naïve café 中文 🎉', '!!! ???',
                 'word ' * 100, 'x' * 500, ' two  blanks', '½ ≠ 1']
     for caption, encoding in zip(captions, tokenizer.encode_batch(captions), strict=True):
         assert encoding.ids == reference(caption)[0].tolist(), caption
+    for caption in (*captions, 'cafÃ©', 'a &amp;lt;b> “c” '):
+        assert mend_letters(caption) == open_clip.tokenizer.basic_clean(caption), caption
 
 
 def test_what_pads_is_a_word_where_a_caption_has_it_also_in_a_loader_process_that_is_no_fork(tmp_path):

@@ -30,7 +30,6 @@ def test_gradients_that_two_ranks_send_in_bf16_train_nearly_as_those_in_float32(
     losses = []
     for precision in ('fp32', 'bf16'):
         folder = tmp_path / precision
-        folder.mkdir()
         argv = ['--use_synth_data', *TINY, '--max_duration', '4ba', '--allreduce_precision', precision]
         assert run(server, 2, argv, folder) == [0, 0], (folder / 'log').read_text()
         record = json.loads((folder / 'results.jsonl').read_text())

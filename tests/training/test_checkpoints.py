@@ -44,7 +44,6 @@ def test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was(
         main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', places['FIRST'], '--results', '-'])
     argv = [*RUN, *(places.get(word, word) for word in flags.split())]
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
-    whole.mkdir(), killed.mkdir()
     assert run(server, ranks, argv, whole) == [0] * ranks, (whole / 'log').read_text()
     for kill in kills:
         codes = run(server, ranks, argv, killed, kill)
@@ -61,7 +60,6 @@ def test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was(
 
 def test_a_disk_that_fills_leaves_the_last_good_checkpoint(server, tmp_path, results):
     disk = tmp_path / 'disk'
-    disk.mkdir()
     argv = ['--use_synth_data', '--use_ema', *TINY, '--save_interval', '1ba', '--save_folder', disk / 'kept',
             '--results', results]
     line, _ = on_small_disk(server, 5, disk, argv, tmp_path / 'out')

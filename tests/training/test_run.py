@@ -63,7 +63,6 @@ def test_a_terminal_has_one_bar_for_all_epochs_which_ends_at_100_percent(monkeyp
 @pytest.mark.long
 def test_a_full_disk_at_the_cache_is_one_line(server, tmp_path, results):
     disk = tmp_path / 'disk'
-    disk.mkdir()
     shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(picture(index, 512, 512), 'PNG'), 'caption': 'x'}
                                                 for index in range(40)], size_limit=1 << 20)
     argv = ['--remote', shards, '--local', disk / 'cache', *TINY, '--max_duration', '1ep', '--results', results]
