@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import random
 import re
 import socket
@@ -108,6 +109,18 @@ class Weights(Callback):
         for algorithm in state.algorithms:
             if isinstance(algorithm, EMA):
                 self.averages.append(flat(algorithm.ema_model.named_parameters_dict.values()))
+
+
+class Signalled(Callback):
+    """Sends signals to this process in its fourth batch."""
+
+    def __init__(self, *numbers: int):
+        self.numbers = numbers
+
+    def after_loss(self, state, logger):
+        if state.timestamp.batch.value == 3:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
 
 
 def assert_equal(one, other) -> None:

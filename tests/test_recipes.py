@@ -3,16 +3,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from diffusers import StableDiffusionPipeline
 
+import convert
 from benchmark import main
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from tests.runs import COMMANDS, ROOT, TINY, calls_of, wait_until, write_noting_programs
+from tests.runs import COMMANDS, ROOT, TINY, Signalled, calls_of, write_noting_programs
 from tests.samples import write_photos
 
 FASTEST = ROOT / 'recipes' / 'fastest.txt'
@@ -97,42 +98,39 @@ def test_the_plan_of_the_whole_training_forecasts_its_phases_and_plans_by_their_
     assert report.hours_between_losses == 6
 
 
-def start_whole_training(folder: Path, source: Path) -> subprocess.Popen:
-    """Start the whole training of the tiny model, twenty batches in each phase; it prints to folder/log."""
-    variables = {
-        'MODEL': 'tiny', 'SOURCE': str(source), 'WORK': f'{folder}/work', 'OUT': f'{folder}/out',
-        'RESULTS': f'{folder}/results.jsonl', 'LAUNCH': 'python', 'SIZE_1': '32', 'SIZE_2': '64',
-        'STEPS_1': '20', 'STEPS_2': '20', 'BATCH_SIZE': '4', 'HELD_OUT': '0.3',
-        'PHASE_FLAGS': '--lr_warmup 2ba --ema_half_life 5ba --save_interval 5ba --num_workers 0',
-        'SCORES': '--samples 4 --steps 2'}
-    environment = os.environ | {'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'} | variables
-    with open(folder / 'log', 'w') as log:
-        return subprocess.Popen(['sh', WHOLE], cwd=ROOT, env=environment, stdout=log, stderr=log,
-                                start_new_session=True)
+def test_the_whole_training_ends_with_the_first_command_that_fails(tmp_path):
+    (tmp_path / 'python').write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/calls; test "$1" = convert.py\n')
+    (tmp_path / 'python').chmod(0o755)
+    variables = {'PATH': f'{tmp_path}:{os.defpath}', 'MODEL': 'tiny', 'LAUNCH': 'python'}
+    assert subprocess.run(['sh', WHOLE], cwd=ROOT, env=variables).returncode != 0
+    assert (tmp_path / 'calls').read_text().split() == ['convert.py', 'benchmark.py']
 
 
 @pytest.mark.long
-def test_the_whole_training_goes_on_where_it_was_stopped_and_ends_in_a_pipeline_with_scores(tmp_path):
-    photos = write_photos(tmp_path / 'photos', 40)
-
-    # Ctrl-C as soon as phase 1 has saved a checkpoint.
-    training = start_whole_training(tmp_path, photos)
-    wait_until(lambda: list(tmp_path.glob('work/phase-1/ep*.pt')), 1800)
-    os.killpg(training.pid, signal.SIGINT)
-    assert training.wait(1800) != 0
-    assert not (tmp_path / 'work/phase-2').exists()
+def test_the_whole_training_goes_on_where_it_was_stopped_and_ends_in_a_pipeline_with_scores(tmp_path, monkeypatch,
+                                                                                            capfd):
+    monkeypatch.chdir(ROOT)
+    commands_of(tmp_path, MODEL='tiny', SOURCE=str(write_photos(tmp_path / 'photos', 40)), WORK=f'{tmp_path}/work',
+                RESULTS=f'{tmp_path}/results.jsonl', LAUNCH='python', SIZE_1='32', SIZE_2='64', STEPS_1='6',
+                STEPS_2='6', BATCH_SIZE='4', HELD_OUT='0.3', SCORES='--samples 4 --steps 2',
+                PHASE_FLAGS='--warmup_batches 1 --ema_half_life 5ba --save_interval 2ba --num_workers 0')
+    calls = calls_of(tmp_path, 'python')
+    (_, *shards), (_, *phase_1), *_ = calls
+    convert.main(shards)
+    with pytest.raises(SystemExit):
+        main(phase_1, [Signalled(signal.SIGINT)])
+    capfd.readouterr()
 
     # The same again: what was done is not done again.
-    status = start_whole_training(tmp_path, photos).wait(1800)
-    log = (tmp_path / 'log').read_text()
-    assert status == 0, log
-    assert log.count('done already') == 1  # the shards
+    for program, *argv in calls:
+        import_module(program.removesuffix('.py')).main(argv)
+    assert capfd.readouterr().out.count('done already') == 1  # the shards
     records = [json.loads(line) for line in (tmp_path / 'results.jsonl').read_text().splitlines()]
     assert [record['stage'] for record in records] == ['train', 'train', 'train', 'evaluate']
     stopped, one, two, evaluation = records
     assert [stopped['status'], one['status'], two['status']] == ['interrupted', 'complete', 'complete']
-    assert 0 < one['first_batch'] < 20
-    assert (one['trained_batches'], two['trained_batches'], two['first_batch']) == (20, 20, 0)
+    assert (one['first_batch'], one['trained_batches']) == (4, 6)
+    assert (two['first_batch'], two['trained_batches']) == (0, 6)
     assert two['load_weights'] == f'{tmp_path}/work/phase-1'
     assert evaluation['samples_drawn'] == 4
     StableDiffusionPipeline.from_pretrained(str(tmp_path / 'out'))

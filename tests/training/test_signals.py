@@ -7,26 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composer import Callback, Trainer
+from composer import Trainer
 from composer.devices import DeviceCPU
 
 from benchmark import StableDiffusion, main
 from data import SyntheticImageCaptionDataset, build_loader
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from sdbench.training.ranks import SIGNALS, StopAtSignal
-from tests.runs import TINY, assert_same_training, one_error_line, start_launcher, wait_until
-
-
-class Signalled(Callback):
-    """Sends signals to this process in its fourth batch."""
-
-    def __init__(self, *numbers: int):
-        self.numbers = numbers
-
-    def after_loss(self, state, logger):
-        if state.timestamp.batch.value == 3:
-            for number in self.numbers:
-                os.kill(os.getpid(), number)
+from tests.runs import TINY, Signalled, assert_same_training, one_error_line, start_launcher, wait_until
 
 
 def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_as_if_it_never_had(
