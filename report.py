@@ -11,7 +11,8 @@
 A record is a line of JSON as benchmark.py, encode.py or evaluate.py writes it, or a row of a CSV file with the same
 keys as columns. A setting is a column where rows differ in it, and stands above the table where they agree. A figure
 is rounded once, when printed: to the decimals of the published table, or to three significant digits where these are
-more. --csv holds the rows of all tables unrounded, with every key of their records, and can be read again.
+more. --csv holds the rows of all tables unrounded, with every key of their records, and can be read again, but for
+plans.
 """
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import answer_early, parse
@@ -52,7 +53,7 @@ def report(settings: Report) -> str:
     for path in settings.records:
         found = read_records(path)
         if not found:
-            raise ValueError(f'{path}: no records in it; benchmark.py --results {path} adds one')
+            raise ValueError(f'{path}: no records in it; give a file of --results, not a plan of --csv')
         rows += found
     rows = join_resumed(rows)
     records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])

@@ -53,6 +53,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --sample_prompts prompts.txt', '--sample_prompts prompts.txt needs a VAE that can'),
     ('benchmark.py', f'{SYNTHETIC} --dry_run --loader_only', '--loader_only has no training for --dry_run'),
     ('benchmark.py', f'{SYNTHETIC} --results notes', '--results notes is no file that can be written'),
+    ('benchmark.py', f'{SYNTHETIC} --results plan.csv', '--results plan.csv is a table'),
     ('benchmark.py', f'{SYNTHETIC} --precision amp_fp16', '--precision amp_fp16 needs a GPU, and this machine has '
      'none; give --precision fp32'),
     ('benchmark.py', f'{SYNTHETIC} --compile reduce-overhead --device_train_microbatch_size 2',

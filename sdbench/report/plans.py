@@ -34,6 +34,7 @@ class PartOfPlan(NamedTuple):
     Attributes:
         name: what it is, 'encode' or 'train'.
         size: of a side of its images in pixels.
+        images: how many it encodes or trains on.
         days: that they take.
         least: the fewest days that they may take; NaN where the forecast is not tested, or corrected.
         most: the most days.
@@ -41,6 +42,7 @@ class PartOfPlan(NamedTuple):
     """
     name: str
     size: str
+    images: int
     days: float
     least: float
     most: float
@@ -192,13 +194,16 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
     # what it takes; --csv has the days of each part
     days = sum(part.days for part in parts)
     hours = math.nan if first['on_cpu'] else days * 24 * first['num_devices']
-    record = {'stage': 'plan'} | {key: first['record'].get(key) for key in ('device', 'num_devices', 'encoders')}
+    price = price_of(first['device'], settings.dollars_per_gpu_hour)
+    record = {'stage': 'plan', 'device': first['device'], 'num_devices': first['num_devices'], 'input': first['input'],
+              'dollars_per_gpu_hour': price, 'hours_between_losses': settings.hours_between_losses}
     for part in parts:
-        key = f'days_{part.name}_{part.size}'
-        record[key] = record.get(key, 0) + part.days
+        for what, value in (('images', part.images), ('days', part.days)):
+            key = f'{what}_{part.name}_{part.size}'
+            record[key] = record.get(key, 0) + value
     return first.to_dict() | UNKNOWN | {
         'stage': 'plan', 'parts': parts, 'days': days, 'total_gpu_hours': hours, 'record': record,
-        'notes': ', '.join(notes), 'cost_usd': hours * price_of(first['device'], settings.dollars_per_gpu_hour)}
+        'notes': ', '.join(notes), 'cost_usd': hours * price}
 
 
 def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
@@ -241,7 +246,7 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
                 raise ValueError(f'--hours_between_losses {hours:g}: {short_name(first["device"])} at {size} px loses '
                                  f'{lost:.1f} hours each time; plan with a shorter --save_interval')
             days = [each * hours / (hours - lost) for each in days]
-        parts.append(PartOfPlan(name, size, *days, status))
+        parts.append(PartOfPlan(name, size, images, *days, status))
     return parts
 
 
@@ -289,7 +294,7 @@ def plan_blocks(plans: pd.DataFrame) -> list[str]:
     blocks = []
     for _, alike in plans.groupby(others or ['stage'], sort=False):
         if others:
-            blocks.append(f'With {settings_in_words(alike.iloc[0], others)}:')
+            blocks.append(f'With {settings_in_words(alike.iloc[0], others) or "settings that no record states"}:')
         for columns in ([*ends[:2], *parts, *ends[2:]], ends):
             table = table_text(cells.loc[alike.index, columns], ['GPUs', 'input'])
             if len(table.splitlines()[0]) <= WIDTH:
