@@ -1,5 +1,6 @@
 """Runs whose ranks are forked from a process that has imported the program already, and die where they are told."""
 import ctypes
+import io
 import json
 import multiprocessing
 import os
@@ -181,11 +182,10 @@ def traced_run(rank: int, argv: list[str], trace: Path, kill: tuple | None) -> N
     def save_half(state, file, **options):
         if not hasattr(file, 'name'):  # torch pickles tensors with it, too
             return save(state, file, **options)
-        path = f'{file.name}.whole'
-        save(state, path)
-        file.write(Path(path).read_bytes()[:os.path.getsize(path) // 2])
+        whole = io.BytesIO()
+        save(state, whole)
+        file.write(whole.getvalue()[:whole.tell() // 2])
         file.flush()
-        os.remove(path)
         die()
 
     benchmark.main(argv, [Witness()])

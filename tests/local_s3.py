@@ -63,13 +63,6 @@ class LocalS3:
         status, code = refusal
         return Response(f'<Error><Code>{code}</Code><Message>none</Message></Error>', status)
 
-    def cut_after(self, length: int) -> int:
-        """Return how much of a piece is sent before the connection breaks."""
-        with self.lock:
-            if self.cuts and length > self.cuts[0]:
-                return self.cuts.pop(0)
-        return length
-
     def __call__(self, environ: dict, start_response) -> Iterable[bytes]:
         """Answer a request, as a WSGI application."""
         request = Request(environ)
@@ -82,8 +75,9 @@ class LocalS3:
                 response = Response.from_app(self.moto, environ, buffered=True)
             if request.method == 'PUT' and response.status_code == 200:
                 self.order.append(request.path.removeprefix('/bucket/'))
-        if response.status_code == 206 and (cut := self.cut_after(len(response.data))) < len(response.data):
-            response.response = broken_after(response.data[:cut])
+        with self.lock:
+            if response.status_code == 206 and self.cuts and self.cuts[0] < len(response.data):
+                response.response = broken_after(response.data[:self.cuts.pop(0)])
         return response(environ, start_response)
 
 

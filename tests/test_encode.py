@@ -52,12 +52,6 @@ def latents(tmp_path_factory, shards, model_folder) -> str:
     return str(out)
 
 
-def test_every_sample_is_encoded_once_in_the_order_of_the_images(latents, shards):
-    assert captions(latents) == captions(shards)
-    assert len(captions(latents)) == 24
-    assert hash_of_images(read_index(latents)) == index_hash(read_index(shards))
-
-
 @pytest.mark.parametrize('prediction', ['epsilon', 'v_prediction'])
 def test_a_step_from_latents_has_the_loss_and_gradients_of_one_from_pixels(latents, shards, model_folder, prediction):
     losses, gradients = [], []
@@ -128,8 +122,11 @@ def test_moments_that_float16_cannot_hold_are_an_error_that_names_the_sample(tmp
     assert 'sample 0 has moments that are not finite in float16' in line
 
 
-def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_refused(
+def test_every_sample_is_encoded_once_in_order_the_same_command_has_done_all_and_other_flags_are_refused(
         latents, shards, model_folder, capfd):
+    assert captions(latents) == captions(shards)
+    assert len(captions(latents)) == 24
+    assert hash_of_images(read_index(latents)) == index_hash(read_index(shards))
     before = times_of(Path(latents))
     capfd.readouterr()
     assert encode_shards(shards, latents, model_folder) is None  # and so status 0

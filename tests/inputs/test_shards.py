@@ -41,9 +41,12 @@ def test_nothing_in_a_dataset_runs_code_or_writes_outside_its_cache(tmp_path, ca
     assert not (tmp_path / 'escaped.mds').exists()
 
 
-def test_a_wrong_bucket_and_wrong_credentials_are_one_line_each(s3, shards, capfd, monkeypatch):
-    for path in Path(shards).iterdir():
-        s3.put(f'photos/{path.name}', path.read_bytes())
-    assert '--remote s3://nobody/photos' in one_error_line(['--remote', 's3://nobody/photos', *TINY], capfd)
+def test_a_wrong_bucket_and_wrong_credentials_are_one_line_each_of_data_and_of_checkpoints(s3, capfd, monkeypatch):
+    reading, saving = [*TINY, '--remote'], [*TINY, '--use_synth_data', '--save_folder']
+    s3.put('runs/1/ep0-ba2-rank0.pt', b'')
+    assert 'already holds files' in one_error_line([*saving, 's3://bucket/runs/1'], capfd)
+    assert '--remote s3://nobody/photos' in one_error_line([*reading, 's3://nobody/photos'], capfd)
+    assert '--save_folder s3://nobody/runs cannot be read' in one_error_line([*saving, 's3://nobody/runs'], capfd)
     monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'wrong')
-    assert 'permission' in one_error_line(['--remote', 's3://bucket/photos', *TINY], capfd)
+    assert 'check the name and the credentials' in one_error_line([*reading, 's3://bucket/photos'], capfd)
+    assert 'check its name, and your permissions' in one_error_line([*saving, 's3://bucket/runs/1'], capfd)

@@ -127,15 +127,6 @@ def test_a_full_disk_on_the_way_to_a_store_is_named_with_its_variable(server, s3
     assert 'set TMPDIR to a folder with more room' in line
 
 
-def test_an_s3_folder_in_use_or_out_of_reach_is_one_line(s3, capfd, monkeypatch):
-    s3.client.put_object(Bucket='bucket', Key='runs/1/ep0-ba2-rank0.pt', Body=b'')
-    flags = ['--use_synth_data', *TINY, '--save_folder']
-    assert 'already holds files' in one_error_line([*flags, 's3://bucket/runs/1'], capfd)
-    assert '--save_folder s3://nobody/runs cannot be read' in one_error_line([*flags, 's3://nobody/runs'], capfd)
-    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'wrong')
-    assert 'check its name, and your permissions' in one_error_line([*flags, 's3://bucket/runs/1'], capfd)
-
-
 def test_a_run_in_epochs_that_ended_at_a_checkpoint_between_epochs_has_nothing_left_to_do(shards, results, tmp_path,
                                                                                          capfd):
     argv = ['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--max_duration', '1ep',

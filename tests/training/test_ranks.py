@@ -68,9 +68,8 @@ def train_by_sample(file: Path, argv: list[str]) -> None:
 
 
 def test_two_ranks_split_an_epoch_without_overlap_and_learn_what_one_learns_from_the_same_batches(
-        tmp_path, shards, server, smallest_with_attention):
-    argv = ['--remote', shards, *TINY_RANKS, '--model_name', smallest_with_attention, '--device_train_microbatch_size',
-            '2', '--results', '/dev/null']
+        tmp_path, shards, server):
+    argv = ['--remote', shards, *TINY_RANKS, '--device_train_microbatch_size', '2', '--results', '/dev/null']
     seen = {}
     for ranks in (1, 2):
         files = [tmp_path / f'{rank} of {ranks}' for rank in range(ranks)]
