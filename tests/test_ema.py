@@ -154,8 +154,7 @@ def test_evaluation_and_prediction_see_the_average_and_training_the_live_weights
 
 @pytest.mark.parametrize('start', ['0ba', '9ba'])
 @pytest.mark.parametrize('begun_by, resumed_by', [(EMA, EMA), (composers.EMA, EMA), (EMA, composers.EMA)])
-def test_a_training_resumes_as_if_never_stopped_also_from_composers_average_and_into_it(
-        tmp_path, begun_by, resumed_by, start):
+def test_a_training_resumes_as_if_never_stopped_also_from_composers_and_into_it(tmp_path, begun_by, resumed_by, start):
     arguments = {'half_life': '4ba', 'ema_start': start}
     whole, resumed = resumed_by(**arguments), resumed_by(**arguments)
     whole_model, model = seeded_net(), seeded_net(7)

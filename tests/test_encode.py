@@ -89,8 +89,7 @@ def test_images_that_were_added_are_encoded_and_no_others_also_where_a_shard_is_
     assert captions(out) == [str(index) for index in range(12)]
 
 
-def test_latents_of_held_out_images_are_for_an_evaluation_whatever_their_folder_is_called(
-        tmp_path, model_folder, capfd):
+def test_latents_of_held_out_images_are_for_an_evaluation_whatever_their_folder_is_named(tmp_path, model_folder, capfd):
     images, draw = tmp_path / 'apart', {'share': 0.1, 'seed': 17, 'side': 'held out'}
     write_shards(images, [{'jpg': encoded(picture(0)), 'caption': 'one'}])
     (images / 'index.json').write_text(json.dumps(read_index(str(images)) | {'draw': draw}))
@@ -122,8 +121,7 @@ def test_moments_that_float16_cannot_hold_are_an_error_that_names_the_sample(tmp
     assert 'sample 0 has moments that are not finite in float16' in line
 
 
-def test_every_sample_is_encoded_once_in_order_the_same_command_has_done_all_and_other_flags_are_refused(
-        latents, shards, model_folder, capfd):
+def test_samples_are_encoded_once_in_order_and_a_whole_out_takes_no_other_flags(latents, shards, model_folder, capfd):
     assert captions(latents) == captions(shards)
     assert len(captions(latents)) == 24
     assert hash_of_images(read_index(latents)) == index_hash(read_index(shards))

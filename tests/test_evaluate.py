@@ -100,8 +100,7 @@ def test_the_pictures_are_those_of_diffusers_own_pipeline_from_noise_of_their_nu
         assert (drawn_in(evaluated.out, guidance).int() - expected.int()).abs().max() <= 1
 
 
-def test_two_processes_with_other_batches_draw_the_same_pictures_and_give_the_same_scores(
-        server, tmp_path, evaluated, pipeline, shards, clip):
+def test_two_processes_with_other_batches_draw_and_score_the_same(server, tmp_path, evaluated, pipeline, shards, clip):
     argv = arguments(pipeline, shards, tmp_path / 'out', *clip, '--inception', __file__, '--guidance', 1,
                      '--batch_size', 3)
     log = tmp_path / 'log'
@@ -143,8 +142,7 @@ def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undistur
     assert more['scores'][0]['clip_score'] is None
 
 
-def test_pictures_of_another_seed_other_data_another_scheduler_or_tokenizer_are_refused(
-        tmp_path, evaluated, pipeline, shards, clip, capfd):
+def test_an_out_of_another_seed_or_data_or_model_is_refused(tmp_path, evaluated, pipeline, shards, clip, capfd):
     before = files_of(evaluated.out)
     others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(9)), 'caption': 'x'}] * 5)
     by_scheduler = shutil.copytree(pipeline, tmp_path / 'scheduler')
@@ -271,8 +269,7 @@ def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_
 @pytest.mark.parametrize('broken, file, weight, words', [
     ('pipeline', 'vae/diffusion_pytorch_model.safetensors', 'decoder.conv_out.bias', 'a picture that is not finite'),
     ('clip', 'model.safetensors', 'visual_projection.weight', 'the clip_score at guidance 7.5 is nan')])
-def test_a_picture_or_a_score_that_is_not_finite_is_not_kept(pipeline, shards, clip, tmp_path, capfd, broken, file,
-                                                             weight, words):
+def test_what_is_not_finite_is_not_kept(pipeline, shards, clip, tmp_path, capfd, broken, file, weight, words):
     folders = {'pipeline': pipeline, 'clip': clip[1]}
     folders[broken] = shutil.copytree(folders[broken], tmp_path / 'broken')
     weights = load_file(tmp_path / 'broken' / file)

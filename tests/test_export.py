@@ -137,8 +137,7 @@ def test_a_run_on_latents_is_drawn_with_the_vae_that_encoded_them_wherever_it_is
 
 @pytest.mark.parametrize('known, words', [(True, 'a VAE with random weights, which cannot decode'),
                                           (False, 'does not say which one encoded its latents')])
-def test_a_run_on_latents_whose_vae_is_not_to_be_had_is_neither_exported_nor_evaluated(tmp_path, capfd,
-                                                                                      known, words):
+def test_a_run_on_latents_whose_vae_is_not_to_be_had_is_neither_exported_nor_evaluated(tmp_path, capfd, known, words):
     main(['--use_synth_latents', *TINY, '--save_folder', 'kept'])
     checkpoint = load_checkpoint('kept/latest-rank0.pt')
     if not known:
@@ -178,8 +177,7 @@ def test_the_average_of_a_young_training_and_of_one_without_pretrained_is_export
     assert errors.count('was trained without --pretrained') == 2
 
 
-def test_an_export_to_the_folder_of_another_is_done_already_or_made_anew_and_what_was_there_stays(checkpoints, tmp_path,
-                                                                                                capfd):
+def test_an_export_into_the_folder_of_another_is_done_already_or_made_anew_beside_it(checkpoints, tmp_path, capfd):
     first, second = (f'{checkpoints}/ep0-ba{batch}-rank0.pt' for batch in (2, 4))
     exports = ((first, 'holds the pipeline after 2 batches'), (first, 'done already: OUT out'),
                (second, 'before, of another checkpoint, is in out-1 now'))

@@ -142,8 +142,7 @@ def folder(tmp_path, monkeypatch, shards, pipeline):
 
 
 @pytest.mark.parametrize('command, flags, words', ROWS)
-def test_what_cannot_be_is_one_line_that_names_the_flag_its_value_and_the_remedy(command, flags, words, folder, capfd,
-                                                                                 monkeypatch):
+def test_a_refusal_is_one_line_with_flag_value_and_remedy(command, flags, words, folder, capfd, monkeypatch):
     *variables, command = command.split()
     for variable in variables:
         monkeypatch.setenv(*variable.split('='))

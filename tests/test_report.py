@@ -168,8 +168,7 @@ def test_trainings_of_other_flags_of_learning_are_rows_of_their_own_and_show_wha
     assert 'Lowest eval loss: 0.29 on 5 samples after 100 batches, with learning rate 0.001.' in text
 
 
-def test_losses_of_other_latents_are_ranked_and_drawn_apart_and_the_best_is_named_with_its_folder(
-        printed, drawn, write):
+def test_losses_of_other_latents_are_ranked_and_drawn_apart_and_the_best_has_its_folder(printed, drawn, write):
     worse, better = (LEARNED | {'pretrained': True, 'learning_rate': rate, 'save_folder': f'runs/{rate}',
                                 'eval_loss': loss, 'evaluations': [[100, loss]]}
                      for rate, loss in ((1e-2, 0.7), (1e-3, 0.6)))
@@ -256,8 +255,7 @@ def test_compare_has_a_row_a_training_what_differs_and_the_speed_over_the_first_
     assert 'cudnn_benchmark' not in text
 
 
-def test_a_cpu_has_no_gpu_hours_or_dollars_loaders_and_encodings_no_days_and_tiny_those_that_are_asked_for(
-        printed, write):
+def test_a_cpu_has_no_gpu_hours_loaders_and_encodings_no_days_and_tiny_those_asked_for(printed, write):
     [table] = tables(printed(write({}, CPU, LOADER, ENCODE)))
     assert columns(table, 'stage', 'images/s', 'days', 'GPU-hours', 'cost') == [
         ('train', '800.0', '41.48', '7,964', '$15,929'), ('train', '8.00', '4,148.15', '', ''),
@@ -456,8 +454,7 @@ def test_the_csv_is_read_as_the_records_were(tmp_path, printed, write):
     ([{}, {'image_size': 256, 'num_nodes': 2}], ['--phase', '1@256', '--phase', '1@512'], 'at 256 and 512 px'),
     ([EVALUATION | {'images_seen': None, 'scores': [{'guidance': 2, 'fid': 7.0, 'clip_score': None}]}],
      ['--quality', 'quality.png'], 'no evaluation has both scores')])
-def test_a_record_that_is_none_is_named_by_file_and_line_and_what_the_records_do_not_allow_is_refused(
-        write, capfd, records, argv, reason):
+def test_what_is_no_record_is_named_by_its_line_and_what_cannot_follow_is_refused(write, capfd, records, argv, reason):
     assert reason in one_error_line([write(*records), *argv], capfd, report.main)
 
 
@@ -503,8 +500,7 @@ def legend(axes) -> list[str]:
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measured(
-        drawn, tmp_path, write):
+def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measured(drawn, tmp_path, write):
     original = tmp_path / 'original.csv'  # the rows of the original's authors, one setting on several numbers of GPUs
     original.write_text(''.join(Path(PUBLISHED).read_text().splitlines(keepends=True)[:7]))
     forecast = FORECAST | {'device': 'NVIDIA H100 80GB HBM3', 'images_per_sec': 500.0, 'images_per_sec_least': 400.0,

@@ -27,8 +27,7 @@ def test_a_cpu_is_told_what_stable_diffusion_takes_there_and_what_takes_less(cap
     (False, {'PYTORCH_ALLOC_CONF': 'backend:native'}, {'OMP_WAIT_POLICY': 'PASSIVE'}),
     (False, {'PYTORCH_CUDA_ALLOC_CONF': 'max_split_size_mb:512', 'OMP_WAIT_POLICY': 'ACTIVE'}, {}),
     (True, {'PYTORCH_CUDA_ALLOC_CONF': 'max_split_size_mb:512'}, {})])
-def test_memory_grows_in_place_and_threads_sleep_without_a_gpu_unless_the_user_says_otherwise(
-        tmp_path, monkeypatch, has_gpu, before, after):
+def test_memory_grows_in_place_and_threads_sleep_unless_the_user_objects(tmp_path, monkeypatch, has_gpu, before, after):
     monkeypatch.setattr(process, 'GPU_DEVICES', (str(tmp_path if has_gpu else tmp_path / 'none'),))
     environment = before.copy()
     monkeypatch.setattr(os, 'environ', environment)

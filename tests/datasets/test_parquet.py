@@ -40,8 +40,7 @@ def converted(out: Path, *argv) -> list[tuple[bytes, str]]:
     ({'prompt': CAPTIONS, 'image': IMAGES}, ['--caption_column', 'prompt'], SAMPLES),
     ({'captions': [['a', 'b'], ['c']], 'image': IMAGES[:2]}, ['--caption_column', 'captions'],
      [(IMAGES[0], 'a'), (IMAGES[0], 'b'), (IMAGES[1], 'c')])])
-def test_an_image_may_be_plain_bytes_the_columns_have_other_names_and_each_of_a_list_of_captions_is_a_sample(
-        tmp_path, columns, flags, expected):
+def test_plain_bytes_other_columns_and_each_of_a_list_of_captions_are_taken(tmp_path, columns, flags, expected):
     path = write_parquet(tmp_path / 'x.parquet', columns)
     assert converted(tmp_path / 'out', path, *flags) == expected
 

@@ -58,8 +58,7 @@ def test_files_are_paired_over_the_whole_tar_whatever_their_order(tmp_path, orde
     (['A.jpg', 'A.txt', 'a.json'], {'A': {'.jpg', '.txt'}, 'a': {'.json'}}),
     (['A.jpg', 'a.jpg', 'a.txt'], {'A': {'.jpg'}, 'a': {'.jpg', '.txt'}}),
     (['Aa.jpg', 'aa.txt', 'aA.txt'], {'Aa': {'.jpg'}, 'aa': {'.txt'}, 'aA': {'.txt'}})])
-def test_files_are_paired_by_what_stands_before_the_last_dot_of_a_name_or_of_one_that_differs_in_form_alone(
-        tmp_path, names, expected):
+def test_files_are_paired_by_what_stands_before_the_last_dot_whatever_the_form_of_letters(tmp_path, names, expected):
     write_tar(tmp_path / 'x.tar', dict.fromkeys(names, b'1'))
     assert {key: set(fields) for key, fields in read_file(tmp_path / 'x.tar')} == expected
 

@@ -35,8 +35,7 @@ def no_credentials(monkeypatch, tmp_path):
     stores.client.cache_clear()
 
 
-def test_endpoint_region_and_keys_are_those_that_boto3_finds_and_without_keys_requests_are_not_signed(tmp_path,
-                                                                                                      monkeypatch):
+def test_endpoint_region_and_keys_are_those_that_boto3_finds_and_without_keys_nothing_is_signed(tmp_path, monkeypatch):
     (tmp_path / 'config').write_text('[profile mine]\nregion = eu-north-1\naws_access_key_id = FROMPROFILE\n'
                                      'aws_secret_access_key = x\n')
     monkeypatch.setenv('AWS_PROFILE', 'mine')
@@ -117,8 +116,7 @@ class LocalAzure:
         return response(environ, start_response)
 
 
-def test_a_dataset_is_made_from_a_tar_in_azures_store_in_that_store_and_read_as_streaming_does(tmp_path, samples,
-                                                                                            monkeypatch):
+def test_a_tar_in_azures_store_becomes_a_dataset_there_that_is_read_as_streaming_does(tmp_path, samples, monkeypatch):
     container = 'azure://me.blob.core.windows.net/container'
     monkeypatch.setenv('AZURE_ACCOUNT_ACCESS_KEY', SECRET)
     store = LocalAzure()

@@ -145,8 +145,7 @@ def test_a_table_in_parquet_is_read_once_and_is_no_source_of_images(tmp_path, ca
     ('file_name,a,\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, (no name)'),
     ('x,y,z\na.jpg,1,2\n', 'no file_name or filename for --image_column and no text or caption for --caption_column '
      'among its columns x, y, z')])
-def test_a_table_without_the_columns_says_so_and_images_keep_their_text_files(
-        tmp_path, capsys, content, words, name, status):
+def test_a_table_without_the_columns_says_so_and_text_files_still_count(tmp_path, capsys, content, words, name, status):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
     (folder / 'b.txt').write_text('two')
     table = folder / name

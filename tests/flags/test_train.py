@@ -130,8 +130,7 @@ def test_a_dry_run_needs_a_place_for_records_only_where_one_is_named(tmp_path):
 @pytest.mark.parametrize('error, status, line', [
     (ValueError('--x 1 is bad'), 2, '--x 1 is bad'), (FileNotFoundError('no such file'), 1, 'no such file; it stays'),
     (KeyboardInterrupt(), 130, 'interrupted; it stays')])
-def test_a_command_ends_in_one_line_with_its_status_and_only_the_unexpected_keeps_its_traceback(error, status, line,
-                                                                                                capsys):
+def test_a_command_ends_in_one_line_with_its_status_and_only_a_fault_of_ours_in_more(error, status, line, capsys):
     with pytest.raises(SystemExit) as exit, one_line_errors('x.py', 'it stays'):
         raise error
     assert exit.value.code == status

@@ -29,8 +29,7 @@ def test_the_estimate_is_a_tenth_below_what_an_h200_took_and_within_what_is_adde
 SMALL = ['--batch_size', '64', '--image_size', '32', '--use_ema', '--training_images', '86400000']
 
 
-def test_it_needs_an_index_alone_and_answers_on_one_screen_with_a_row_for_each_card_the_cheapest_first(
-        shards, tmp_path, smallest_model, capsys):
+def test_an_index_is_enough_and_one_screen_has_each_card_the_cheapest_first(shards, tmp_path, smallest_model, capsys):
     (tmp_path / 'index.json').write_bytes(Path(shards, 'index.json').read_bytes())
     forecasts = benchmark.main(['--dry_run', '8', *SMALL, '--model_name', smallest_model, '--remote', '.', '--gpu',
                                 'A100', '--dollars_per_gpu_hour', '3', 'A100-40GB=1'])
@@ -152,8 +151,7 @@ def test_without_a_name_every_card_whose_peak_is_known_is_forecast(smallest_mode
     assert 'AMD' not in printed
 
 
-def test_the_largest_microbatch_stands_beside_one_that_is_asked_for_and_a_card_without_a_speed_has_a_reason(
-        smallest_model, capfd):
+def test_the_largest_microbatch_stands_beside_another_and_a_card_without_a_speed_has_a_reason(smallest_model, capfd):
     [forecast] = benchmark.main(['--dry_run', '1', *SMALL, '--model_name', smallest_model, '--gpu', 'L40S', 'MI300X',
                                  'T4', '--device_train_microbatch_size', '2'])
     assert (forecast['device'], forecast['device_train_microbatch_size']) == ('NVIDIA L40S', 2)

@@ -157,8 +157,7 @@ def test_a_small_cache_serves_the_whole_dataset(tmp_path):
 
 
 @pytest.mark.parametrize('compression', ['br:1', 'bz2', 'gz', 'snappy', 'zstd:7'])
-def test_compressed_shards_are_unpacked_into_a_cache_that_nobody_else_can_write_to_never_beside_themselves(
-        tmp_path, compression, monkeypatch):
+def test_compressed_shards_are_unpacked_into_a_cache_that_nobody_else_can_write_to(tmp_path, compression, monkeypatch):
     monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
     remote = write(tmp_path / 'remote', compression=compression)
     before = set(remote.iterdir())

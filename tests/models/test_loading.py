@@ -128,8 +128,7 @@ def test_code_in_a_model_folder_is_not_run_and_nobody_is_asked_about_it(tmp_path
 
 
 @pytest.mark.parametrize('part', ['unet', 'vae', 'text_encoder'])
-def test_weights_that_are_missing_or_foreign_are_refused_in_one_line_that_names_their_folder(tmp_path, model_folder,
-                                                                                            part):
+def test_weights_that_are_missing_or_foreign_are_refused_in_a_line_with_their_folder(tmp_path, model_folder, part):
     folder = shutil.copytree(model_folder, tmp_path / 'model')
     [file] = (folder / part).glob('*.safetensors')
     weights = load_file(file)
@@ -147,8 +146,7 @@ def test_weights_that_are_missing_or_foreign_are_refused_in_one_line_that_names_
 
 
 @pytest.mark.parametrize('kind', ['in fp16', 'in shards', 'pickled'])
-def test_weights_load_from_variants_shards_and_pickled_tensors_and_the_vae_is_told_to_be_the_same(tmp_path, kind,
-                                                                                                smallest_model):
+def test_weights_of_variants_shards_and_pickled_tensors_load_and_the_vae_is_the_same(tmp_path, kind, smallest_model):
     original = find_model(smallest_model, pretrained=True)
     folder = shutil.copytree(smallest_model, tmp_path / 'model')
     networks = {'vae': build_vae(original, 'fp32'), 'text_encoder': build_text_encoder(original, 'fp32')}

@@ -127,8 +127,7 @@ def test_a_full_disk_on_the_way_to_a_store_is_named_with_its_variable(server, s3
     assert 'set TMPDIR to a folder with more room' in line
 
 
-def test_a_run_in_epochs_that_ended_at_a_checkpoint_between_epochs_has_nothing_left_to_do(shards, results, tmp_path,
-                                                                                         capfd):
+def test_a_run_in_epochs_that_ended_between_epochs_has_nothing_left_to_do(shards, results, tmp_path, capfd):
     argv = ['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--max_duration', '1ep',
             '--save_folder', 'kept', '--autoresume', '--save_interval', '3ba']
     main(argv)  # of 3 batches: the last checkpoint is of batch 3, when the epoch is not yet over
@@ -189,8 +188,7 @@ def test_the_newest_checkpoint_is_that_of_most_batches_and_one_that_is_cut_is_pa
 
 @pytest.mark.parametrize('content, words', [('/proc/self/mem', 'Input/output error'), ('/nowhere', 'No such file'),
                                             (Hostile, 'could run code')])
-def test_a_newest_checkpoint_that_cannot_be_read_or_could_run_code_ends_the_run_and_everything_stays(
-        kept, capfd, content, words):
+def test_a_newest_checkpoint_that_cannot_be_read_or_could_run_code_ends_the_run_and_stays(kept, capfd, content, words):
     newest = kept / 'ep0-ba2000-rank0.pt'
     if content is Hostile:
         torch.save({'state': Hostile(kept / 'ran')}, newest)
@@ -232,8 +230,7 @@ def test_a_resume_finds_shards_and_model_elsewhere_and_is_refused_where_a_flag_o
     assert main([*there, *remedy])['status'] == 'complete'
 
 
-def test_a_run_goes_on_and_is_exported_with_the_token_ids_that_it_was_trained_with(shards, smallest_model, model_folder,
-                                                                                   tmp_path, capfd):
+def test_a_run_goes_on_and_is_exported_with_its_own_token_ids(shards, smallest_model, model_folder, tmp_path, capfd):
     model = shutil.copytree(smallest_model, tmp_path / 'model')
     kept = tmp_path / 'kept'
     argv = [*TINY, '--image_size', '16', '--num_workers', '0', '--save_folder', str(kept), '--autoresume', '--remote',

@@ -12,8 +12,7 @@ from tests.runs import TINY, one_error_line, settings_of
 CURVES = {'loss/train/total', 'lr-AdamW/group0', 'l2_norm/grad/global', 'throughput/samples_per_sec', 'images_per_sec'}
 
 
-def test_tensorboard_has_the_curves_evaluations_and_figures_of_a_run_and_of_the_one_that_resumes_it(tmp_path, shards,
-                                                                                                    held_out):
+def test_tensorboard_has_curves_evaluations_and_figures_of_a_run_and_of_its_resume(tmp_path, shards, held_out):
     import tensorboard.main  # noqa: F401, the server, which needs more packages than the files
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     argv = ['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--eval_remote', held_out,

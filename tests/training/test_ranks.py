@@ -67,8 +67,7 @@ def train_by_sample(file: Path, argv: list[str]) -> None:
     benchmark.main(argv, [Witness(file)])
 
 
-def test_two_ranks_split_an_epoch_without_overlap_and_learn_what_one_learns_from_the_same_batches(
-        tmp_path, shards, server):
+def test_two_ranks_split_an_epoch_without_overlap_and_learn_what_one_learns_from_it(tmp_path, shards, server):
     argv = ['--remote', shards, *TINY_RANKS, '--device_train_microbatch_size', '2', '--results', '/dev/null']
     seen = {}
     for ranks in (1, 2):

@@ -35,8 +35,7 @@ def test_a_crash_leaves_a_record_that_says_why_without_passwords(results, capfd,
     assert 'the run failed at batch 1: RuntimeError: no luck' in line
 
 
-def test_a_resumed_run_says_from_where_and_counts_to_its_own_end_with_loss_speed_and_time_left(monkeypatch, tmp_path,
-                                                                                               capfd):
+def test_a_resumed_run_says_from_where_and_counts_to_its_end_with_loss_speed_and_time(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(process, 'SECONDS_BETWEEN_LINES', 0)
     folder = tmp_path / 'checkpoints'
     argv = ['--use_synth_data', *TINY, '--save_folder', str(folder), '--autoresume', '--max_duration']

@@ -129,8 +129,7 @@ def test_rank_0_draws_and_the_other_waits(server, tmp_path, model_folder, prompt
     assert record['sampling_seconds'] > 0
 
 
-def test_a_run_that_starts_again_leaves_the_drawings_of_the_one_before_it(
-        tmp_path, smallest_model, prompts, few_steps, capfd):
+def test_a_run_that_starts_again_leaves_the_drawings_before_it(tmp_path, smallest_model, prompts, few_steps, capfd):
     kept_in = tmp_path / 'kept'
     argv = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--pretrained', '--max_duration', '1ba',
             '--sample_prompts', prompts, '--save_folder', str(kept_in), '--autoresume']
@@ -151,8 +150,7 @@ def test_a_run_that_starts_again_leaves_the_drawings_of_the_one_before_it(
     assert drawn.stat().st_mtime == 1
 
 
-def test_a_drawing_that_fails_is_warned_of_and_the_training_goes_on(tmp_path, smallest_model, prompts, capfd,
-                                                                    monkeypatch):
+def test_a_failed_drawing_is_warned_of_and_the_training_goes_on(tmp_path, smallest_model, prompts, capfd, monkeypatch):
     def fail(*_):
         raise OSError(28, 'No space left on device')
     monkeypatch.setattr(Sampling, 'draw', fail)

@@ -31,8 +31,7 @@ def unet_and_average(state: dict) -> tuple[dict, dict]:
     return unet, dict(state['algorithms'])['EMA']['ema_model']['named_parameters_dict']
 
 
-def test_a_second_phase_starts_from_weights_and_average_with_another_size_and_all_else_fresh(first_phase, results,
-                                                                                            tmp_path, shards):
+def test_a_second_phase_starts_from_weights_and_average_and_all_else_fresh(first_phase, results, tmp_path, shards):
     at_start = {}
 
     class Witness(Callback):
@@ -158,8 +157,7 @@ def trained_by_composer(request, tmp_path_factory, smallest_model) -> tuple[str,
     return f'{folder}/changed.pt', {'live': weights.weights[-1], 'averaged': average}
 
 
-def test_what_composers_own_ema_saved_is_drawn_with_unless_it_is_told_otherwise_and_trained_on(trained_by_composer,
-                                                                                               smallest_model):
+def test_what_composers_own_ema_saved_is_drawn_with_and_trained_on(trained_by_composer, smallest_model):
     checkpoint, expected = trained_by_composer
     assert not torch.equal(expected['live'], expected['averaged'])
     for live, weights in ((False, 'averaged'), (True, 'live')):
