@@ -24,7 +24,6 @@ class LocalS3:
         cuts: bytes after which the next answers that are pieces of an object break off.
         access_key: that requests must be signed with, where it is given; moto looks at no signature.
         requests: path and headers of each that came.
-        order: the keys of the objects as they were written.
         is_read_only: whether it refuses what would write an object.
     """
 
@@ -34,7 +33,6 @@ class LocalS3:
         self.cuts: list[int] = []
         self.access_key: str | None = None
         self.requests: list[tuple[str, EnvironHeaders]] = []
-        self.order: list[str] = []
         self.is_read_only = False
         self.lock = threading.Lock()
         self.moto = DomainDispatcherApplication(create_backend_app)
@@ -44,7 +42,7 @@ class LocalS3:
 
     @property
     def objects(self) -> dict[str, bytes]:
-        """What the bucket holds."""
+        """What the bucket holds, in the order in which it came."""
         return {name: key.value for name, key in list(self.backend.buckets['bucket'].keys.items())}
 
     def put(self, key: str, content: bytes) -> None:
@@ -73,8 +71,6 @@ class LocalS3:
         if response is None:
             with self.lock:  # moto writes an object that is to be new twice, where two ask at once
                 response = Response.from_app(self.moto, environ, buffered=True)
-            if request.method == 'PUT' and response.status_code == 200:
-                self.order.append(request.path.removeprefix('/bucket/'))
         with self.lock:
             if response.status_code == 206 and self.cuts and self.cuts[0] < len(response.data):
                 response.response = broken_after(response.data[:self.cuts.pop(0)])

@@ -225,7 +225,7 @@ def test_a_remote_gets_its_index_last_and_is_trained_on_from_there(s3, samples, 
     (tmp_path / 'in/1.tar').write_bytes(b'no tar')
     assert convert.main(['in', 's3://bucket/mds/', '--num_workers', '2', '--size_limit', '40kb']) == 1
     assert '1.tar is cut short' in capsys.readouterr().err
-    assert s3.order[-1] == 'mds/index.json'
+    assert list(s3.objects)[-1] == 'mds/index.json'
     assert 'mds/skipped.jsonl' in s3.objects
     read = read_back(tmp_path / 'cache', remote='s3://bucket/mds', validate_hash='xxh64')
     assert read == [(sample['jpg'], sample['caption']) for sample in samples]

@@ -167,10 +167,14 @@ def test_weights_of_variants_shards_and_pickled_tensors_load_and_the_vae_is_the_
             torch.testing.assert_close(one, other, atol=1e-6, rtol=0.001 if kind == 'in fp16' else 0)
 
 
-def test_a_folder_without_weights_or_whose_configuration_is_none_is_one_line(tmp_path, smallest_model):
+def test_a_folder_without_weights_or_with_a_configuration_that_cannot_be_is_one_line(tmp_path, smallest_model):
     folder = shutil.copytree(smallest_model, tmp_path / 'model', ignore=shutil.ignore_patterns('*.safetensors'))
     with pytest.raises(ValueError, match='model has no weights in its folder vae; leave out --pretrained'):
         find_model(str(folder), pretrained=True)
+    scheduler = folder / 'scheduler/scheduler_config.json'
+    scheduler.write_text(scheduler.read_text().replace('epsilon', 'sample'))
+    with pytest.raises(ValueError, match='--model_name .* has a scheduler with prediction_type sample; '):
+        StableDiffusion(str(folder), 16)
     for content in ('', 'null', '{"a":'):
         (folder / 'unet/config.json').write_text(content)
         with pytest.raises(ValueError, match='--model_name .* is not a diffusers model'):
