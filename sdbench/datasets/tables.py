@@ -269,8 +269,8 @@ def read_rows(path: str) -> Iterator:
     try:
         yield from read(path)
     except UnicodeError:
-        raise ValueError(f'the table {path} is not UTF-8; save it as "CSV UTF-8" in Excel, or rename it and '
-                         'write one of its name by iconv -f CP1252 -t UTF-8') from None
+        raise ValueError(f'the table {path} is not UTF-8; save it as "CSV UTF-8" in Excel, or move it to '
+                         'another folder and write it here anew by iconv -f CP1252 -t UTF-8') from None
 
 
 def encoding_of(beginning: bytes) -> str:
