@@ -7,9 +7,10 @@
 One emoji in ten is held out with all its tones of skin. The rest train diffusers' own AutoencoderKL: half as they are,
 on white, and half in other colours on drawn backgrounds, so that other pictures are reconstructed too. The mean and the
 scale of each channel of the latents over the training pictures are then folded into the weights, so that the latents
-which `scaling_factor` scales have mean 0 and variance 1. The weights are saved in half precision. The last line says as
-JSON how well the saved ones reconstruct the held-out pictures. The figure has eight of these, and below each what
-became of it.
+which `scaling_factor` scales have mean 0 and variance 1. From then on the decoder trains alone, beside a discriminator
+that tells what it decodes from the pictures, so that edges become sharp and the latents stay what they are. The weights
+are saved in half precision. The last line says as JSON how well the saved ones reconstruct the held-out pictures. The
+figure has eight of these, and below each what became of it.
 """
 import argparse
 import hashlib
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from PIL import Image
 from safetensors.torch import save_file
+from torch.nn.utils.parametrizations import spectral_norm
 from torchvision.utils import make_grid, save_image
 
 from sdbench.models.loading import BUILT_IN, build_vae, find_model
@@ -35,6 +37,9 @@ TONES = re.compile('-1f3f[b-f]')  # of skin, in the name of a file
 KL_WEIGHT = 1e-3  # of the divergence of a number of the latents; that of the errors of a number of a picture is 1
 LEARNING_RATE = 3e-3
 PHASES = ((CROP, 16, 0.7), (SIDE, 8, 0.3))  # pixels of a side, pictures of a batch, share of the batches
+SHARPENING_RATE = 1e-3  # of the decoder alone, and of the discriminator
+ADVERSARIAL_WEIGHT = 0.05  # of how real a decoded picture looks
+FEATURES_WEIGHT = 2.0  # of the absolute errors of the discriminator's features
 AS_THEY_ARE = 0.5  # share of the training pictures that are on white, in their own colours
 SHOWN = 8
 
@@ -121,6 +126,61 @@ def train(vae: AutoencoderKL, emojis: torch.Tensor, batches: int) -> None:
                       f'{time.process_time():.0f} s of CPU', flush=True)
 
 
+class Discriminator(torch.nn.Sequential):
+    """Says of each place of pictures (B, 3, H, W) how real it looks, (B, 1, H/4, W/4)."""
+
+    def __init__(self, channels: int = 24):
+        super().__init__(
+            spectral_norm(torch.nn.Conv2d(3, channels, 4, 2, 1)), torch.nn.LeakyReLU(0.2),
+            spectral_norm(torch.nn.Conv2d(channels, 2 * channels, 4, 2, 1)), torch.nn.LeakyReLU(0.2),
+            spectral_norm(torch.nn.Conv2d(2 * channels, 4 * channels, 3, 1, 1)), torch.nn.LeakyReLU(0.2),
+            spectral_norm(torch.nn.Conv2d(4 * channels, 1, 3, 1, 1)))
+
+    def features(self, pictures: torch.Tensor) -> list[torch.Tensor]:
+        """Return what comes out of each layer; the last is how real each place looks."""
+        outputs = [pictures]
+        for layer in self:
+            outputs.append(layer(outputs[-1]))
+        return [*outputs[2:-1:2], outputs[-1]]  # behind each activation
+
+
+def sharpen(vae: AutoencoderKL, emojis: torch.Tensor, batches: int) -> None:
+    """Train the decoder alone, with a hinge loss of a discriminator and the errors of its features."""
+    generator = torch.Generator().manual_seed(18)
+    _, number, _ = PHASES[0]
+    weights = [*vae.decoder.parameters(), *vae.post_quant_conv.parameters()]
+    discriminator = Discriminator()
+    optimizer = torch.optim.AdamW(weights, lr=SHARPENING_RATE, weight_decay=0.0, betas=(0.5, 0.99))
+    other_optimizer = torch.optim.AdamW(discriminator.parameters(), lr=SHARPENING_RATE, weight_decay=0.0,
+                                        betas=(0.5, 0.99))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, SHARPENING_RATE, total_steps=batches, pct_start=0.05)
+    for batch in range(1, batches + 1):
+        # the decoder
+        pictures = draw_batch(emojis, number, SIDE, generator)
+        with torch.no_grad():
+            latents = vae.encode(pictures).latent_dist.sample(generator)
+            *real, _ = discriminator.requires_grad_(False).features(pictures)
+        output = vae.decode(latents).sample
+        *features, realness = discriminator.features(output)
+        errors = sum(F.l1_loss(feature, wanted) for feature, wanted in zip(features, real, strict=True))
+        loss = reconstruction_loss(output, pictures) - ADVERSARIAL_WEIGHT * realness.mean() + FEATURES_WEIGHT * errors
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        schedule.step()
+
+        # the discriminator
+        discriminator.requires_grad_(True)
+        hinge = F.relu(1 - discriminator(pictures)).mean() + F.relu(1 + discriminator(output.detach())).mean()
+        other_optimizer.zero_grad()
+        hinge.backward()
+        other_optimizer.step()
+        if batch % 100 == 0:
+            print(f'batch {batch} of {batches}, the decoder: loss {loss.item():.3f}, {hinge.item():.2f} of the '
+                  f'discriminator, {time.process_time():.0f} s of CPU', flush=True)
+
+
 @torch.no_grad()
 def reconstruct(vae: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
     """Return pictures (N, 3, H, W) from 0 to 1 after the VAE, by the mean of each latent."""
@@ -164,6 +224,7 @@ def main() -> None:
     parser.add_argument('emojis', type=Path, help='folder of PNGs')
     parser.add_argument('figure', type=Path, help='PNG of held-out pictures, before and after')
     parser.add_argument('--batches', type=int, default=3000)
+    parser.add_argument('--sharpening_batches', type=int, default=4000)
     parser.add_argument('--out', type=Path, default=BUILT_IN['tiny'] / 'vae/diffusion_pytorch_model.safetensors',
                         help='file for the weights')
     args = parser.parse_args()
@@ -174,6 +235,7 @@ def main() -> None:
     vae = build_vae(find_model('tiny'), 'fp32').requires_grad_(True)
     train(vae, emojis, args.batches)
     normalize_latents(vae, emojis)
+    sharpen(vae, emojis, args.sharpening_batches)
     save_file(vae.half().state_dict(), args.out, {'format': 'pt'})
 
     # how well they reconstruct what they have not seen
