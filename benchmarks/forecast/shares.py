@@ -6,8 +6,6 @@ Of each step the shares are printed, and in percent how far a step is off that i
 images/s of 8 H100 on latents and in memory, at a microbatch of 4 and of 64, and in images encoded a second.
 """
 import itertools
-import json
-import shutil
 import sys
 import tempfile
 from functools import cache
@@ -17,6 +15,7 @@ import pandas as pd
 
 from benchmark import build_model
 from benchmarks.forecast.compiled import trace_compiled_step
+from benchmarks.variant import write_variant
 from sdbench.flags.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import SD2_BASE, TINY_MODEL, Train
@@ -25,7 +24,6 @@ from sdbench.forecast.count import CASTS, CONVOLUTIONS, FUSED, NORMS, POINTWISE,
 from sdbench.forecast.speed import COMPILED, NOTHING, BatchSplit, StepWork, images_per_sec
 from sdbench.forecast.trace import build_on_meta, lasting_bytes, trace_step
 from sdbench.gpus import CARDS
-from sdbench.models.loading import BUILT_IN
 
 CARD = CARDS['NVIDIA H100 80GB HBM3']
 FUSED_KINDS = (NORMS, CASTS, POINTWISE, FUSED)
@@ -43,10 +41,7 @@ def shape(name: str, folder: Path) -> str:
         return {'sd2': SD2_BASE}.get(name, name)
     path = folder / name
     if not path.exists():
-        shutil.copytree(BUILT_IN[SD2_BASE], path)
-        for part, changes in (('unet', SHAPES[name]), ('text_encoder', TEXT_ENCODERS.get(name, {}))):
-            file = path / part / 'config.json'
-            file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+        write_variant(SD2_BASE, path, {'unet': SHAPES[name], 'text_encoder': TEXT_ENCODERS.get(name, {})})
     return str(path)
 
 

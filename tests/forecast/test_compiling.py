@@ -1,15 +1,11 @@
 """What is forecast of a compiled step is near what is counted as torch's compiler would run it on a GPU."""
-import json
-import shutil
-from pathlib import Path
-
 import pandas as pd
 import pytest
 
 from benchmarks.forecast import shares
+from benchmarks.variant import write_variant
 from sdbench.flags.train import SD2_BASE, Train
 from sdbench.forecast.compiling import compiled
-from sdbench.models.loading import BUILT_IN
 
 pytestmark = pytest.mark.usefixtures('dynamo')
 
@@ -25,11 +21,8 @@ FEWER_BLOCKS = {
 
 @pytest.fixture
 def model_name(tmp_path) -> str:
-    folder = shutil.copytree(BUILT_IN[SD2_BASE], tmp_path / 'model')
-    for part, changes in FEWER_BLOCKS.items():
-        config = Path(folder) / part / 'config.json'
-        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    return str(folder)
+    write_variant(SD2_BASE, tmp_path / 'model', FEWER_BLOCKS)
+    return str(tmp_path / 'model')
 
 
 def errors_of_forecast(counted: tuple, settings: Train) -> pd.Series:
