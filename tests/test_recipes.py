@@ -86,7 +86,7 @@ def test_the_whole_training_does_nothing_without_a_model_or_for_a_word_that_it_d
 def test_the_plan_of_the_whole_training_forecasts_its_phases_and_plans_by_their_records(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     variables = {'MODEL': 'my model', 'PLAN': f'{tmp_path}/my plan.jsonl', 'LATENTS': '1', 'GPU': 'A100 H100-80GB',
-                 'IMAGES_2': '5', 'PRICES': '@recipes/prices-spot.txt', 'PHASE_FLAGS': '--batch_size 1024'}
+                 'IMAGES_2': '5', 'PRICES': '@recipes/prices-spot.txt H200=9', 'PHASE_FLAGS': '--batch_size 1024'}
     one, two, report = commands_of(tmp_path, 'plan', **variables)
     for forecast, size in ((one, 256), (two, 512)):
         assert (forecast.model_name, forecast.results) == ('my model', variables['PLAN'])

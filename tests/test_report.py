@@ -380,6 +380,8 @@ def test_plans_of_several_settings_stand_apart_and_no_line_is_wider_than_120(pri
     assert 'With no compile, no fused optimizer, no half precision norms, no cudnn benchmark:' in text
     assert max(map(len, text.splitlines())) <= 120
     assert columns(tables(text)[0], 'cost')[1] == ('',)  # another card's price is no price of it
+    unstated = printed(write(*(FORECAST | at | ema for at in ({}, AT_256) for ema in ({}, {'use_ema': True}))), *SIZES)
+    assert re.findall('.*:$', unstated, re.MULTILINE) == ['Where the records do not say:', 'With EMA:']
     assert 'a GPU-hour $3 for A100 80GB, no price for RTX 6000 Ada Generation (--dollars_per_gpu_hour)' in text
 
 

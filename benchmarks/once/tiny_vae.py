@@ -7,10 +7,10 @@
 One emoji in ten is held out with all its tones of skin. The rest train diffusers' own AutoencoderKL: half as they are,
 on white, and half in other colours on drawn backgrounds, so that other pictures are reconstructed too. The mean and the
 scale of each channel of the latents over the training pictures are then folded into the weights, so that the latents
-which `scaling_factor` scales have mean 0 and variance 1. From then on the decoder trains alone, beside a discriminator
-that tells what it decodes from the pictures, so that edges become sharp and the latents stay what they are. The weights
-are saved in half precision. The last line says as JSON how well the saved ones reconstruct the held-out pictures. The
-figure has eight of these, and below each what became of it.
+which `scaling_factor` scales have mean 0 and variance 1. Then the decoder
+trains alone, beside a discriminator, which learns to tell decoded pictures from real ones. Edges become sharper so, and
+the latents stay what they are. The weights are saved in half precision. The last line says as JSON how well the saved
+ones reconstruct the held-out pictures. The figure has eight of these, and below each what became of it.
 """
 import argparse
 import hashlib
@@ -37,7 +37,8 @@ TONES = re.compile('-1f3f[b-f]')  # of skin, in the name of a file
 KL_WEIGHT = 1e-3  # of the divergence of a number of the latents; that of the errors of a number of a picture is 1
 LEARNING_RATE = 3e-3
 PHASES = ((CROP, 16, 0.7), (SIDE, 8, 0.3))  # pixels of a side, pictures of a batch, share of the batches
-SHARPENING_RATE = 1e-3  # of the decoder alone, and of the discriminator
+SHARPENING = {'lr': 1e-3, 'weight_decay': 0.0, 'betas': (0.5, 0.99)}  # AdamW of the decoder, and of the discriminator
+SHARPENING_NUMBER = 16  # pictures of a batch
 ADVERSARIAL_WEIGHT = 0.05  # of how real a decoded picture looks
 FEATURES_WEIGHT = 2.0  # of the absolute errors of the discriminator's features
 AS_THEY_ARE = 0.5  # share of the training pictures that are on white, in their own colours
@@ -145,21 +146,20 @@ class Discriminator(torch.nn.Sequential):
 
 
 def sharpen(vae: AutoencoderKL, emojis: torch.Tensor, batches: int) -> None:
-    """Train the decoder alone, with a hinge loss of a discriminator and the errors of its features."""
+    """Train the decoder alone, by the errors of pictures, how real a discriminator finds them, and its features."""
     generator = torch.Generator().manual_seed(18)
-    _, number, _ = PHASES[0]
     weights = [*vae.decoder.parameters(), *vae.post_quant_conv.parameters()]
     discriminator = Discriminator()
-    optimizer = torch.optim.AdamW(weights, lr=SHARPENING_RATE, weight_decay=0.0, betas=(0.5, 0.99))
-    other_optimizer = torch.optim.AdamW(discriminator.parameters(), lr=SHARPENING_RATE, weight_decay=0.0,
-                                        betas=(0.5, 0.99))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, SHARPENING_RATE, total_steps=batches, pct_start=0.05)
+    optimizer = torch.optim.AdamW(weights, **SHARPENING)
+    optimizer_of_discriminator = torch.optim.AdamW(discriminator.parameters(), **SHARPENING)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, SHARPENING['lr'], total_steps=batches, pct_start=0.05)
     for batch in range(1, batches + 1):
         # the decoder
-        pictures = draw_batch(emojis, number, SIDE, generator)
+        pictures = draw_batch(emojis, SHARPENING_NUMBER, SIDE, generator)
+        discriminator.requires_grad_(False)
         with torch.no_grad():
             latents = vae.encode(pictures).latent_dist.sample(generator)
-            *real, _ = discriminator.requires_grad_(False).features(pictures)
+            *real, _ = discriminator.features(pictures)
         output = vae.decode(latents).sample
         *features, realness = discriminator.features(output)
         errors = sum(F.l1_loss(feature, wanted) for feature, wanted in zip(features, real, strict=True))
@@ -173,9 +173,9 @@ def sharpen(vae: AutoencoderKL, emojis: torch.Tensor, batches: int) -> None:
         # the discriminator
         discriminator.requires_grad_(True)
         hinge = F.relu(1 - discriminator(pictures)).mean() + F.relu(1 + discriminator(output.detach())).mean()
-        other_optimizer.zero_grad()
+        optimizer_of_discriminator.zero_grad()
         hinge.backward()
-        other_optimizer.step()
+        optimizer_of_discriminator.step()
         if batch % 100 == 0:
             print(f'batch {batch} of {batches}, the decoder: loss {loss.item():.3f}, {hinge.item():.2f} of the '
                   f'discriminator, {time.process_time():.0f} s of CPU', flush=True)

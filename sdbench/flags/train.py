@@ -158,10 +158,10 @@ class Results:
         if self.results is None and getattr(self, 'dry_run', None) is not None:  # which keeps no record then
             return
         path = self.results_file
-        place = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
         if path.lower().endswith('.csv'):
             raise ValueError(f'--results {path} is a table, and a record is a line of JSON; name a file such as '
                              'results.jsonl')
+        place = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
         if path != '-' and (os.path.isdir(path) or not os.access(place, os.W_OK)):
             raise ValueError(f'--results {path} is no file that can be written; name another, or - to print')
 

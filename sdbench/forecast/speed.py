@@ -101,7 +101,7 @@ class StepWork(NamedTuple):
         update: once a step.
         exchange: once a step where there are several GPUs: of copying gradients to the buckets and back.
         buckets: of gradients that are sent together, a row for each, in the order in which the backward pass fills
-            them: `sent`, its bytes in float32, and the work of the backward pass that is left then.
+            them: first `sent`, its bytes in float32, then the work of the backward pass that is left then, as WORK.
     """
     model: pd.DataFrame
     encoder: pd.DataFrame = NOTHING

@@ -191,7 +191,7 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
     if first['input'] == 'latents' and without:
         notes.append(f'without encoding at {" and ".join(without)} px')
 
-    # what it takes; --csv has the days of each part
+    # what it takes; --csv has what follows of it, for a spreadsheet
     days = sum(part.days for part in parts)
     hours = math.nan if first['on_cpu'] else days * 24 * first['num_devices']
     price = price_of(first['device'], settings.dollars_per_gpu_hour)
@@ -294,7 +294,8 @@ def plan_blocks(plans: pd.DataFrame) -> list[str]:
     blocks = []
     for _, alike in plans.groupby(others or ['stage'], sort=False):
         if others:
-            blocks.append(f'With {settings_in_words(alike.iloc[0], others) or "settings that no record states"}:')
+            settings = settings_in_words(alike.iloc[0], others)
+            blocks.append(f'With {settings}:' if settings else 'Where the records do not say:')
         for columns in ([*ends[:2], *parts, *ends[2:]], ends):
             table = table_text(cells.loc[alike.index, columns], ['GPUs', 'input'])
             if len(table.splitlines()[0]) <= WIDTH:
