@@ -24,6 +24,7 @@ class LocalS3:
         cuts: bytes after which the next answers that are pieces of an object break off.
         access_key: that requests must be signed with, where it is given; moto looks at no signature.
         requests: path and headers of each that came.
+        waiting: paths of those that only its `lock` keeps from an answer.
         is_read_only: whether it refuses what would write an object.
     """
 
@@ -33,6 +34,7 @@ class LocalS3:
         self.cuts: list[int] = []
         self.access_key: str | None = None
         self.requests: list[tuple[str, EnvironHeaders]] = []
+        self.waiting: list[str] = []
         self.is_read_only = False
         self.lock = threading.Lock()
         self.moto = DomainDispatcherApplication(create_backend_app)
@@ -50,8 +52,7 @@ class LocalS3:
 
     def refusal(self, request: Request) -> Response | None:
         """Return the answer that refuses a request, or None if it is to be answered."""
-        with self.lock:
-            refusal = self.refusals.pop(0) if self.refusals else None
+        refusal = self.refusals.pop(0) if self.refusals else None
         if self.access_key and f'Credential={self.access_key}/' not in request.headers.get('Authorization', ''):
             refusal = (403, 'InvalidAccessKeyId')
         if self.is_read_only and request.method in ('PUT', 'POST'):
@@ -67,11 +68,10 @@ class LocalS3:
         environ['wsgi.input'] = io.BytesIO(request.get_data())  # what nobody reads would be taken for the next request
         self.requests.append((environ['RAW_URI'], request.headers))
         time.sleep(self.delay)
-        response = self.refusal(request)
-        if response is None:
-            with self.lock:  # moto writes an object that is to be new twice, where two ask at once
-                response = Response.from_app(self.moto, environ, buffered=True)
-        with self.lock:
+        self.waiting.append(request.path)
+        with self.lock:  # moto writes an object that is to be new twice, where two ask at once
+            self.waiting.remove(request.path)
+            response = self.refusal(request) or Response.from_app(self.moto, environ, buffered=True)
             if response.status_code == 206 and self.cuts and self.cuts[0] < len(response.data):
                 response.response = broken_after(response.data[:self.cuts.pop(0)])
         return response(environ, start_response)

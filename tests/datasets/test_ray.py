@@ -21,15 +21,6 @@ from tests.runs import files_of, one_error_line, wait_until
 from tests.samples import sample_files, write_tar
 
 
-def tasks() -> int:
-    """Return how many processes of this test's cluster are at a task: Ray calls them after its function."""
-    found = 0
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended
-            found += process.cmdline()[:1] == ['ray::<lambda>']
-    return found
-
-
 @pytest.fixture(scope='module')
 def cluster():
     """Two machines with a core each, as far as Ray knows, and a store, which the environment that they get names."""
@@ -69,14 +60,18 @@ def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, 
     store.delay = 0.5
     conversion, status = in_thread(convert.convert, parse(Convert, '', [*argv, 'out', '--ray', cluster.address]))
     wait_until(lambda: len(list(out.glob('*/index.json'))) >= 2 or status)
+    [raylet] = cluster.second_node.all_processes['raylet']
     with store.lock:  # it answers nothing, so that both machines stay in the middle of a part
-        time.sleep(2)  # what needed no answer any more is over
-        wait_until(lambda: tasks() == 2 or status)
+        wait_until(lambda: len(store.waiting) == 2)
+        lost = psutil.Process(raylet.process.pid).children(recursive=True)
         cluster.remove_node(cluster.second_node, allow_graceful=False)
-        wait_until(lambda: tasks() < 2 or status)  # else its worker may end its part before it dies itself
+        for process in lost:  # Ray kills what began them, and leaves it to them to see that
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(lost)
+        store.delay = 0
     conversion.join(300)  # on the machine that is left
     cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
-    store.delay = 0
     assert status == [0]
     assert 'a worker or its machine was lost; what it was at is made again' in capfd.readouterr().err
     assert files_of(out) == files_of(tmp_path / 'undisturbed')
