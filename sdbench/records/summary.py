@@ -3,6 +3,7 @@ import math
 import os
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from sdbench.costs import days_to_train, gpu_hours, price_of
@@ -128,7 +129,9 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
         command += ['--use_ema', '--ema_half_life', '1ep', '--max_duration', '10ep']
     else:
         batch_size = min(16, power_of_two(samples))
-        if pretrained and model_name != TINY_MODEL:  # which has no trained UNet
+        unet = Path(model_name, 'unet')
+        has_weights = any(unet.glob('diffusion_pytorch_model*')) if unet.is_dir() else model_name != TINY_MODEL
+        if pretrained and has_weights:
             command += ['--load_weights', model_name, '--learning_rate', '1e-5']
         command += ['--max_duration', '2000ba']
     if batch_size != BATCH_SIZE:

@@ -49,10 +49,12 @@ def test_an_out_with_files_of_others_is_refused_and_they_stay(output, tmp_path):
 @pytest.mark.parametrize('samples, model_name, pretrained, expected', [
     (7, 'sd', True, {'batch_size': 4, 'max_duration': '2000ba', 'load_weights': 'sd', 'learning_rate': 1e-5}),
     (133, 'tiny', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-4}),
+    (133, 'own', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-4}),
     (133, 'sd', False, {'batch_size': 16, 'max_duration': '2000ba', 'load_weights': None, 'use_ema': False}),
     (10_000, 'sd', True, {'batch_size': 64, 'max_duration': '10ep', 'load_weights': None, 'use_ema': True}),
     (2_000_000, 'sd', True, {'batch_size': 2048, 'learning_rate': 1e-4})])
 def test_the_command_that_trains_fits_the_number_of_samples(samples, model_name, pretrained, expected):
+    os.makedirs('own/unet')  # a model without weights of its UNet
     _, program, *argv = shlex.split(training_command('photos-mds', samples, model_name, pretrained))
     settings = parse(Train, '', argv, program)
     for flag, value in expected.items():

@@ -5,7 +5,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 
 import psutil
