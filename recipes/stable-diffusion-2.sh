@@ -48,6 +48,13 @@ phase_1="@recipes/phase-1.txt --image_size $SIZE_1 --max_duration ${STEPS_1}ba -
 phase_2="@recipes/phase-2.txt --image_size $SIZE_2 --max_duration ${STEPS_2}ba --batch_size $BATCH_SIZE"
 
 if [ "${1:-}" = plan ]; then
+    # A mistake in PRICES is said before minutes of work: this prints what comes with the program by them.
+    case $PRICES in
+        @*) prices=$PRICES ;;
+        *) prices="--dollars_per_gpu_hour $PRICES" ;;
+    esac
+    python report.py docs/plan.jsonl --phase 256 $prices > /dev/null
+
     forecasts=$PLAN
     if [ -z "$PLAN" ]; then
         forecasts=$(mktemp)
@@ -72,11 +79,7 @@ if [ "${1:-}" = plan ]; then
     if [ -n "$LATENTS" ]; then
         set -- "$@" --encode "$IMAGES_1@$SIZE_1" --encode "$IMAGES_2@$SIZE_2"
     fi
-    case $PRICES in
-        @*) ;;
-        *) set -- "$@" --dollars_per_gpu_hour ;;
-    esac
-    python report.py "$forecasts" "$@" $PRICES
+    python report.py "$forecasts" "$@" $prices
     exit
 fi
 

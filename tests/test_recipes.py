@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -74,10 +75,11 @@ def test_on_latents_each_phase_of_the_whole_training_has_those_of_its_size(tmp_p
 
 @pytest.mark.parametrize('words, variables, said', [
     ([], {}, 'MODEL: is empty; give MODEL=FOLDER'),
+    (['plan'], {'PRICES': '@none.txt'}, 'report.py: error: the file of flags @none.txt cannot be read'),
     (['plans'], {'MODEL': 'x'}, 'sh recipes/stable-diffusion-2.sh plan ')])
-def test_the_whole_training_does_nothing_without_a_model_or_for_a_word_that_it_does_not_know(words, variables, said):
-    done = subprocess.run(['sh', WHOLE, *words], cwd=ROOT, env={'PATH': os.defpath} | variables, text=True,
-                          capture_output=True)
+def test_the_whole_training_does_nothing_without_a_model_or_for_what_it_does_not_know(words, variables, said):
+    variables = variables | {'PATH': f'{os.path.dirname(sys.executable)}:{os.defpath}'}
+    done = subprocess.run(['sh', WHOLE, *words], cwd=ROOT, env=variables, text=True, capture_output=True)
     assert done.returncode != 0
     assert said in done.stdout + done.stderr
     assert done.stderr.count('\n') <= 1
@@ -87,7 +89,7 @@ def test_the_plan_of_the_whole_training_forecasts_its_phases_and_plans_by_their_
     monkeypatch.chdir(ROOT)
     variables = {'MODEL': 'my model', 'PLAN': f'{tmp_path}/my plan.jsonl', 'LATENTS': '1', 'GPU': 'A100 H100-80GB',
                  'IMAGES_2': '5', 'PRICES': '@recipes/prices-spot.txt H200=9', 'PHASE_FLAGS': '--batch_size 1024'}
-    one, two, report = commands_of(tmp_path, 'plan', **variables)
+    _, one, two, report = commands_of(tmp_path, 'plan', **variables)
     for forecast, size in ((one, 256), (two, 512)):
         assert (forecast.model_name, forecast.results) == ('my model', variables['PLAN'])
         assert (forecast.dry_run, forecast.gpu, forecast.use_synth_latents) == (8, ('A100', 'H100-80GB'), True)
