@@ -51,12 +51,14 @@ def check_keys(record: dict, command: str) -> None:
 
 
 def refusal(capfd, function: Callable, *arguments) -> str:
-    """Call what must end in an error of the program's own, whatever else it says, and return its one line."""
+    """Call what must end in an error of the program's own, and return its one line, behind which there is nothing."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
         function(*arguments)
-    assert exit.value.code in (1, 2)
-    [line] = [line for line in capfd.readouterr().err.splitlines() if 'error:' in line]
+    *said, line = capfd.readouterr().err.splitlines()
+    assert exit.value.code in (1, 2), line
+    assert ': error: ' in line
+    assert not [other for other in said if re.search('error: |Traceback', other)]
     return line
 
 
@@ -70,15 +72,8 @@ def failed(argv, results, capfd, callbacks=()) -> str:
 
 
 def one_error_line(argv: list, capfd, program: Callable = main) -> str:
-    """Run a command that must be refused, and return its one line, without those of what it builds or reads."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as exit:
-        program([str(argument) for argument in argv])
-    about_to_do = r'^(building|converting|listing|reaching|reading) .*\n'
-    error = re.sub(about_to_do, '', capfd.readouterr().err, flags=re.MULTILINE)
-    assert exit.value.code in (1, 2), error
-    assert error.count('\n') == 1, error
-    return error
+    """Run a command that must be refused, and return its one line."""
+    return refusal(capfd, program, [str(argument) for argument in argv])
 
 
 def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -197,11 +192,6 @@ def start(log: Path, *words) -> subprocess.Popen:
     with open(log, 'w') as file:
         return subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, stdout=file, stderr=file,
                                 start_new_session=True)
-
-
-def start_launcher(log: Path, argv: list) -> subprocess.Popen:
-    """Start `composer ARGV`, which prints to `log`."""
-    return start(log, '-m', 'composer.cli.launcher', *argv)
 
 
 def workers_of(command: subprocess.Popen) -> list[int]:

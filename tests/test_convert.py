@@ -13,7 +13,6 @@ from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.inputs.shards import are_two_sides, read_index
 from tests.forked_runs import run_program, script
-from tests.local_s3 import local_s3
 from tests.runs import ROOT, TINY, files_of, one_error_line, times_of
 from tests.samples import encoded, picture, read_back, sample_files, shaded, skipped, write_sample_tar, write_tar
 
@@ -234,18 +233,17 @@ def test_a_remote_gets_its_index_last_and_is_trained_on_from_there(s3, samples, 
     assert record['measured_batches'] == 3
 
 
-def test_tars_of_a_store_are_read_over_connections_that_break_and_refusals(tmp_path, monkeypatch, capsys):
+def test_tars_of_a_store_are_read_over_connections_that_break_and_refusals(s3, tmp_path, capsys):
     photos = [encoded(picture(number, 512, 512), quality=100) for number in range(40)]
     files = {f'{number}.jpg': photo for number, photo in enumerate(photos)}
     files |= {f'{number}.txt': b'a' for number in range(40)}  # all captions behind all images
     tar = write_tar(tmp_path / 'x.tar', files).read_bytes()
-    with local_s3(monkeypatch) as store:
-        store.put('tars/0.tar', tar)
-        store.put('tars/1.tar', tar[:100_000])
-        store.cuts = [300_000, 400_000, 1000, 10]
-        store.refusals = [(503, 'SlowDown'), (500, 'InternalError')] * 2
-        assert convert.main(['s3://bucket/tars/', 'out', '--num_workers', '1']) == 1
-        assert not store.cuts
-        assert not store.refusals
-        assert read_back(tmp_path / 'out')[:40] == [(photo, 'a') for photo in photos]
-        assert 's3://bucket/tars/1.tar is cut short' in capsys.readouterr().err
+    s3.put('tars/0.tar', tar)
+    s3.put('tars/1.tar', tar[:100_000])
+    s3.cuts = [300_000, 400_000, 1000, 10]
+    s3.refusals = [(503, 'SlowDown'), (500, 'InternalError')] * 2
+    assert convert.main(['s3://bucket/tars/', 'out', '--num_workers', '1']) == 1
+    assert not s3.cuts
+    assert not s3.refusals
+    assert read_back(tmp_path / 'out')[:40] == [(photo, 'a') for photo in photos]
+    assert 's3://bucket/tars/1.tar is cut short' in capsys.readouterr().err

@@ -64,27 +64,16 @@ def words_of(command: str) -> list[str]:
         return []
 
 
-def calls(words: list[str]) -> list[tuple[str, list[str]]]:
-    """Return our programs among the words of a command, each with its arguments; launchers stand before them."""
+def call(words: list[str]) -> tuple[str | None, list[str]]:
+    """Return our program among the words of a command, and its arguments; launchers stand before it."""
     if len(words) > 1 and words[0].startswith('@'):  # a file of flags, and others
-        return [('benchmark.py', words)]
+        return 'benchmark.py', words
     for position, word in enumerate(words):
         if word in PARSERS:
-            return [(word, words[position + 1:])]
+            return word, words[position + 1:]
         if ' ' in word:  # a command for another shell
-            return calls(words_of(word))
-    return []
-
-
-def commands_with_our_programs() -> list:
-    """Return the program and the arguments of each command of a page that gives arguments to one of our programs."""
-    found = []
-    for page in PAGES:
-        for command in dict.fromkeys(all_commands(page)):
-            for program, arguments in calls(words_of(command)):
-                if arguments not in ([], ['--help']):
-                    found.append(pytest.param(program, arguments, id=f'{page.name}: {command}'))
-    return found
+            return call(words_of(word))
+    return None, []
 
 
 def anchors(page: Path) -> set[str]:
@@ -103,10 +92,13 @@ def test_every_link_leads_to_a_file_and_to_a_heading(page):
             assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize('program, arguments', commands_with_our_programs())
-def test_the_programs_take_every_command_line(program, arguments, monkeypatch):
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+def test_the_programs_take_every_command_line(page, monkeypatch):
     monkeypatch.chdir(ROOT)  # where @recipes/... is
-    PARSERS[program].parse_args(arguments)
+    for command in all_commands(page):
+        program, arguments = call(words_of(command))
+        if arguments not in ([], ['--help']):
+            PARSERS[program].parse_args(arguments)
 
 
 def flags_of(parser) -> set[str]:

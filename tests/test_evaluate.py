@@ -31,6 +31,7 @@ from tests.scoring_models import save_clip
 SIZE = 32  # pixels
 STEPS = 2
 TWO_SCALES = ['--guidance', '1', '4']
+INCEPTION = ['--inception', __file__]
 
 
 class SmallNetwork(torch.nn.Module):
@@ -51,13 +52,12 @@ def by_small_network(argv: list[str]) -> None:
     evaluate.main(argv)
 
 
-@pytest.fixture
-def small_inception(monkeypatch, tmp_path) -> list:
-    """The flag of a file that stands for InceptionV3's weights."""
-    monkeypatch.setattr(evaluate, 'load_inception', SmallNetwork.of_file)
-    path = tmp_path / 'small-inception'
-    path.write_text('small')
-    return ['--inception', path]
+@pytest.fixture(scope='module', autouse=True)
+def small_network():
+    """Any file stands for InceptionV3's weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, 'load_inception', SmallNetwork.of_file)
+        yield
 
 
 @pytest.fixture(scope='module')
@@ -69,10 +69,7 @@ def clip(tmp_path_factory) -> list:
 def evaluated(tmp_path_factory, pipeline, shards, clip) -> SimpleNamespace:
     """An evaluation of five samples at two scales of guidance by both networks: its `out` and its `record`."""
     out = tmp_path_factory.mktemp('evaluated') / 'out'
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, 'load_inception', SmallNetwork.of_file)
-        record = run(pipeline, shards, out, *clip, '--inception', __file__, *TWO_SCALES)
-    return SimpleNamespace(out=out, record=record)
+    return SimpleNamespace(out=out, record=run(pipeline, shards, out, *clip, *INCEPTION, *TWO_SCALES))
 
 
 def run(model, data, out: Path, *flags) -> dict:
@@ -101,7 +98,7 @@ def test_the_pictures_are_those_of_diffusers_own_pipeline_from_noise_of_their_nu
 
 
 def test_two_processes_with_other_batches_draw_and_score_the_same(server, tmp_path, evaluated, pipeline, shards, clip):
-    argv = arguments(pipeline, shards, tmp_path / 'out', *clip, '--inception', __file__, '--guidance', 1,
+    argv = arguments(pipeline, shards, tmp_path / 'out', *clip, *INCEPTION, '--guidance', 1,
                      '--batch_size', 3)
     log = tmp_path / 'log'
     assert run_ranks(server, [log, log], by_small_network, [(argv,)] * 2) == [0, 0], log.read_text()
@@ -113,7 +110,7 @@ def test_two_processes_with_other_batches_draw_and_score_the_same(server, tmp_pa
 
 
 def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undisturbed_one(
-        tmp_path, evaluated, pipeline, shards, clip, small_inception, monkeypatch):
+        tmp_path, evaluated, pipeline, shards, clip, monkeypatch):
     out = tmp_path / 'out'
 
     class HalfPicture:
@@ -130,14 +127,14 @@ def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undistur
             run(pipeline, shards, out, *clip, *TWO_SCALES)
     times = {path: path.stat().st_mtime_ns for path in out.glob('*/*.png')}
     assert len(times) == 2
-    again = run(pipeline, shards, out, *clip, *small_inception, *TWO_SCALES)
+    again = run(pipeline, shards, out, *clip, *INCEPTION, *TWO_SCALES)
     assert again['samples_drawn'] == evaluated.record['samples_drawn'] - 2
     assert again['scores'] == evaluated.record['scores']
     assert all(path.stat().st_mtime_ns == time for path, time in times.items())
     assert files_of(out) == files_of(evaluated.out)
 
     # more samples, by one network
-    more = run(pipeline, shards, out, *small_inception, *TWO_SCALES, '--samples', 6)
+    more = run(pipeline, shards, out, *INCEPTION, *TWO_SCALES, '--samples', 6)
     assert more['samples_drawn'] == 2
     assert more['scores'][0]['clip_score'] is None
 
@@ -203,10 +200,10 @@ def test_a_caption_longer_than_the_model_is_cut_and_keeps_its_end(clip):
     assert torch.equal(cut, whole)
 
 
-def test_an_image_that_does_not_decode_is_one_line_with_its_number(tmp_path, pipeline, small_inception, capfd):
+def test_an_image_that_does_not_decode_is_one_line_with_its_number(tmp_path, pipeline, capfd):
     good = {'jpg': encoded(picture(1)), 'caption': 'a cat'}
     broken = write_shards(tmp_path / 'broken', [good, good | {'jpg': b'no'}, good, good, good])
-    line = refusal(capfd, run, pipeline, broken, tmp_path / 'out', *small_inception)
+    line = refusal(capfd, run, pipeline, broken, tmp_path / 'out', *INCEPTION)
     assert f'sample 1 of DATA {broken}' in line
     assert 'leave that sample out' in line
 

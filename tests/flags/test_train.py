@@ -5,13 +5,11 @@ import pytest
 import torch
 from composer.utils import dist
 
-from benchmark import build_data
 from sdbench.costs import TRAINING_IMAGES
 from sdbench.flags.commands import Encode
-from sdbench.flags.complete import complete_encoding, index_of_data
+from sdbench.flags.complete import complete_encoding
 from sdbench.flags.parser import parse
 from sdbench.flags.times import to_batches
-from sdbench.models.loading import find_model
 from sdbench.process import one_line_errors
 from tests.runs import TINY, settings_of
 
@@ -77,14 +75,6 @@ def test_a_local_without_a_remote_is_what_an_encoding_reads_as_well():
     ('7ba', 7), ('3ep', 30), ('0.5dur', 15), ('.1dur', 3), ('0.31dur', 9), ('1dur', 30), ('0.001dur', 1)])
 def test_a_time_is_so_many_batches_rounded_down(time, batches):
     assert to_batches(time, batches_per_epoch=10, batches_of_run=30) == batches
-
-
-@pytest.mark.parametrize('data', ['shards', 'synthetic'])
-def test_an_epoch_is_as_long_as_the_loader_will_be(shards, data):
-    flags = ['--use_synth_data'] if data == 'synthetic' else ['--remote', shards]
-    settings = settings_of(*flags, *TINY, '--batch_size', '7')
-    loader = build_data(settings, find_model('tiny'), index_of_data(settings)).dataloader
-    assert settings.batches_per_epoch == len(loader)
 
 
 @pytest.mark.parametrize('length, flags, expected', [

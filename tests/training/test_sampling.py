@@ -42,24 +42,16 @@ def run(folder: Path, model_folder: str, *flags) -> dict:
                  '--save_interval', '3ba', *map(str, [*places, *flags])])
 
 
-def pictures_in(path: Path, times: int = 16) -> list[np.ndarray]:
-    """Cut the grid of three prompts into its pictures, int (16, 16, 3), each of which has its prompt below it.
+def pictures_in(path: Path) -> list[np.ndarray]:
+    """Cut the grid of three prompts into its pictures, int (16, 16, 3), which are enlarged there.
 
-    In the grid a pixel of theirs has `times` pixels a side.
+    Each has its prompt below it.
     """
     grid = np.asarray(Image.open(path), dtype=int)
-    row = len(grid) // 2
-    size = 16 * times
+    row, size = len(grid) // 2, 16 * 16
     assert grid.shape == (2 * row, 2 * size, 3)
-    assert (grid[row:, size:] == 255).all()
-    pictures = []
-    for top, left in ((0, 0), (0, size), (row, 0)):
-        prompt = grid[top + size:top + row, left:left + size]
-        assert prompt.min() < 128
-        assert (prompt[-1] == 255).all()
-        pictures.append(grid[top:top + size:times, left:left + size:times])
-        assert (grid[top:top + size, left:left + size] == pictures[-1].repeat(times, 0).repeat(times, 1)).all()
-    return pictures
+    assert all(grid[top + size:top + row, :size].min() < 128 for top in (0, row))
+    return [grid[top:top + size:16, left:left + size:16] for top, left in ((0, 0), (0, size), (row, 0))]
 
 
 def drawn_by_diffusers(out: Path) -> list[np.ndarray]:

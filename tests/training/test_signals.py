@@ -14,7 +14,7 @@ from benchmark import StableDiffusion, main
 from data import SyntheticImageCaptionDataset, build_loader
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from sdbench.training.ranks import SIGNALS, StopAtSignal
-from tests.runs import TINY, Signalled, assert_same_training, one_error_line, start_launcher, wait_until
+from tests.runs import TINY, Signalled, assert_same_training, one_error_line, start, wait_until
 
 
 def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_as_if_it_never_had(
@@ -101,7 +101,7 @@ def test_a_signal_under_the_launcher_leaves_a_record_and_a_checkpoint_to_go_on_f
     log, folder = results.with_name('log'), results.with_name('checkpoints')
     argv = ['--remote', shards, '--num_workers', '1', '--use_ema', *TINY, '--save_folder', str(folder),
             '--save_interval', '6ba', '--save_num_checkpoints_to_keep', '1', '--results', str(results)]
-    run = start_launcher(log, ['-n', '2', 'benchmark.py', *argv, '--measure_batches', '100000'])
+    run = start(log, '-m', 'composer.cli.launcher', '-n', '2', 'benchmark.py', *argv, '--measure_batches', '100000')
     wait_until(lambda: run.poll() is not None or checkpoints_in(str(folder)))
     send(run.pid, number)
     run.wait(timeout=300)
