@@ -61,15 +61,14 @@ def test_the_command_that_trains_fits_the_number_of_samples(samples, model_name,
         assert getattr(settings, flag) == value, flag
 
 
-def test_of_two_runs_that_begin_at_once_in_a_store_the_second_goes_by_what_the_first_has_written(monkeypatch):
-    with local_s3(monkeypatch):
-        output = Output('s3://bucket/out', 'OUT')
-        begin(output, size_limit=1)
-        seen = iter([None])  # by the second when it looks, since the first has not written yet
-        read = output.read
-        monkeypatch.setattr(output, 'read', lambda name: next(seen, read(name)))
-        with pytest.raises(ValueError, match='was begun with size_limit 1, and this command has 2'):
-            begin(output, size_limit=2)
+def test_of_two_runs_that_begin_at_once_in_a_store_the_second_goes_by_what_the_first_has_written(s3, monkeypatch):
+    output = Output('s3://bucket/out', 'OUT')
+    begin(output, size_limit=1)
+    seen = iter([None])  # by the second when it looks, since the first has not written yet
+    read = output.read
+    monkeypatch.setattr(output, 'read', lambda name: next(seen, read(name)))
+    with pytest.raises(ValueError, match='was begun with size_limit 1, and this command has 2'):
+        begin(output, size_limit=2)
 
 
 def test_of_files_of_another_machine_a_store_is_not_made(output, monkeypatch):
