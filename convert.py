@@ -152,8 +152,10 @@ def tables_in(found: Found) -> str:
         path = line['source']
         suffix = os.path.splitext(path)[1].lower()
         if line['key'] is None and suffix in TABLE_SUFFIXES and os.path.isfile(path):
-            with contextlib.suppress(ValueError, OSError):  # which say that it is none
+            try:
                 tables.append(f'{path} has the columns {", ".join(next(read_rows(path)))}')
+            except (ValueError, OSError) as error:
+                tables.append(one_line(error))
         elif suffix == '.xlsx':
             tables.append(f'{path} is read once it is saved as CSV (UTF-8)')
     if not tables:

@@ -166,7 +166,8 @@ class Captions:
                 continue
             images = self.images_called(folder, name)
             if len(images) != 1:
-                which = f'{name} may be each of {", ".join(images)}' if images else f'there is no {name}'
+                there = os.path.join(folder, name)
+                which = f'{name} may be each of {", ".join(images)}' if images else f'there is no {there}'
                 self.leave_out(path, f'no image at the path of a row: {which}', number)
                 continue
 
@@ -176,7 +177,7 @@ class Captions:
                 if first != table:
                     self.leave_out(path, f'a caption of another table: {first[0]} has one of {name}', number)
                 elif isinstance(text, Unread):
-                    self.leave_out(path, f'no caption: {text}', number)
+                    self.leave_out(path, f'no caption: {text} for {name}', number)
                 else:
                     rows_of_image.append(Row(number, name, text))
 

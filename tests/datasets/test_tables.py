@@ -80,8 +80,10 @@ def test_what_a_table_has_that_is_no_text_or_no_image_of_source_is_listed_by_its
     assert f'captions   2 from column text of {folder}/metadata.jsonl\n' in capsys.readouterr().out
     alike = f'no image at the path of a row: e.jpg may be each of {folder}/E.jpg, {folder}/e.JPG'
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.jsonl'] == [
-        ('metadata.jsonl', 2, 'no caption: the row has None'), ('metadata.jsonl', 3, 'no caption: the row has 5'),
-        ('metadata.jsonl', 4, 'no caption: the row has nan'), ('metadata.jsonl', 5, "no caption: the row has 'nan'"),
+        ('metadata.jsonl', 2, 'no caption: the row has None for a.jpg'),
+        ('metadata.jsonl', 3, 'no caption: the row has 5 for b.jpg'),
+        ('metadata.jsonl', 4, 'no caption: the row has nan for c.jpg'),
+        ('metadata.jsonl', 5, "no caption: the row has 'nan' for d.jpg"),
         ('metadata.jsonl', 6, alike), ('metadata.jsonl', 7, 'no image of SOURCE at the path of a row: ../elsewhere.jpg '
                                        'is elsewhere, hidden or no image')]
 
@@ -89,11 +91,11 @@ def test_what_a_table_has_that_is_no_text_or_no_image_of_source_is_listed_by_its
 def test_where_nothing_has_a_caption_the_files_that_look_like_tables_are_named_with_their_columns(tmp_path, capsys):
     folder = photos(tmp_path / 'in', 'a.jpg')
     (folder / 'captions.csv').write_text('Bild;Beschreibung\na.jpg;eins\n')
-    (folder / 'list.tsv').write_text('id\tpicture\twords\n')
+    (folder / 'list.tsv').write_text('Bild\tWörter\n', 'cp1252')
     (folder / 'list.xlsx').write_bytes(b'1')
     line = one_error_line([folder, 'out'], capsys, convert.main)
     for words in (f'{folder}/captions.csv has the columns Bild, Beschreibung; ', f'{folder}/list.xlsx is read once',
-                  f'{folder}/list.tsv has the columns id, picture, words; ',
+                  f'the table {folder}/list.tsv is not UTF-8; save it as',
                   '--captions FILE --image_column NAME --caption_column NAME takes the captions of a table'):
         assert words in line
     assert convert.main(['in', 'out', '--captions', 'in/captions.csv', '--image_column', 'Bild']) == 0
@@ -118,8 +120,8 @@ def test_a_table_goes_before_the_text_files_wherever_it_lies_and_what_has_no_mat
         ('both.png', None, 'more than one image: both.jpg, both.png'),
         ('captions.csv', 2, f'a caption of another table: {folder}/metadata.csv has one of twice.jpg'),
         ('lonely.jpg', 'lonely', 'no caption'),
-        ('metadata.csv', 4, 'no image at the path of a row: there is no missing.jpg'),
-        ('metadata.csv', 5, "no caption: the row has ''")]
+        ('metadata.csv', 4, f'no image at the path of a row: there is no {folder}/missing.jpg'),
+        ('metadata.csv', 5, "no caption: the row has '' for empty.jpg")]
     assert f'3 from column text of {folder}/metadata.csv' in capsys.readouterr().out
 
 
@@ -179,7 +181,7 @@ def test_a_cell_of_a_csv_may_be_a_list_in_json_and_what_is_no_such_list_or_no_ro
     assert captions(tmp_path / 'out') == ['one', 'two', '[sic] five', 'a cat, awake']
     reason = "no row as long as the header: it has {} cells instead of 2; a cell with ',' in it stands in quotes"
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.csv'] == [
-        ('metadata.csv', 4, "no caption: the row has a list that is not JSON, \"['three' 'four']\""),
+        ('metadata.csv', 4, "no caption: the row has a list that is not JSON, \"['three' 'four']\" for b.jpg"),
         ('metadata.csv', 6, reason.format(3)), ('metadata.csv', 7, reason.format(1)),
         ('metadata.csv', 10, 'no image in a row: it has no path in column file_name')]
 
