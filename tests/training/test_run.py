@@ -9,7 +9,7 @@ import torch
 import benchmark
 from sdbench import process
 from tests.forked_runs import on_small_disk
-from tests.runs import TINY, failed
+from tests.runs import TINY
 from tests.samples import encoded, picture, write_shards
 
 
@@ -27,12 +27,13 @@ def test_a_crash_leaves_a_record_that_says_why_without_passwords(results, capfd,
     def crash(self, batch):
         raise RuntimeError('no\nluck at https://me:secret@host/x')
     monkeypatch.setattr(benchmark.StableDiffusion, 'encode', crash)
-    line = failed(['--use_synth_data', *TINY], results, capfd)
+    with pytest.raises(SystemExit):
+        benchmark.main(['--use_synth_data', *TINY])
     record = json.loads(results.read_text())
     assert record['error'] == 'RuntimeError: no luck at https://***@host/x'
     assert record['measured_batches'] == 0
     assert record['images_per_sec'] is None
-    assert 'the run failed at batch 1: RuntimeError: no luck' in line
+    assert 'the run failed at batch 1: RuntimeError: no luck' in capfd.readouterr().err
 
 
 def test_a_resumed_run_says_from_where_and_counts_to_its_end_with_loss_speed_and_time(monkeypatch, tmp_path, capfd):
