@@ -38,7 +38,7 @@ smoke: $(VENV)/installed  ## A first measurement: SD2 base on every GPU, by two 
 proof: $(VENV)/installed  ## What holds on the GPUs here, into FOLDER=results/...: half an hour on an H100; MINUTES=14 for less.
 	@python -m benchmarks.proof $(FOLDER) $(if $(MINUTES),--minutes $(MINUTES))
 
-test: $(VENV)/installed  ## ruff, and all tests but the long ones: two minutes on two cores of a slow AMD EPYC.
+test: $(VENV)/installed  ## ruff, and all tests but the long ones: 75 seconds on two cores of an Intel Xeon, 2 minutes of a slow AMD EPYC.
 	ruff check .
 	python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not long" tests
 
