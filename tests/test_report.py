@@ -377,6 +377,8 @@ def test_plans_of_several_settings_stand_apart_and_no_line_is_wider_than_120(pri
                            for changes in (switches, dict.fromkeys(switches, False)))),
                    *SIZES, '--phase', '1@128', '--phase', '2@512', '--dollars_per_gpu_hour', 'A100=3')
     assert [len(table) for table in tables(text)] == [2, 2]
+    on_nodes = [FORECAST | at | {'num_devices': gpus, 'num_nodes': gpus / 8} for at in ({}, AT_256) for gpus in (8, 64)]
+    assert [len(table) for table in tables(printed(write(*on_nodes), *SIZES))] == [2]
     assert 'With no compile, no fused optimizer, no half precision norms, no cudnn benchmark:' in text
     assert max(map(len, text.splitlines())) <= 120
     assert columns(tables(text)[0], 'cost')[1] == ('',)  # another card's price is no price of it

@@ -290,7 +290,9 @@ def plan_blocks(plans: pd.DataFrame) -> list[str]:
     parts = sorted(column for column in cells if column not in ends)  # what is encoded stands before what is trained
 
     # plans that differ in other settings stand apart; where there is no room, the parts are in the picture and in --csv
-    others = differing(plans, [key for key in (*PLANNED, 'num_nodes') if key not in ('device', 'input')])
+    others = differing(plans, [key for key in PLANNED if key not in ('device', 'input')])
+    if plans.groupby('num_devices')['num_nodes'].nunique().max() > 1:  # as many GPUs on another number of machines
+        others.append('num_nodes')
     blocks = []
     for _, alike in plans.groupby(others or ['stage'], sort=False):
         if others:
