@@ -341,7 +341,7 @@ def test_what_was_measured_and_forecast_alike_corrects_the_forecasts_that_are_co
     corrected = [row for table in tables(text) for row in table]  # the cheapest first
     assert columns(plain, 'train 256', 'train 512') == [('7 h 30 min', '1.00 days'), ('7 h 30 min', '1.00 days')]
     assert columns(corrected, 'train 256', 'train 512') == [('7 h 30 min', '1.00 days'), ('8 h 49 min', '1.11 days')]
-    assert 'compile: 0.85 times, by 8 x H200 at 512 px on latents and 8 x H200 at 512 px on images.' in text
+    assert 'compile: 0.85 times, by 8 x H200 at 512 px on latents and 8 x H200 at 512 px on images. Whether' in text
     assert 'forecast of train 256, corrected.' in text
 
 

@@ -148,7 +148,8 @@ def corrections_of(trained: pd.DataFrame) -> tuple[Corrections, list[str]]:
             sources.append(f'{pair["num_devices"]} x {short_name(device)} at {pair["image_size"]} px{on}')
         how = settings_in_words(alike.iloc[0], ['device', 'compile'])
         sentences.append(f'Forecasts of {how}: {corrections[device, compile]:.2f} times, by '
-                         f'{" and ".join(dict.fromkeys(sources))}.')
+                         f'{" and ".join(dict.fromkeys(sources))}. Whether others would change as much is not known: a '
+                         'row of these and one of others compare only once both are measured.')
     return corrections, sentences
 
 
