@@ -244,7 +244,7 @@ class Optimizer:
     use_ema: bool = flag(False, 'keep an exponential moving average of the UNet')
     ema_half_life: str | None = flag(
         None, "after which today's weights count half in the average (default: 1000ba, or a tenth of a shorter run)",
-        converter=time_in('ba ep'), needs='use_ema', may_change=True)  # a longer run has a longer one
+        converter=time_in('ba ep'), needs='use_ema')
     ema_start: str | None = flag(None, 'training before the average starts, such as 5000ba or 0.5dur, half of it',
                                  converter=time_in('ba ep dur'), needs='use_ema')
 

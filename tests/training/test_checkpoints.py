@@ -196,8 +196,7 @@ def test_a_newest_checkpoint_that_cannot_be_read_or_could_run_code_ends_the_run_
         newest.symlink_to(content)
     before = {*kept.iterdir(), kept / LOCK_FILE}
     line = one_error_line(['--use_synth_data', *TINY, '--save_folder', kept, '--autoresume'], capfd)
-    assert words in line
-    assert str(newest) in line
+    assert words in line and str(newest) in line
     assert {*kept.iterdir()} == before
 
 
@@ -205,13 +204,15 @@ def test_a_resume_finds_shards_and_model_elsewhere_and_is_refused_where_a_flag_o
         shards, smallest_model, tmp_path, capfd):
     data = shutil.copytree(shards, tmp_path / 'moved')
     model = shutil.copytree(smallest_model, tmp_path / 'model')
-    argv = [*TINY, '--num_workers', '0', '--save_folder', 'kept', '--autoresume']
+    argv = [*TINY, '--use_ema', '--num_workers', '0', '--save_folder', 'kept', '--autoresume']
     main([*argv, '--remote', shards, '--model_name', smallest_model, '--max_duration', '2ba'])
     there = [*argv, '--remote', str(data), '--model_name', str(model), '--max_duration', '3ba']
     assert main(there)['first_batch'] == 2
     further = [*there, '--max_duration', '4ba']
     assert '--batch_size was 4, and is 8 now' in one_error_line([*further, '--batch_size', '8'], capfd)
     assert '--snr_gamma was None, and is 5.0 now' in one_error_line([*further, '--snr_gamma', '5.0'], capfd)
+    longer = [*there, '--max_duration', '20ba']  # whose average would have another half-life
+    assert '--ema_half_life was 1ba, and is 2ba now; give --ema_half_life 1ba' in one_error_line(longer, capfd)
 
     config = model / 'scheduler' / 'scheduler_config.json'
     content = config.read_text()
