@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 from sdbench.errors import plural, redacted
 from sdbench.models.loading import RANDOM, hash_of_weights
 from sdbench.paths import EXPORTED
-from sdbench.training.weights import read_trained_model, trained_pipeline
+from sdbench.training.weights import about_training, read_trained_model, trained_pipeline
 
 
 def export(settings: Export) -> None:
@@ -47,13 +47,8 @@ def export(settings: Export) -> None:
               'are random, and pictures will be noise', file=sys.stderr)
 
     # What it is made of. An OUT of the same weights is done already, whichever file they were read from.
-    weights = 'averaged'
-    if settings.live:
-        weights = 'live'
-    elif trained.averaged is None:
-        weights = 'live (there is no average)'
-    made_of = {'program': PROGRAM, 'checkpoint': redacted(settings.checkpoint), 'batch': trained.batch,
-               'weights': weights,
+    made_of = {'program': PROGRAM, 'checkpoint': redacted(settings.checkpoint),
+               **about_training(trained, settings.live),
                'model_sha256': hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)}
     earlier = Path(settings.out, EXPORTED)
     if earlier.exists() and json.loads(earlier.read_text())['model_sha256'] == made_of['model_sha256']:
@@ -63,8 +58,11 @@ def export(settings: Export) -> None:
 
     # What comes next.
     age = f' after {plural(trained.batch, "batch", "batches")}' if trained.batch is not None else ''
+    weights = f'{made_of["weights"]} weights'
+    if trained.averaged is None:
+        weights += ' (there is no average)'
     pictures = shlex.quote(os.path.join(settings.out, 'pictures'))
-    print(f'{settings.out} holds the pipeline{age}, with the {weights} weights\n'
+    print(f'{settings.out} holds the pipeline{age}, with the {weights}\n'
           f"draw: StableDiffusionPipeline.from_pretrained('{settings.out}')('a photo of a cat').images[0]\n"
           f'score: python evaluate.py {shlex.quote(settings.out)} DATA --out {pictures} '
           '--inception inception.pth --clip clip')

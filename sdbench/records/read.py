@@ -39,6 +39,8 @@ EXTRAPOLATED = 'extrapolated'  # from other rows, here or by its source
 UNRELIABLE = 'not reliable'
 WITH_FIGURES = [MEASURED, EXTRAPOLATED, FORECAST]
 
+# What is said behind the name of data, by whether the model was trained on it.
+TRAINED_ON = {False: '', True: ' (the model was trained on it)', None: ' (not known to be held out)'}
 INPUTS = {ENCODERS[False]: 'images', ENCODERS[True]: 'latents'}  # of a training, by the encoders in its loop
 POSITIVE = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size', 'images_per_sec',
             'loader_images_per_sec')
@@ -128,7 +130,7 @@ def speed_row(record: dict) -> dict:
     if record.get('num_workers_by_default') is True:  # it follows from the machine
         row['num_workers'] = ''
     if record.get('eval_held_out') is False:
-        row['eval_remote'] += ' (not known to be held out)'
+        row['eval_remote'] += TRAINED_ON[None]
     encoders = words(record.get('encoders'))
     row['input'] = INPUTS.get(encoders, encoders)
     row['date'] = words(record.get('date'))[:19].replace('T', ' ')  # to the second
@@ -211,6 +213,8 @@ def status_and_notes(record: dict) -> tuple[str, str]:
 def score_rows(record: dict) -> list[dict]:
     """Return a row for each guidance scale of an evaluation; a score that was not asked for is NaN."""
     row = {key: words(record.get(key)) for key in EVALUATED}
+    if 'trained_on_data' in record:
+        row['data'] += TRAINED_ON[record['trained_on_data']]
     for key in HASHES:
         row[key] = row[key][:8]
     if row['model'].endswith('.pt'):

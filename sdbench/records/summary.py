@@ -105,8 +105,10 @@ def evaluation_summary(record: dict) -> str:
 
     # what they do not say
     cautions = []
-    if record.get('trained_on_data'):
+    if record['trained_on_data']:
         cautions.append('DATA is what the model was trained on: the scores say nothing of other captions and images')
+    elif record['trained_on_data'] is None:
+        cautions.append('DATA is not known to be held out from the training of the model')
     if record.get('fid_is_biased'):
         cautions.append(f'FID of {record["samples"]:,} pictures is too high: below {FEWEST_FOR_FID:,} it is biased, '
                         'and compares only with the same number')

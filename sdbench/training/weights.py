@@ -126,6 +126,13 @@ def trained_model_of(state: dict) -> TrainedModel:
                         with_prefix_removed(model, 'vae.') or None, with_prefix_removed(model, 'text_encoder.'))
 
 
+def about_training(trained: TrainedModel, live: bool = False) -> dict:
+    """Return what a record says of the training of weights: the average where there is one, unless they are `live`."""
+    weights = 'live' if live or trained.averaged is None else 'averaged'
+    return {'weights': weights, 'trained_batches': trained.batch, 'images_seen': trained.samples,
+            'training': trained.flags | trained.spent}
+
+
 @contextlib.contextmanager
 def fetched(name: str, flag: str) -> Iterator[str]:
     """Give the path of a checkpoint; for an object in a store that of a copy, one on each node.
