@@ -86,5 +86,5 @@ def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_
     monkeypatch.setattr('sdbench.forecast.dry_run.with_less_memory', lambda settings: {})  # which is not asked for
     assert proof.smoke(Machine(8, A100, 39.4, False)) == 0
     rows = pd.DataFrame(read_records(str(tmp_path / 'results.jsonl')))
-    corrections, _ = corrections_of(rows)
+    corrections, _ = corrections_of(rows, rows)
     assert len(corrections) == 1

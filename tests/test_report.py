@@ -322,6 +322,7 @@ def test_a_plan_on_latents_has_their_encoding_in_it_or_says_at_which_size_it_has
     assert columns([row], 'encode 256', 'encode 512', 'train 256', 'train 512', 'days', 'cost') == [
         ('1.00 days', '2.00 days', '2.00 days', '1.00 days', '6.00', '$2,304')]
     assert 'images at 256 px (0.400 epochs), then 86,400,000 images at 512 px (0.100 epochs)' in text
+    assert 'At 256 px 129,600,000 images would be encoded that no phase trains on; --encode 86400000@256' in text
     assert 'forecast of encode 256 and train 256, not tested, not corrected: what was measured has no forecast' in text
     assert 'without encoding at 256 and 512 px.' in printed(write(latents, latents | {'image_size': 256}), *SIZES)
 
@@ -364,8 +365,11 @@ def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
     # a measurement at one size corrects forecasts, or says what it would need for it
     plan = [FORECAST | {'batch_size': 2048} | at for at in ({}, AT_256)]
     smoke = {'batch_size': 512, 'model_name': 'sd2'}
-    assert left_out(*plan, smoke) == ('a measurement of 8 x H200, no speed at 256 px, and no forecast of the same '
-                                      'flags and microbatch by which it would correct the others')
+    compiled = [record | {'compile': True} for record in plan]
+    for records in ([*plan, smoke], [*compiled, smoke, FORECAST | smoke]):
+        assert left_out(*records) == (
+            'a measurement of 8 x H200, no speed at 256 px, and it corrects no plan: that takes a forecast of the same '
+            'flags and microbatch, and a plan compiled alike')
     assert left_out(*plan, smoke, FORECAST | smoke) == ''
 
 
@@ -465,9 +469,7 @@ def test_what_is_no_record_is_named_by_its_line_and_what_cannot_follow_is_refuse
 # Scores of evaluate.py
 
 def test_scores_are_a_table_of_their_own_in_order_with_what_they_cannot_be_compared_with(printed, write):
-    text = printed(write(TRAINING, LATER, EVALUATION))
-    speeds, scores = tables(text)
-    assert len(speeds) == 1
+    [_], scores = tables(text := printed(write(TRAINING, LATER, EVALUATION)))
     assert columns(scores, 'batches', 'guidance', 'FID', 'CLIP score', 'images seen') == [
         ('1,000', '1.50', '95.50', '14.00', '2,048,000'), ('1,000', '4.00', '70.00', '15.00', '2,048,000'),
         ('2,000', '1.50', '40.00', '20.00', '4,096,000'), ('2,000', '4.00', '30.00', '25.00', '4,096,000')]
@@ -482,7 +484,10 @@ def test_gpu_hours_and_cost_of_a_checkpoint_are_those_that_its_training_kept_and
     assert columns(scores, 'GPU-hours', 'cost')[::2] == [('100', '$300'), ('200', '$600')]
     [scores] = tables(printed(write(EVALUATION | spent(100, 'CPU'), LATER)))
     assert 'GPU-hours' not in scores[0]
-    [scores] = tables(printed(write(EVALUATION | {'fid_is_biased': True, 'fid_of_published_weights': False})))
+    of_training = {'fid_is_biased': True, 'fid_of_published_weights': False, 'trained_on_data': True}
+    text = printed(write(EVALUATION | of_training))
+    assert 'data coco.txt (the model was trained on it)' in ' '.join(text.split())
+    [scores] = tables(text)
     assert columns(scores, 'notes') == [('FID of few pictures is too high, FID by other weights',)] * 2
 
 

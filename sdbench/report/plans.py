@@ -63,13 +63,15 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     for _, row in trained[~is_planned].iterrows():
         left_out.append(f'a measurement of {row["num_devices"]} x {short_name(row["device"])}, {row["notes"]}')
     trained = trained[is_planned]
-    corrections, sentences = corrections_of(trained)
 
-    # a plan for the runs of each setting on so many GPUs
+    # a plan for the runs of each setting on so many GPUs, with a speed for each phase
     phases = [(images or images_of_phase(trained, size), size) for images, size in settings.phase]
+    sizes = [size for _, size in phases]
+    of_settings = trained.groupby([*PLANNED, 'num_devices', 'num_nodes'], sort=False)
+    corrections, sentences = corrections_of(trained, of_settings.filter(lambda runs: not sizes_without(runs, sizes)))
     plans = []
-    for _, runs in trained.groupby([*PLANNED, 'num_devices', 'num_nodes'], sort=False):
-        missing = [size for _, size in phases if size not in set(runs['image_size'])]
+    for _, runs in of_settings:
+        missing = sizes_without(runs, sizes)
         if not missing:
             plans.append(plan_row(runs, records, phases, settings, corrections))
             continue
@@ -81,12 +83,12 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
         if {MEASURED, FORECAST} <= statuses and (first['device'], first['compile']) in corrections:
             continue  # it corrects the plans of its GPU
         if MEASURED in statuses and FORECAST in set(trained.loc[trained['device'] == first['device'], 'status']):
-            why += ', and no forecast of the same flags and microbatch by which it would correct the others'
+            why += (', and it corrects no plan: that takes a forecast of the same flags and microbatch, and a plan '
+                    'compiled alike')
         left_out.append(why)
     if not plans:
-        sizes = ' and '.join(size for _, size in phases)
-        raise ValueError(f'--phase: no number of devices has reliable records of one setting at {sizes} px; measure or '
-                         'forecast each size with the same flags')
+        raise ValueError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
+                         'px; measure or forecast each size with the same flags')
 
     # what is planned
     encoded = {size: images for images, size in settings.encode}
@@ -94,6 +96,9 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     for images, size in phases:
         epochs = f' ({rounded(images / encoded[size])} epochs)' if size in encoded else ''
         trainings.append(f'{plural(images, "image")} at {size} px{epochs}')
+        if images < encoded.get(size, 0):
+            sentences.append(f'At {size} px {plural(encoded[size] - images, "image")} would be encoded that no phase '
+                             f'trains on; --encode {images}@{size} leaves them out.')
     title = f'Plan: train on {", then ".join(trainings)}'
     if encoded:
         once = ' and '.join(f'{plural(images, "image")} at {size} px' for size, images in encoded.items())
@@ -109,6 +114,11 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
         sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
     plans = pd.DataFrame(plans).sort_values(['cost_usd', 'total_gpu_hours'], kind='stable', ignore_index=True)
     return plans, title, sentences
+
+
+def sizes_without(runs: pd.DataFrame, sizes: list[str]) -> list[str]:
+    """Return the sizes of which there is no run."""
+    return [size for size in sizes if size not in set(runs['image_size'])]
 
 
 def images_of_phase(trained: pd.DataFrame, size: str) -> int:
@@ -127,8 +137,8 @@ def images_of_phase(trained: pd.DataFrame, size: str) -> int:
     raise ValueError(f'--phase {size}: no record of this size has a --max_duration in batches; give IMAGES@{size}')
 
 
-def corrections_of(trained: pd.DataFrame) -> tuple[Corrections, list[str]]:
-    """Return what forecasts are to be multiplied by, and sentences that say so.
+def corrections_of(trained: pd.DataFrame, planned: pd.DataFrame) -> tuple[Corrections, list[str]]:
+    """Return what the forecasts of what is planned are to be multiplied by, and sentences that say so.
 
     Where a training was measured and forecast with the same settings on a GPU, all forecasts of that GPU that are
     compiled alike are multiplied by measured over forecast, of several such pairs by the median.
@@ -136,6 +146,7 @@ def corrections_of(trained: pd.DataFrame) -> tuple[Corrections, list[str]]:
     # the newest forecast of each setting, and what was measured of it
     forecasts = trained[trained['status'] == FORECAST].drop_duplicates(ALIKE, keep='last')
     pairs = trained[trained['status'] == MEASURED].merge(forecasts, on=ALIKE, suffixes=('', '_forecast'))
+    pairs = pairs.merge(planned[['device', 'compile']].drop_duplicates())
     pairs['ratio'] = pairs['images_per_sec'] / pairs['images_per_sec_forecast']
 
     corrections = {}
