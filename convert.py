@@ -9,8 +9,8 @@
     python convert.py photos/ photos-mds --held_out 0.01         # one in a hundred goes to photos-mds-held-out instead
 
 Image bytes stay as they are, and samples in the order of the sorted files. What is left out is counted by reason and
-listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. The same command, started again, converts only what
-is missing: what is new in SOURCE, and what was changed there. OUT/index.json comes last.
+listed in OUT/skipped.jsonl; a damaged tar or Parquet file ends in exit status 1. The same command, started again,
+converts only what is missing: what is new in SOURCE, and what was changed there. OUT/index.json comes last.
 """
 from sdbench.flags.commands import Convert
 from sdbench.flags.parser import answer_early, parse
@@ -196,16 +196,16 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Conv
     # captions
     tables = list(found.captions.items())
     for (table, column), number in tables[:MOST_TABLES]:
-        print(f'captions   {number:,} from column {column} of {table}')
+        print(f'captions   of {plural(number, "image")} from column {column} of {table}')
     if len(tables) > MOST_TABLES:
         number = sum(number for _, number in tables[MOST_TABLES:])
-        print(f'captions   {number:,} from {plural(len(tables) - MOST_TABLES, "more table")}')
+        print(f'captions   of {plural(number, "image")} from {plural(len(tables) - MOST_TABLES, "more table")}')
 
     # samples that are in OUT-held-out, and that are in neither
     flags = []
     if held_out.samples:
         flags = ['--eval_remote', addresses_of_outputs(settings)[1]]
-        print(f'held out   {plural(held_out.samples, "sample")}, in {flags[1]}')
+        print(f'held out   {plural(held_out.samples, "more sample")}, in {flags[1]}')
     elif settings.held_out:
         print(f'held out   none: --held_out {settings.held_out} takes none of so few samples; give a larger share')
     if joined.skipped:
