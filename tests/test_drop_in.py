@@ -67,7 +67,7 @@ def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_sig
     page = (ROOT / 'docs' / 'migrating.md').read_text()
     page = page.replace('image_size=64', 'image_size=16').replace('latent_size=8', 'latent_size=16')  # as its VAE has
     programs = [block for block in re.findall('```python\n(.*?)```', page, re.DOTALL) if 'Trainer(...' not in block]
-    in_pytorch, fine_tuning, with_composer, evaluation, averages = programs
+    in_pytorch, fine_tuning, with_composer, evaluation, _, averages = programs
     loss = StableDiffusion.loss
 
     # a loop in plain PyTorch, and a model to fine-tune

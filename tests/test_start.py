@@ -16,7 +16,7 @@ from tests.runs import settings_of
 def test_a_cpu_is_told_what_stable_diffusion_takes_there_and_what_takes_less(capsys):
     log_config(settings_of('--use_synth_data', '--device_train_microbatch_size', '4'))
     warning, _ = capsys.readouterr().err.splitlines()
-    assert '18 GB' in warning and '2,048 images' in warning
+    assert '26 GB' in warning and '2,048 images' in warning
     command = warning.partition('python benchmark.py ')[2].split()
     log_config(settings_of(*command))
     assert 'warning' not in capsys.readouterr().err

@@ -1,4 +1,5 @@
 """How a training begins, ends and is recorded."""
+import os
 import sys
 import traceback
 import warnings
@@ -29,8 +30,11 @@ def log_config(settings: Train) -> None:
 
     # a newcomer's first command, without a GPU, would take hours and most of a laptop's memory
     if settings.model_name == SD2_BASE and not torch.cuda.is_available():
-        print('warning: there is no GPU. On a CPU Stable Diffusion 2 takes 18 GB of memory, 2 GB more for each image '
-              f'at once, and seconds for each of {settings.batch_size:,} images of a batch. The tiny model takes less: '
+        needed = 18 + 2 * settings.device_train_microbatch_size  # GB, with the average, on images of 512 pixels
+        there = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9
+        print(f'warning: there is no GPU. On a CPU Stable Diffusion 2 takes up to {needed} GB of memory for '
+              f'{plural(settings.device_train_microbatch_size, "image")} at once, and this machine has {there:.0f} GB; '
+              f'each of {settings.batch_size:,} images of a batch takes seconds. The tiny model takes less: '
               f'{TINY_COMMAND}', file=sys.stderr)
     devices = plural(dist.get_world_size(), 'device')
     print(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
