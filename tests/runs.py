@@ -58,7 +58,7 @@ def refusal(capfd, function: Callable, *arguments) -> str:
     *said, line = capfd.readouterr().err.splitlines()
     assert exit.value.code in (1, 2), line
     assert ': error: ' in line
-    assert not [other for other in said if re.search('error: |Traceback', other)]
+    assert not [other for other in said if re.search('error: |Traceback', other)], said
     return line
 
 

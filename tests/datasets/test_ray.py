@@ -123,5 +123,4 @@ def test_the_machines_of_a_cluster_need_no_more_of_this_program_than_they_are_se
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path, capsys):
     write_tar(tmp_path / 'x.tar', sample_files('x', 1))
     line = one_error_line(['x.tar', 'out', '--ray', '127.0.0.1:1'], capsys, convert.main)
-    assert '--ray 127.0.0.1:1' in line
-    assert 'ray start --head' in line
+    assert '--ray 127.0.0.1:1' in line and 'ray start --head' in line

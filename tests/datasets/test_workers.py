@@ -1,5 +1,6 @@
 """Every part is made once, whatever workers die; and what kills each of them is named."""
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -55,15 +56,14 @@ def test_what_died_workers_were_at_is_made_again_and_what_was_done_is_not(server
     assert all((tmp_path / str(index)).exists() for index in range(8))
     assert len(begun(tmp_path, '1')) == 3
     assert len(begun(tmp_path, '0')) == 1
-    assert 'was lost; what it was at is made again: 1.tar' in capfd.readouterr().err
+    assert re.search(r'was lost; what it was at is made again: .*\b1\.tar', capfd.readouterr().err)
 
 
 def test_parts_of_which_workers_die_three_times_are_named(server, tmp_path):
     with pytest.raises(DataError, match='workers were killed 3 times while they were at .*2.tar.* lack of memory'):
         run(tmp_path, 6, at_once=6, fatal={'2': 9})
     assert len(begun(tmp_path, '2')) == 3
-    assert (tmp_path / '0').exists()
-    assert (tmp_path / '1').exists()
+    assert (tmp_path / '0').exists() and (tmp_path / '1').exists()
 
 
 def note_gpu(folder: Path, gpu: int) -> None:

@@ -41,7 +41,6 @@ def test_a_killed_process_of_a_loader_is_one_line_with_the_remedy(number, words,
         list(loader)
     line = known_reason(error.value)
     assert words in line
-    assert '--num_workers' in line
-    assert '--shm-size' in line
+    assert '--num_workers' in line and '--shm-size' in line
     assert '\n' not in line
     assert 'Traceback' not in capfd.readouterr().err

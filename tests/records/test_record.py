@@ -132,8 +132,7 @@ def test_no_form_of_password_is_left_in_a_text_nor_in_a_record(text, monkeypatch
     monkeypatch.setattr(sys, 'argv', ['benchmark.py', '--remote', text])
     record = make_record('train', replace(settings_of('--use_synth_data'), remote=text), {})
     for told in (redacted(text), record['command'], record['remote']):
-        assert 'sec' not in told
-        assert 'ret' not in told
+        assert 'sec' not in told and 'ret' not in told
         assert '***' in told
     assert redacted('s3://bucket/path, a@b, key: x, 5 = 6') == 's3://bucket/path, a@b, key: x, 5 = 6'
 
