@@ -10,14 +10,15 @@ from the host, and the container from the path.
 
 obstore's threads do not survive a fork: a process that has opened a store may start others by spawn or forkserver only.
 """
-import asyncio
 import contextlib
 import functools
 import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import BinaryIO
 
@@ -80,13 +81,19 @@ def reach(address: str, flag: str) -> None:
     """
     store, key = open_store(address, flag, is_first=True)
 
-    async def ask() -> None:
-        request = asyncio.ensure_future(obstore.head_async(store, f'{key}/{CLAIM}'.strip('/')))
-        while not request.done():  # a signal that another thread was given is heard when this one wakes
-            await asyncio.wait([request], timeout=0.5)
-        await request
+    # in a thread, so that this one hears Ctrl-C meanwhile, as obstore does not
+    answer = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(obstore.head(store, f'{key}/{CLAIM}'.strip('/')))
+        except Exception as error:
+            answer.set_exception(error)
+    threading.Thread(target=ask, daemon=True).start()
     try:
-        asyncio.run(ask())  # which hears Ctrl-C meanwhile, as obstore does not
+        while not answer.done():  # a signal that another thread was given is heard when this one wakes
+            wait([answer], timeout=0.5)
+        answer.result()
     except (BaseError, OSError) as error:
         text = str(error)
         if 'HTTP error' not in text:
