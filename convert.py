@@ -196,10 +196,10 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Conv
     # captions
     tables = list(found.captions.items())
     for (table, column), number in tables[:MOST_TABLES]:
-        print(f'captions   of {plural(number, "image")} from column {column} of {table}')
+        print(f'captions   in {plural(number, "row")} of {table}, column {column}')
     if len(tables) > MOST_TABLES:
         number = sum(number for _, number in tables[MOST_TABLES:])
-        print(f'captions   of {plural(number, "image")} from {plural(len(tables) - MOST_TABLES, "more table")}')
+        print(f'captions   in {plural(number, "row")} of {plural(len(tables) - MOST_TABLES, "more table")}')
 
     # samples that are in OUT-held-out, and that are in neither
     flags = []

@@ -77,7 +77,7 @@ def test_what_a_table_has_that_is_no_text_or_no_image_of_source_is_listed_by_its
     (folder / 'metadata.jsonl').write_text('\n' + ''.join(lines))
     assert convert.main([str(folder), 'out']) == 0
     assert captions(tmp_path / 'out') == ['one', 'two']
-    assert f'captions   of 2 images from column text of {folder}/metadata.jsonl\n' in capsys.readouterr().out
+    assert f'captions   in 2 rows of {folder}/metadata.jsonl, column text\n' in capsys.readouterr().out
     alike = f'no image at the path of a row: e.jpg may be each of {folder}/E.jpg, {folder}/e.JPG'
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.jsonl'] == [
         ('metadata.jsonl', 2, 'no caption: the row has None for a.jpg'),
@@ -122,7 +122,7 @@ def test_a_table_goes_before_the_text_files_wherever_it_lies_and_what_has_no_mat
         ('lonely.jpg', 'lonely', 'no caption'),
         ('metadata.csv', 4, f'no image at the path of a row: there is no {folder}/missing.jpg'),
         ('metadata.csv', 5, "no caption: the row has '' for empty.jpg")]
-    assert f'3 images from column text of {folder}/metadata.csv' in capsys.readouterr().out
+    assert f'in 3 rows of {folder}/metadata.csv, column text' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('name, flags', [('metadata.parquet', []),
@@ -169,7 +169,7 @@ def test_the_only_other_column_has_the_captions_only_where_a_flag_names_it(tmp_p
     table.write_text('file_name,label\na.jpg,7\n')
     assert convert.main([str(folder), 'out', *(flag.format(table) for flag in flags)]) == 0
     assert captions(tmp_path / 'out') == [caption]
-    assert (f'captions   of 1 image from column label of {table}\n' in capsys.readouterr().out) == (caption == '7')
+    assert (f'captions   in 1 row of {table}, column label\n' in capsys.readouterr().out) == (caption == '7')
 
 
 def test_a_cell_of_a_csv_may_be_a_list_in_json_and_what_is_no_such_list_or_no_row_as_its_header_is_listed(tmp_path):
