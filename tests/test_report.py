@@ -314,8 +314,9 @@ def test_a_plan_on_latents_has_their_encoding_in_it_or_says_at_which_size_it_has
     encoded = ENCODE | {'model_name': 'sd2', 'num_devices': 2, 'images_per_sec': 1250, 'date': '1'}
     others = [encoded | {'images_per_sec': 10 ** 9} | changes for changes in (
         {'model_name': 'tiny'}, {'device': 'H100'}, {'image_size': 128}, {'status': 'failed'}, {'date': '0'})]
-    forecast = FORECAST | latents | {'encode_images_per_sec': 2500}
-    text = printed(write(latents, *others, encoded, forecast | {'image_size': 256, 'date': '2'}),
+    forecast = FORECAST | latents | {'encode_images_per_sec': 2500, 'image_size': 256, 'date': '2'}
+    others.append(forecast | {'encode_images_per_sec': 10 ** 9, 'encoder_precision': 'fp32', 'date': '3'})
+    text = printed(write(latents, *others, encoded, forecast),
                    '--phase', '86400000@256', '--phase', '86400000@512', '--phase', '86400000@256',
                    '--encode', '216000000@256', '--encode', '864000000@512')
     [[row]] = tables(text)

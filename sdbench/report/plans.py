@@ -12,6 +12,7 @@ from sdbench.costs import days_to_train, price_of
 from sdbench.errors import plural
 from sdbench.flags.commands import Report
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
+from sdbench.flags.train import SWITCHES
 from sdbench.gpus import short_name
 from sdbench.records.figures import WIDTH, cell, days_in_words, rounded
 from sdbench.records.keys import FORECAST, NOT_IN_A_FORECAST
@@ -78,7 +79,8 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
         first = runs.iloc[0]
         statuses = set(runs['status'])
         kind = 'measurement' if MEASURED in statuses else 'forecast'
-        gpus = f'{first["num_devices"]} x {short_name(first["device"])}'
+        how = settings_in_words(first, ['compile'])
+        gpus = f'{first["num_devices"]} x {short_name(first["device"])}{how and f" ({how})"}'
         why = f'a {kind} of {gpus}, no speed at {" and ".join(missing)} px'
         if {MEASURED, FORECAST} <= statuses and (first['device'], first['compile']) in corrections:
             continue  # it corrects the plans of its GPU
@@ -265,19 +267,18 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
 def speed_of_encoding(run: pd.Series, records: pd.DataFrame, size: str) -> tuple[float, str]:
     """Return how fast the GPUs of a training encode images of a size, and the status of that, '' where it is not known.
 
-    It is of the same model and GPU: the newest measurement of encode.py, on any number of GPUs, since these share no
-    work, or else the newest forecast.
+    It is of the same model and GPU: the newest measurement of encode.py, or else the newest forecast with the same
+    switches of speed; on any number of GPUs, since these share no work.
     """
     found = math.nan, ''
-    for _, row in records.iterrows():  # the newest last
-        is_same = (row['device'], row['model_name'], row['image_size']) == (run['device'], run['model_name'], size)
-        if row['stage'] == 'encode':
-            speed = row['images_per_sec']
-        else:
-            speed = row['record'].get('encode_images_per_sec')
-            is_same = is_same and row['status'] == FORECAST and row['compile'] == run['compile']
+    for _, row in records[records['image_size'] == size].iterrows():  # the newest last
+        alike = ['device', 'model_name']
+        speed = row['images_per_sec']
+        if row['stage'] != 'encode':
+            alike += [key for key in PLANNED if key in SWITCHES]
+            speed = row['record'].get('encode_images_per_sec') if row['status'] == FORECAST else None
         is_better = row['status'] == MEASURED or row['status'] == FORECAST and found[1] != MEASURED
-        if is_same and is_better and speed is not None:
+        if (row[alike] == run[alike]).all() and is_better and speed is not None:
             found = speed / row['num_devices'] * run['num_devices'], row['status']
     return found
 

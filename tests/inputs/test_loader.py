@@ -40,7 +40,6 @@ def test_a_killed_process_of_a_loader_is_one_line_with_the_remedy(number, words,
     with pytest.raises(RuntimeError) as error:
         list(loader)
     line = known_reason(error.value)
-    assert words in line
-    assert '--num_workers' in line and '--shm-size' in line
+    assert words in line and '--num_workers' in line and '--shm-size' in line
     assert '\n' not in line
     assert 'Traceback' not in capfd.readouterr().err
