@@ -212,8 +212,7 @@ def test_a_loss_that_is_not_known_to_be_of_held_out_samples_is_compared_with_no_
 def test_what_a_stranger_wrote_into_a_record_stays_text_in_a_cell(printed, write):
     text = printed(write({'device': 'H200 \x1b[31m| red'}, {'status': 'failed', 'error': 'a | b\x1b]0;c\x07'}))
     assert text.replace('\n', '').isprintable()
-    assert r'H200 [31m\| red' in text
-    assert r'failed: a \| b ]0;c' in text
+    assert r'H200 [31m\| red' in text and r'failed: a \| b ]0;c' in text
 
 
 def test_a_report_ends_without_a_word_where_its_reader_does():

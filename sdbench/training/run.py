@@ -1,4 +1,5 @@
 """How a training begins, ends and is recorded."""
+import math
 import os
 import sys
 import traceback
@@ -24,21 +25,29 @@ COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained'
 
 
 def log_config(settings: Train) -> None:
-    """Say on rank 0 what is being built: that and the first batch can take minutes, or without a GPU hours."""
-    if dist.get_global_rank():
-        return
+    """Say on rank 0 what is being built: that and the first batch can take minutes, or without a GPU hours.
 
-    # a newcomer's first command, without a GPU, would take hours and most of a laptop's memory
+    Raises ValueError where that is Stable Diffusion 2 on a CPU whose memory is too small for it.
+    """
+    # a newcomer's first command, without a GPU, would take hours, and fill a laptop's memory until the system stalls
+    is_first_rank = dist.get_global_rank() == 0
     if settings.model_name == SD2_BASE and not torch.cuda.is_available():
-        needed = 18 + 2 * settings.device_train_microbatch_size  # GB, with the average, on images of 512 pixels
-        there = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9
-        print(f'warning: there is no GPU. On a CPU Stable Diffusion 2 takes up to {needed} GB of memory for '
-              f'{plural(settings.device_train_microbatch_size, "image")} at once, and this machine has {there:.0f} GB; '
-              f'each of {settings.batch_size:,} images of a batch takes seconds. The tiny model takes less: '
-              f'{TINY_COMMAND}', file=sys.stderr)
-    devices = plural(dist.get_world_size(), 'device')
-    print(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
-          f'{settings.batch_size:,} a batch, on {devices}', file=sys.stderr, flush=True)
+        at_once = settings.device_train_microbatch_size
+        average = 3.5 if settings.use_ema else 0  # GB
+        needed = math.ceil(14.5 + average + 2 * at_once * (settings.image_size / 512) ** 2)
+        there = int(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9)
+        takes = (f'there is no GPU, and on a CPU Stable Diffusion 2 takes {needed:,} GB of memory for '
+                 f'{plural(at_once, "image")} at once, and this machine has {there} GB')
+        if needed > there:
+            raise ValueError(f'{takes}; give a smaller --device_train_microbatch_size, or the tiny model: '
+                             f'{TINY_COMMAND}')
+        if is_first_rank:
+            print(f'warning: {takes}; each of {settings.batch_size:,} images of a batch takes seconds; the tiny model '
+                  f'takes less: {TINY_COMMAND}', file=sys.stderr)
+    if is_first_rank:
+        devices = plural(dist.get_world_size(), 'device')
+        print(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
+              f'{settings.batch_size:,} a batch, on {devices}', file=sys.stderr, flush=True)
 
 
 def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
