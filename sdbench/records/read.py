@@ -213,8 +213,7 @@ def status_and_notes(record: dict) -> tuple[str, str]:
 def score_rows(record: dict) -> list[dict]:
     """Return a row for each guidance scale of an evaluation; a score that was not asked for is NaN."""
     row = {key: words(record.get(key)) for key in EVALUATED}
-    if 'trained_on_data' in record:
-        row['data'] += TRAINED_ON[record['trained_on_data']]
+    row['data'] += TRAINED_ON[record.get('trained_on_data')]
     for key in HASHES:
         row[key] = row[key][:8]
     if row['model'].endswith('.pt'):
