@@ -445,9 +445,9 @@ def test_the_csv_is_read_as_the_records_were(tmp_path, printed, write):
     first = printed(write(*records), '--csv', table)
     assert printed(table, '--csv', tmp_path / 'again.csv') == first.replace('table.csv', 'again.csv')
     assert (tmp_path / 'again.csv').read_text() == table.read_text()
-    printed(write({}), '--csv', table, '--phase', '1@512')
+    printed(write({'compile': False}, {'compile': True}), '--csv', table, '--phase', '1@512')
     rows = list(csv.DictReader(table.open()))
-    assert rows[0]['images_train_512'] == '1'
+    assert [row['images_train_512'] for row in rows] == ['1', '1'] and {row['compile'] for row in rows} == {'no', 'yes'}
     assert rows[0]['dollars_per_gpu_hour'] == '2.0'
     with pytest.raises(SystemExit):  # a plan is no record
         printed(table)

@@ -74,18 +74,20 @@ def forecast_training(settings: Train, build_model: Callable) -> list[dict]:
                          f'memory by --gpu, or try {" or ".join(with_less_memory(settings))}')
     records = [training_forecast(given, card) for card in fitting]
 
-    # The answer, and its records where there is a speed.
-    print(training_answer(given, build_model, records, measured))
+    # Its records where there is a speed, which are kept before a pipe may end what is printed, and the answer.
+    answer = training_answer(given, build_model, records, measured)
+    forecasts = [record for record in records if record['images_per_sec'] is not None]
+    lines = [json.dumps(record) for record in forecasts]
+    if settings.results not in (None, '-'):
+        for line in lines:
+            append_line(line, settings.results)
+        lines = [f'\n{plural(len(forecasts), "forecast")} appended to {settings.results}']
+    print(answer)
     without_room = [card.name for card in cards if card not in fitting]
     if without_room:
         print(f'\nNo room on {", ".join(without_room)}.')
-    forecasts = [record for record in records if record['images_per_sec'] is not None]
-    if settings.results == '-':
-        print(*map(json.dumps, forecasts), sep='\n')
-    elif settings.results is not None:
-        for record in forecasts:
-            append_line(json.dumps(record), settings.results)
-        print(f'\n{plural(len(forecasts), "forecast")} appended to {settings.results}')
+    if settings.results is not None:
+        print(*lines, sep='\n')
     return forecasts
 
 

@@ -115,6 +115,9 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     if left_out:
         sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
     plans = pd.DataFrame(plans).sort_values(['cost_usd', 'total_gpu_hours'], kind='stable', ignore_index=True)
+    for key in differing(plans, [*PLANNED, 'num_nodes']):  # by which a reader of --csv tells them apart
+        for record, value in zip(plans['record'], plans[key], strict=True):
+            record[key] = value
     return plans, title, sentences
 
 
