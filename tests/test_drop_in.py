@@ -106,6 +106,8 @@ def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_sig
     variables['trainer'].eval()
     again = variables['trainer'].state.eval_metrics['eval']['MeanSquaredError'].compute()
     assert again == evaluated
+    variables['trainer'].eval(build_loader(variables['dataset'], batch_size=16, num_workers=0))  # of a program's own
+    assert ' on samples that are not known to be held out\n' in capfd.readouterr().err
 
     # the averages of its checkpoint
     with pytest.raises(pickle.UnpicklingError):

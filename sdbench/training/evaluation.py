@@ -62,15 +62,16 @@ class Evaluations(Callback):
         loss = float(state.eval_metrics[LABEL][METRIC].compute())  # over all ranks
         batch = state.timestamp.batch.value
         samples = state.dataloader.dataset
+        is_known = getattr(samples, 'is_known', False)  # a program's own may be any dataset
         kept = loss if math.isfinite(loss) else None
         self.found['evaluations'].append([state.timestamp.sample.value, kept])
         self.found |= {'eval_loss': kept, 'eval_batch': batch, 'eval_samples': len(samples),
-                       'eval_held_out': samples.is_known}
+                       'eval_held_out': is_known}
 
         # what people see, over the bar
         which = 'the held-out samples'
-        if not samples.is_known:
-            which = 'the samples of --eval_remote, not known to be held out'
+        if not is_known:
+            which = 'samples that are not known to be held out'
         if dist.get_global_rank() == 0:
             tqdm.write(f'batch {batch}: loss {loss:.4g} on {which}', file=sys.stderr)
 
