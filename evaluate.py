@@ -22,7 +22,6 @@ if __name__ == '__main__':
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import time
@@ -57,14 +56,14 @@ from sdbench.models.feature_extractors import (
     load_inception,
 )
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
-from sdbench.paths import EXPORTED, atomic_write, number_of_samples
+from sdbench.paths import atomic_write, number_of_samples
 from sdbench.process import progress_bar
 from sdbench.records.keys import FEWEST_FOR_FID
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import evaluation_summary
 from sdbench.training.compatibility import was_trained_on
 from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
-from sdbench.training.weights import about_training, read_trained_model, trained_pipeline
+from sdbench.training.weights import about_training, read_exported, read_trained_model, trained_pipeline
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 SEEDS_APART = 1_000_000  # so many samples share no noise with those of another --seed
@@ -99,23 +98,21 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
     """
     about = {'weights': None, 'trained_batches': None, 'images_seen': None, 'training': None}
 
-    # a checkpoint
-    if not os.path.isfile(os.path.join(path, PIPELINE_INDEX)):
+    # a pipeline folder of diffusers
+    if os.path.isfile(os.path.join(path, PIPELINE_INDEX)):
+        pipeline = load_pipeline(path, f'MODEL {path}')
+        about['model_name'] = redacted(path)
+    # or a checkpoint
+    else:
         trained = read_trained_model(path, 'MODEL')
         pipeline = trained_pipeline(trained, f'MODEL {path}')
         about |= about_training(trained) | {'model_name': trained.facts.get('model_name')}
-    # or a pipeline folder of diffusers
-    else:
-        pipeline = load_pipeline(path, f'MODEL {path}')
-        about['model_name'] = redacted(path)
     about['model_sha256'] = hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)
 
-    # of which export.py says what it was made of, as long as its weights are those
-    exported = Path(path, EXPORTED)
-    if exported.is_file():
-        made_of = json.loads(exported.read_text())
-        if made_of['model_sha256'] == about['model_sha256']:
-            about |= {key: made_of[key] for key in about.keys() & made_of.keys()}
+    # of a pipeline of export.py, what it was made of, as long as its weights are those
+    made_of = read_exported(path)
+    if made_of.get('model_sha256') == about['model_sha256']:
+        about |= {key: made_of[key] for key in about.keys() & made_of.keys()}
     return pipeline, about
 
 

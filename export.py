@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 from sdbench.errors import plural, redacted
 from sdbench.models.loading import RANDOM, hash_of_weights
 from sdbench.paths import EXPORTED
-from sdbench.training.weights import about_training, read_trained_model, trained_pipeline
+from sdbench.training.weights import about_training, read_exported, read_trained_model, trained_pipeline
 
 
 def export(settings: Export) -> None:
@@ -50,8 +50,7 @@ def export(settings: Export) -> None:
     made_of = {'program': PROGRAM, 'checkpoint': redacted(settings.checkpoint),
                **about_training(trained, settings.live),
                'model_sha256': hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)}
-    earlier = Path(settings.out, EXPORTED)
-    if earlier.exists() and json.loads(earlier.read_text())['model_sha256'] == made_of['model_sha256']:
+    if read_exported(settings.out).get('model_sha256') == made_of['model_sha256']:
         print(f'done already: OUT {settings.out} has the weights of this checkpoint')
     else:
         write_folder(settings.out, pipeline, made_of)

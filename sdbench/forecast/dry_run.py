@@ -74,20 +74,23 @@ def forecast_training(settings: Train, build_model: Callable) -> list[dict]:
                          f'memory by --gpu, or try {" or ".join(with_less_memory(settings))}')
     records = [training_forecast(given, card) for card in fitting]
 
-    # Its records where there is a speed, which are kept before a pipe may end what is printed, and the answer.
+    # Those with a speed are kept first: what is printed may end with the pipe that reads it.
     answer = training_answer(given, build_model, records, measured)
     forecasts = [record for record in records if record['images_per_sec'] is not None]
-    lines = [json.dumps(record) for record in forecasts]
-    if settings.results not in (None, '-'):
-        for line in lines:
-            append_line(line, settings.results)
-        lines = [f'\n{plural(len(forecasts), "forecast")} appended to {settings.results}']
+    is_kept = settings.results not in (None, '-')
+    if is_kept:
+        for record in forecasts:
+            append_line(json.dumps(record), settings.results)
+
+    # The answer.
     print(answer)
     without_room = [card.name for card in cards if card not in fitting]
     if without_room:
         print(f'\nNo room on {", ".join(without_room)}.')
-    if settings.results is not None:
-        print(*lines, sep='\n')
+    if is_kept:
+        print(f'\n{plural(len(forecasts), "forecast")} appended to {settings.results}')
+    elif settings.results == '-':
+        print(*map(json.dumps, forecasts), sep='\n')
     return forecasts
 
 

@@ -23,6 +23,8 @@ from sdbench.report.speeds import UNKNOWN
 # Settings that a plan has one of, whatever its phases, its data and its libraries are.
 PLANNED = [key for key in OF_SPEED if key not in (
     'stage', 'image_size', 'device_train_microbatch_size', 'dataset', 'num_workers', *VERSIONS)]
+SAME_MODEL = ['device', 'model_name']
+SAME_SWITCHES = [key for key in PLANNED if key in SWITCHES]
 ALIKE = [*PLANNED, 'num_devices', 'image_size', 'device_train_microbatch_size']  # a measurement and its forecast
 CORRECTED = 'forecast, corrected'  # status of a part of a plan, where a measurement corrects its forecast
 RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
@@ -275,11 +277,14 @@ def speed_of_encoding(run: pd.Series, records: pd.DataFrame, size: str) -> tuple
     """
     found = math.nan, ''
     for _, row in records[records['image_size'] == size].iterrows():  # the newest last
-        alike = ['device', 'model_name']
-        speed = row['images_per_sec']
-        if row['stage'] != 'encode':
-            alike += [key for key in PLANNED if key in SWITCHES]
-            speed = row['record'].get('encode_images_per_sec') if row['status'] == FORECAST else None
+        if row['stage'] == 'encode':
+            alike = SAME_MODEL
+            speed = row['images_per_sec']
+        elif row['status'] == FORECAST:
+            alike = SAME_MODEL + SAME_SWITCHES
+            speed = row['record'].get('encode_images_per_sec')
+        else:
+            continue  # a training that was measured says nothing of it
         is_better = row['status'] == MEASURED or row['status'] == FORECAST and found[1] != MEASURED
         if (row[alike] == run[alike]).all() and is_better and speed is not None:
             found = speed / row['num_devices'] * run['num_devices'], row['status']

@@ -32,8 +32,10 @@ class Progress(Callback):
         if loss is not None:
             parts.append(f'loss {float(loss):.3f}')
         for callback in state.callbacks:
-            if isinstance(callback, Spending) and callback.dollars is not None:
-                parts.append(f'${callback.dollars:,.2f}')
+            if isinstance(callback, Spending):
+                dollars = callback.so_far()['dollars']
+                if dollars is not None:
+                    parts.append(f'${dollars:,.2f}')
         self.bar.set_postfix_str(', '.join(parts), refresh=False)
         self.bar.update(self.batch_size)
 

@@ -18,7 +18,7 @@ from sdbench.records.keys import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEAS
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
 from sdbench.training.progress import Progress
-from sdbench.training.ranks import StopAtSignal
+from sdbench.training.ranks import StopAtSignal, print_on_rank_0
 
 # what Composer warns of where nothing is wrong: the smaller last batch of an evaluation, a resume at an epoch's end
 COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
@@ -27,27 +27,32 @@ COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained'
 def log_config(settings: Train) -> None:
     """Say on rank 0 what is being built: that and the first batch can take minutes, or without a GPU hours.
 
-    Raises ValueError where that is Stable Diffusion 2 on a CPU whose memory is too small for it.
+    Raises ValueError where `require_memory_of_cpu` does.
     """
-    # a newcomer's first command, without a GPU, would take hours, and fill a laptop's memory until the system stalls
-    is_first_rank = dist.get_global_rank() == 0
     if settings.model_name == SD2_BASE and not torch.cuda.is_available():
-        at_once = settings.device_train_microbatch_size
-        average = 3.5 if settings.use_ema else 0  # GB
-        needed = math.ceil(14.5 + average + 2 * at_once * (settings.image_size / 512) ** 2)
-        there = int(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9)
-        takes = (f'there is no GPU, and on a CPU Stable Diffusion 2 takes {needed:,} GB of memory for '
-                 f'{plural(at_once, "image")} at once, and this machine has {there} GB')
-        if needed > there:
-            raise ValueError(f'{takes}; give a smaller --device_train_microbatch_size, or the tiny model: '
-                             f'{TINY_COMMAND}')
-        if is_first_rank:
-            print(f'warning: {takes}; each of {settings.batch_size:,} images of a batch takes seconds; the tiny model '
-                  f'takes less: {TINY_COMMAND}', file=sys.stderr)
-    if is_first_rank:
-        devices = plural(dist.get_world_size(), 'device')
-        print(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
-              f'{settings.batch_size:,} a batch, on {devices}', file=sys.stderr, flush=True)
+        require_memory_of_cpu(settings)
+    devices = plural(dist.get_world_size(), 'device')
+    print_on_rank_0(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
+                    f'{settings.batch_size:,} a batch, on {devices}')
+
+
+def require_memory_of_cpu(settings: Train) -> None:
+    """Warn on rank 0 of what Stable Diffusion 2 takes on a CPU. Raises ValueError where its memory is too small.
+
+    A newcomer's first command would take hours, and fill a laptop's memory until the system stalls.
+    """
+    # GB: weights, gradients, moments and encoders; the average; and what is kept of each image for the backward pass
+    at_once = settings.device_train_microbatch_size
+    average = 3.5 if settings.use_ema else 0
+    needed = math.ceil(14.5 + average + 2 * at_once * (settings.image_size / 512) ** 2)
+    there = int(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9)
+
+    takes = (f'there is no GPU, and on a CPU Stable Diffusion 2 takes {needed:,} GB of memory for '
+             f'{plural(at_once, "image")} at once, and this machine has {there} GB')
+    if needed > there:
+        raise ValueError(f'{takes}; give a smaller --device_train_microbatch_size, or the tiny model: {TINY_COMMAND}')
+    print_on_rank_0(f'warning: {takes}; each of {settings.batch_size:,} images of a batch takes seconds; the tiny '
+                    f'model takes less: {TINY_COMMAND}')
 
 
 def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:

@@ -44,20 +44,16 @@ class Spending(Callback):
         self._dollars_before = 0.0  # what they have cost, perhaps of another GPU
         self._start = time.monotonic()
 
-    @property
-    def gpu_hours(self) -> float:
-        """Hours of all devices together, until now."""
-        return self._hours_before + (time.monotonic() - self._start) / SECONDS_PER_HOUR * dist.get_world_size()
-
-    @property
-    def dollars(self) -> float | None:
-        """What they cost; None where no price is given."""
-        if self.price is None:
-            return None
-        return self._dollars_before + (self.gpu_hours - self._hours_before) * self.price
+    def so_far(self) -> dict[str, float | None]:
+        """Return the `gpu_hours` of all devices until now, and the `dollars` of these, None where no price is given."""
+        hours = (time.monotonic() - self._start) / SECONDS_PER_HOUR * dist.get_world_size()  # of this run
+        dollars = None
+        if self.price is not None:
+            dollars = self._dollars_before + hours * self.price
+        return {'gpu_hours': self._hours_before + hours, 'dollars': dollars}
 
     def state_dict(self) -> dict:
-        return {'gpu_hours': self.gpu_hours, 'dollars': self.dollars, 'device': self._device}
+        return self.so_far() | {'device': self._device}
 
     def load_state_dict(self, state: dict) -> None:
         self._hours_before = state['gpu_hours']
@@ -73,13 +69,14 @@ class Spending(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the curves, and end the training where the money is spent."""
-        logger.log_metrics({'cost/gpu_hours': self.gpu_hours})
-        if self.price is None:
+        spent = self.so_far()
+        logger.log_metrics({'cost/gpu_hours': spent['gpu_hours']})
+        if spent['dollars'] is None:
             return
-        logger.log_metrics({'cost/dollars': self.dollars})
-        if self.budget is not None and self.dollars >= self.budget:
+        logger.log_metrics({'cost/dollars': spent['dollars']})
+        if self.budget is not None and spent['dollars'] >= self.budget:
             self._stop.end()
 
     def figures(self, all_ranks: bool) -> dict:
         """Return what the record says of the cost."""
-        return {'gpu_hours': self.gpu_hours, 'dollars': self.dollars}
+        return self.so_far()

@@ -20,7 +20,7 @@ from sdbench.errors import one_line
 from sdbench.inputs.tokenizer import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
 from sdbench.models.loading import RANDOM, ModelFiles, build_vae, find_model, load_weights
-from sdbench.paths import by_run_name
+from sdbench.paths import EXPORTED, by_run_name
 from sdbench.training.checkpoints import load_checkpoint, newest_checkpoint
 from sdbench.training.compatibility import TOKENIZER, comparable, difference_of_models, facts_of_model
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
@@ -131,6 +131,12 @@ def about_training(trained: TrainedModel, live: bool = False) -> dict:
     weights = 'live' if live or trained.averaged is None else 'averaged'
     return {'weights': weights, 'trained_batches': trained.batch, 'images_seen': trained.samples,
             'training': trained.flags | trained.spent}
+
+
+def read_exported(folder: str) -> dict:
+    """Return what export.py says of the pipeline that it has made in a folder; empty where it has made none."""
+    path = Path(folder, EXPORTED)
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 @contextlib.contextmanager
