@@ -94,21 +94,9 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
         raise ValueError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
                          'px; measure or forecast each size with the same flags')
 
-    # what is planned
-    encoded = {size: images for images, size in settings.encode}
-    trainings = []
-    for images, size in phases:
-        epochs = f' ({rounded(images / encoded[size])} epochs)' if size in encoded else ''
-        trainings.append(f'{plural(images, "image")} at {size} px{epochs}')
-        if images < encoded.get(size, 0):
-            sentences.append(f'At {size} px {plural(encoded[size] - images, "image")} would be encoded that no phase '
-                             f'trains on; --encode {images}@{size} leaves them out.')
-    title = f'Plan: train on {", then ".join(trainings)}'
-    if encoded:
-        once = ' and '.join(f'{plural(images, "image")} at {size} px' for size, images in encoded.items())
-        title += f'; for latents, encode {once}'
-
     # what is said of it
+    title, unused = what_is_planned(phases, settings)
+    sentences += unused
     if settings.hours_between_losses:
         sentences.append(f'Losses: one in {settings.hours_between_losses:g} hours, each of which costs half a '
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
@@ -121,6 +109,29 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
         for record, value in zip(plans['record'], plans[key], strict=True):
             record[key] = value
     return plans, title, sentences
+
+
+def what_is_planned(phases: list[tuple[int, str]], settings: Report) -> tuple[str, list[str]]:
+    """Return the title of a plan, and sentences on what --encode has in vain.
+
+    Args:
+        phases: images and size of each.
+        settings: of the report.
+    """
+    encoded = {size: images for images, size in settings.encode}
+    trainings = []
+    sentences = []
+    for images, size in phases:
+        epochs = f' ({rounded(images / encoded[size])} epochs)' if size in encoded else ''
+        trainings.append(f'{plural(images, "image")} at {size} px{epochs}')
+        if images < encoded.get(size, 0):
+            sentences.append(f'At {size} px {plural(encoded[size] - images, "image")} would be encoded that no phase '
+                             f'trains on; --encode {images}@{size} leaves them out.')
+    title = f'Plan: train on {", then ".join(trainings)}'
+    if encoded:
+        once = ' and '.join(f'{plural(images, "image")} at {size} px' for size, images in encoded.items())
+        title += f'; for latents, encode {once}'
+    return title, sentences
 
 
 def sizes_without(runs: pd.DataFrame, sizes: list[str]) -> list[str]:
