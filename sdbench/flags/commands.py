@@ -40,8 +40,9 @@ def images_at_size(text: str) -> tuple[int | None, str]:
 class Cluster:
     heading = 'work'
 
-    ray: str | None = flag(os.environ.get('RAY_ADDRESS'), 'work on the machines of this Ray cluster, such as auto '
-                           '(default: RAY_ADDRESS of the environment; without it, on this machine)', metavar='ADDRESS')
+    ray: str | None = flag(os.environ.get('RAY_ADDRESS'), 'address of the Ray cluster whose machines do the work, such '
+                           'as auto (default: RAY_ADDRESS of the environment, or else this machine alone)',
+                           metavar='ADDRESS')
 
     def check(self) -> None:
         if of_launcher('LOCAL_RANK') is not None:
@@ -53,34 +54,34 @@ class Convert(Cluster):
     heading = 'conversion'
     READ = ('source',)
 
-    source: tuple[str, ...] = positional('tars, Parquet files, folders of these or of images, or globs; or tars or '
-                                         'Parquet files in an object store (s3://bucket/tars/)')
-    out: str = positional('new folder, or an address in an object store (s3://, gs://, azure://)')
-    held_out: float | None = flag(None, 'of the samples, which go to OUT-held-out instead, for --eval_remote of '
-                                  'benchmark.py', converter=fraction)
-    seed: int = flag(17, 'of the draw of --held_out: an image is on the same side whatever else SOURCE holds',
-                     converter=seed)
+    source: tuple[str, ...] = positional('tars, Parquet files, folders of these or of images, or globs; in an object '
+                                         'store (s3://bucket/tars/) tars or Parquet files')
+    out: str = positional('new folder or object store (s3://, gs://, azure://) for the MDS shards')
+    held_out: float | None = flag(None, 'share of the samples to hold out: they go to OUT-held-out, for --eval_remote '
+                                  'of benchmark.py (default: none)', converter=fraction)
+    seed: int = flag(17, 'seed by which --held_out chooses images; whether one is held out depends on its bytes and '
+                     'the seed alone', converter=seed)
     captions: str | None = flag(None, 'table of captions: CSV, JSON lines (.jsonl) or Parquet, with paths relative to '
-                                'its folder (default: captions.csv, metadata.csv, .jsonl and .parquet in the folders '
-                                'of SOURCE)', metavar='FILE')
-    image_column: str | None = flag(None, 'column of the images in Parquet (default: image), and of their paths in a '
-                                    'table (default: file_name or filename)', metavar='NAME')
-    caption_column: str | None = flag(None, 'column of the captions in Parquet and in a table (default: text or '
-                                      'caption; in that of --captions also the only other one)', metavar='NAME')
-    clean_captions: bool = flag(False, 'mend the letters of captions as open_clip does, such as &amp; (default: off)')
-    num_workers: int | None = flag(None, 'processes of this machine (default: as many as there are cores)',
+                                'its folder (default: captions.csv, and metadata.csv, .jsonl or .parquet, in the '
+                                'folders of SOURCE)', metavar='FILE')
+    image_column: str | None = flag(None, 'name of the column of images in Parquet files (default: image), and of the '
+                                    'column of paths in tables (default: file_name or filename)', metavar='NAME')
+    caption_column: str | None = flag(None, 'name of the column of captions in Parquet files and tables (default: text '
+                                      'or caption; in the table of --captions also its only other column)',
+                                      metavar='NAME')
+    clean_captions: bool = flag(False, 'mend garbled letters and HTML such as &amp; in captions, as open_clip does')
+    num_workers: int | None = flag(None, 'processes that convert on this machine (default: one for each core)',
                                    converter=count)
-    size_limit: int = flag(64 << 20, 'the most that a shard takes (default: 64mb)', converter=shard_size,
-                           metavar='SIZE')
+    size_limit: int = flag(64 << 20, 'largest size of a shard (default: 64mb)', converter=shard_size, metavar='SIZE')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encode(DataLoading, Model, Encoders, Warmup, Results, Cluster):
     heading = 'latents'
 
-    out: str | None = flag(None, 'new folder or object store for the latents (needed)')
-    batch_size: int = flag(32, 'images at once on each device', converter=count)
-    cpu: bool = flag(False, 'work on the CPUs of the Ray cluster (default: off, on its GPUs, which are waited for)',
+    out: str | None = flag(None, 'new folder or object store for the MDS shards of latents (needed)')
+    batch_size: int = flag(32, 'images that each device encodes at once', converter=count)
+    cpu: bool = flag(False, 'encode on the CPUs of the Ray cluster (default: off: on its GPUs, which are waited for)',
                      needs='ray')
 
     def check(self) -> None:
@@ -93,12 +94,13 @@ class Export:
     heading = 'export'
     READ = ('checkpoint',)
 
-    checkpoint: str = positional('a checkpoint, or a folder or an object store, for its newest')
-    out: str = positional('new folder for the pipeline, or that of an earlier export, which then moves to OUT-1')
-    live: bool = flag(False, 'take the live weights of the UNet (default: off, the averaged ones where there are any)')
-    model_name: str | None = flag(None, 'tiny, a diffusers folder or a hub name, for the configuration of each part '
-                                  '(default: that of the run)')
-    tokenizer: str | None = flag(None, 'folder or hub name, where it has moved (default: that of the run)')
+    checkpoint: str = positional('checkpoint of benchmark.py, or a folder or an object store for its newest')
+    out: str = positional('new folder for the pipeline; the folder of an earlier export is first renamed to OUT-1')
+    live: bool = flag(False, 'export the live weights of the UNet (default: off: the averaged ones, if there are any)')
+    model_name: str | None = flag(None, 'model that has the configuration of each part: tiny, a diffusers folder or a '
+                                  'hub name (default: --model_name of the run)')
+    tokenizer: str | None = flag(None, 'folder or hub name of the tokenizer, if it has moved since the run (default: '
+                                 "the run's)")
 
     def check(self) -> None:
         if os.path.lexists(self.out) and not os.path.isfile(os.path.join(self.out, EXPORTED)):
@@ -110,28 +112,29 @@ class Evaluate(Results):
     heading = 'drawing and judging'
     READ = ('model', 'data')
 
-    model: str = positional('a checkpoint of benchmark.py, a folder or an object store for its newest, or a pipeline '
+    model: str = positional('checkpoint of benchmark.py, a folder or an object store for its newest, or a pipeline '
                             'folder of diffusers, such as export.py writes')
-    data: str = positional('MDS shards of images with captions, a folder or an object store')
+    data: str = positional('folder or object store with MDS shards of images and captions')
     out: str | None = flag(None, 'new folder for the pictures; the same command goes on there (needed)')
-    inception: str | None = flag(None, "torch-fidelity's weights-inception-2015-12-05-6726825d.pth (default: none, and "
-                                 'no FID)', metavar='FILE')
-    clip: str | None = flag(None, f'a CLIP model as transformers has them, such as {CLIP_MODEL} (default: none, and no '
+    inception: str | None = flag(None, 'weights of the Inception network for FID: weights-inception-2015-12-05-'
+                                 '6726825d.pth of torch-fidelity (default: no FID)', metavar='FILE')
+    clip: str | None = flag(None, f'folder of a CLIP model as transformers has them, such as {CLIP_MODEL} (default: no '
                             'CLIP score)', metavar='FOLDER')
-    samples: int = flag(30_000, 'captions of DATA to draw, the first N, at each guidance scale',
+    samples: int = flag(30_000, 'number of captions to draw at each guidance scale, the first of DATA',
                         converter=number(int, 2, 10 ** 9, 'a whole number above 1'))
     guidance: tuple[float, ...] = flag(
-        (7.5,), 'of classifier-free guidance, each of which draws all captions; 1 is none (default: 7.5)',
+        (7.5,), 'scales of classifier-free guidance; all captions are drawn at each; 1 is no guidance (default: 7.5)',
         converter=number(float, 1, 1000, 'a scale from 1 on', 'SCALE'))
-    steps: int = flag(50, 'of the sampler, DDIM; a divisor of its 1000 timesteps', converter=count)
-    seed: int = flag(17, 'of the noise: that of a sample follows from it and from the number of the sample',
+    steps: int = flag(50, 'steps of the sampler (DDIM) for a picture, a divisor of its 1000 timesteps', converter=count)
+    seed: int = flag(17, 'seed of the noise; that of a picture depends on the seed and its number alone',
                      converter=seed)
-    image_size: int | None = flag(None, 'height and width in pixels (default: those that the model was trained at)',
-                                  converter=pixels)
-    batch_size: int = flag(16, 'pictures at once on each device; a large GPU needs more', converter=count)
+    image_size: int | None = flag(None, 'height and width of the pictures in pixels (default: those that the model was '
+                                  'trained at)', converter=pixels)
+    batch_size: int = flag(16, 'pictures that each device draws at once; a large GPU is faster with more',
+                           converter=count)
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
-        None, 'of the UNet; all else is in float32 (default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, '
-        'fp32 on a CPU)')
+        None, "precision of the UNet's arithmetic; all else is in float32 (default: amp_bf16 on a GPU that has it, "
+        'amp_fp16 on another GPU, fp32 on a CPU)')
 
     def check(self) -> None:
         if not self.out or '://' in self.out:
@@ -146,32 +149,34 @@ class Report:
     heading = 'report'
     READ = ('records',)
 
-    records: tuple[str, ...] = positional('files of JSON lines, or of CSV where the name ends in .csv')
-    training_images: int | None = flag(None, f'images to train on, repeats counted (default: {TRAINING_IMAGES:,}, as '
-                                       'Stable Diffusion 2; for the model tiny no days are shown)', converter=count)
+    records: tuple[str, ...] = positional('files of records: JSON lines, or CSV where the name ends in .csv')
+    training_images: int | None = flag(None, 'images of the training whose days and dollars are stated, with repeats '
+                                       f'(default: {TRAINING_IMAGES:,}, as Stable Diffusion 2; for the model tiny none '
+                                       'are stated)', converter=count)
     dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
-    days: float | None = flag(None, 'say also how many images each speed trains on in so many days',
+    days: float | None = flag(None, 'days for which to show how many images each speed trains on (default: not shown)',
                               converter=positive)
-    extrapolate: tuple[int, ...] = flag((), 'numbers of GPUs to predict the throughput of (default: none)',
-                                        converter=count, metavar='GPUS')
-    compare: bool = flag(False, 'a row for each training, with its speed over that of the first one of the same model '
-                         'and image size')
+    extrapolate: tuple[int, ...] = flag((), 'numbers of GPUs whose speed is predicted from the measured ones (default: '
+                                        'none)', converter=count, metavar='GPUS')
+    compare: bool = flag(False, 'show a row for each training, with its speed over that of the first one of the same '
+                         'model and image size')
     phase: tuple[tuple[int | None, str], ...] = flag(
-        (), 'a plan instead, of phases at these sides in pixels; each trains on IMAGES, or on as many as its record '
-        'says (default: no plan)', converter=images_at_size, metavar='[IMAGES@]SIZE')
+        (), 'show a plan instead, of phases at these image sizes in pixels; each trains on IMAGES, or on as many as '
+        'its record says (default: no plan)', converter=images_at_size, metavar='[IMAGES@]SIZE')
     encode: tuple[tuple[int, str], ...] = flag(
-        (), 'images that a plan on latents encodes once (default: none)', converter=images_at_size,
-        metavar='IMAGES@SIZE', needs='phase')
+        (), 'images, at a size in pixels, that the plan encodes once to train on their latents (default: none)',
+        converter=images_at_size, metavar='IMAGES@SIZE', needs='phase')
     hours_between_losses: float | None = flag(
-        None, 'of machines that may be taken away: a plan has in it what each loss costs, half a save interval and a '
-        'restart', converter=positive, metavar='HOURS', needs='phase')
-    figure: str | None = flag(None, 'picture of the days over the number of GPUs, or of the GPU-hours of each plan',
-                              metavar='FILE')
-    learned: str | None = flag(None, 'picture of the loss on --eval_remote over the images seen, and over dollars',
-                               metavar='FILE')
-    quality: str | None = flag(None, 'picture of what evaluate.py has scored: FID against CLIP score, and both against '
-                               'the images of the training', metavar='FILE')
-    csv: str | None = flag(None, 'file for the rows of all tables, unrounded', metavar='FILE')
+        None, 'hours between two losses of a machine that may be taken away, on average; a plan then counts what each '
+        'loss costs, half a save interval and a restart (default: no losses)', converter=positive, metavar='HOURS',
+        needs='phase')
+    figure: str | None = flag(None, 'file for a picture of the days over the number of GPUs, or of the GPU-hours of '
+                              'each plan (default: no picture)', metavar='FILE')
+    learned: str | None = flag(None, 'file for a picture of the loss on --eval_remote over the images seen, and over '
+                               'dollars (default: no picture)', metavar='FILE')
+    quality: str | None = flag(None, 'file for a picture of the scores of evaluate.py: FID against CLIP score, and '
+                               'both against the images of the training (default: no picture)', metavar='FILE')
+    csv: str | None = flag(None, 'CSV file for the rows of all tables, unrounded (default: none)', metavar='FILE')
 
     def check(self) -> None:
         if self.compare and self.extrapolate:

@@ -221,7 +221,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     group.add_argument(f'--{field.name}', type=converter, metavar=metavar, **options)
     if bool in types_of_value:
         group.add_argument(f'--no-{field.name}', dest=field.name, action='store_const', const=False,
-                           default=argparse.SUPPRESS, help=f'leave --{field.name} off')
+                           default=argparse.SUPPRESS, help=f'turn --{field.name} off, where a @FILE turned it on')
 
 
 class Parser(argparse.ArgumentParser):

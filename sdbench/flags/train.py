@@ -25,7 +25,7 @@ def microbatch(text: str) -> int | Literal['auto']:
 
 
 def pixels(text: str) -> int:
-    """Convert a side of an image, of which the VAE makes one latent of 8 pixels."""
+    """Convert the side of an image in pixels: a multiple of 8, since the VAE makes one latent of 8 pixels."""
     size = count(text)
     if size % 8:
         raise argparse.ArgumentTypeError(f'{text} is not a multiple of 8; use {size // 8 * 8 or 8}')
@@ -33,7 +33,7 @@ def pixels(text: str) -> int:
 
 
 def known_gpu(text: str) -> str:
-    """Return the name of a GPU, or a part of it, as it is, if there is such a GPU."""
+    """Return the text unchanged if it is the name of a known GPU, or a part of it."""
     try:
         cards_named((text,))
     except ValueError as error:
@@ -52,8 +52,8 @@ def price(text: str) -> tuple[str | None, float]:
     return known_gpu(name), amount(dollars)
 
 
-PRICES_HELP = (f'dollars of one GPU for an hour, or of several GPUs, such as H100=2.5 H200=3.2 (default: '
-               f'{DOLLARS_PER_GPU_HOUR}, for every GPU)')
+PRICES_HELP = ('price of a GPU-hour in dollars, for all GPUs or by their names, such as H100=2.5 H200=3.2 '
+               f'(default: {DOLLARS_PER_GPU_HOUR} for every GPU)')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,43 +61,46 @@ class DataLoading:
     heading = 'data'
     READ = ('remote',)
 
-    remote: str | None = flag(None, 'MDS shards in a folder or an object store: images and captions as convert.py '
-                              'writes them, or for a training latents as encode.py does')
-    local: str | None = flag(None, 'folder that caches the shards (default: one for each store; a folder is read in '
-                             'place); without --remote, the folder with the shards')
-    num_workers: int | None = flag(None, 'processes that decode, per device (default: up to 8 of its CPU cores)',
-                                   converter=whole_number)
-    num_workers_by_default: bool = False  # no flag: complete.py says whether it filled them in
+    remote: str | None = flag(None, 'folder or object store with the MDS shards to read: images and captions, as '
+                              'convert.py writes them; a training also reads the latents that encode.py writes')
+    local: str | None = flag(None, 'folder that caches the shards of --remote (default: a temporary folder for an '
+                             'object store; a folder is read in place); without --remote, the folder with the shards')
+    num_workers: int | None = flag(None, 'processes that load and decode samples, for each device (default: one for '
+                                   'each of its CPU cores, up to 8)', converter=whole_number)
+    num_workers_by_default: bool = False  # no flag: complete.py tells whether it chose num_workers
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSamples:
     heading = 'data'
 
-    cache_limit: str | None = flag(None, 'most that the cache of --local may hold, such as 500gb (default: no limit)',
-                                   metavar='SIZE', may_change=True)
-    max_bad_samples: float = flag(0.01, 'of all samples, which may be bad before the run ends', converter=fraction,
+    cache_limit: str | None = flag(None, 'most disk space that cached shards may take, such as 500gb (default: no '
+                                   'limit)', metavar='SIZE', may_change=True)
+    max_bad_samples: float = flag(0.01, 'share of bad samples tolerated before the run stops', converter=fraction,
                                   may_change=True)
-    use_synth_data: bool = flag(False, 'train on random images that cost nothing to load')
-    use_synth_latents: bool = flag(False, 'train on random latents, as if encode.py had made them')
-    batch_size: int = flag(BATCH_SIZE, 'images in a step, over all devices', converter=count)
-    tokenizer: str | None = flag(None, "folder or hub name (default: that in --model_name's folder, or CLIP's own)",
+    use_synth_data: bool = flag(False, 'train on random images, which cost nothing to load, instead of --remote')
+    use_synth_latents: bool = flag(False, 'train on random latents, as if encode.py had written them, instead of '
+                                   '--remote')
+    batch_size: int = flag(BATCH_SIZE, 'images in a step of the optimizer, over all devices', converter=count)
+    tokenizer: str | None = flag(None, 'folder or hub name of the tokenizer of the captions (default: the one in the '
+                                 "folder --model_name, or else CLIP's own)",
                                  may_change=True)  # its place: the token ids must be the same
-    random_flip: bool = flag(False, 'mirror every image with a chance of one half, drawn again in each epoch')
-    caption_drop: float = flag(0.0, 'of the captions, such as 0.1, in whose place the empty one is trained, for '
-                               'classifier-free guidance', converter=fraction)
+    random_flip: bool = flag(False, 'mirror each image with a probability of one half, drawn again in each epoch')
+    caption_drop: float = flag(0.0, 'share of captions replaced by an empty one, such as 0.1; classifier-free guidance '
+                               'needs some', converter=fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
     heading = 'model'
 
-    model_name: str = flag(SD2_BASE, f'tiny, a diffusers folder or a hub name (default: {SD2_BASE}, whose architecture '
-                           'is built in)', may_change=True)  # its place: the configuration must be the same
+    model_name: str = flag(SD2_BASE, f'model to build: tiny, a diffusers folder or a hub name (default: {SD2_BASE}, '
+                           'whose architecture is built in)',
+                           may_change=True)  # its place: the configuration must be the same
     pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name; tiny has those '
-                            'of a VAE (default: off, random weights, which train as fast)')
-    image_size: int = flag(512, 'height and width in pixels', converter=pixels)
-    seed: int = flag(17, 'of weights, noise and shuffle', converter=seed)
+                            'of a VAE alone (default: off: random weights, which train as fast)')
+    image_size: int = flag(512, 'height and width of the images in pixels', converter=pixels)
+    seed: int = flag(17, 'seed of the random weights, the noise and the order of samples', converter=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +108,14 @@ class Encoders:
     heading = 'speed'
 
     encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
-        None, 'of the frozen encoders; in training, fp32 holds their weights in float32 and computes in --precision '
-        '(default: the half precision of --precision)')
-    channels_last: bool | None = flag(None, 'memory format of the convolutions (default: on where there is a GPU)')
+        None, 'precision of the frozen VAE and text encoder; with fp32 a training holds their weights in float32 and '
+        'computes in --precision (default: that of --precision; in encode.py bf16 on a GPU that has it, fp16 on '
+        'another GPU, fp32 on a CPU)')
+    channels_last: bool | None = flag(None, 'use the memory format channels_last for convolutions (default: on where '
+                                      'there is a GPU)')
     compile: bool | Literal['max-autotune-no-cudagraphs', 'reduce-overhead'] = flag(
-        False, "compile the model, which takes minutes at the start, in torch's default mode or in another", bare=True)
+        False, 'compile the model by torch.compile, in its default mode or the one given; this takes minutes at the '
+        'start', bare=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,36 +123,40 @@ class Speed:
     heading = 'speed'
 
     device_train_microbatch_size: int | Literal['auto'] = flag(
-        'auto', "images that go through the model at once; auto is the most that fit, on a CPU the device's share",
-        converter=microbatch, metavar='N')
+        'auto', 'images that go through the model at once on each device; auto is the most that fit on a GPU, and on '
+        'a CPU its share of the batch', converter=microbatch, metavar='N')
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
-        None, 'of the UNet; on GPUs since the A100 fp32 multiplies as TF32 (default: amp_bf16 on a GPU that has it, '
-        'amp_fp16 on another GPU, fp32 on a CPU)')
+        None, "precision of the UNet's arithmetic; on GPUs since the A100 fp32 multiplies in TF32 (default: amp_bf16 "
+        'on a GPU that has it, amp_fp16 on another GPU, fp32 on a CPU)')
     attention: Literal['sdpa', 'cudnn', 'flash', 'efficient', 'math', 'xformers'] = flag(
-        'sdpa', "sdpa is torch's, which chooses a kernel; or one of its kernels; or the package xformers")
-    gradient_checkpointing: bool = flag(False, 'less memory for about a third more arithmetic')
-    fused_optimizer: bool = flag(True, 'AdamW in one kernel')
-    half_precision_norms: bool = flag(False, "norms of the UNet and of the VAE's encoder in half precision")
-    cudnn_benchmark: bool = flag(False, 'let cuDNN try its algorithms for each new shape and keep the fastest')
+        'sdpa', 'implementation of attention: sdpa lets torch choose one of its kernels cudnn, flash, efficient and '
+        'math; xformers is a package of its own')
+    gradient_checkpointing: bool = flag(False, 'compute activations again in the backward pass: less memory for about '
+                                        'a third more arithmetic')
+    fused_optimizer: bool = flag(True, 'run the step of AdamW as one kernel')
+    half_precision_norms: bool = flag(False, "compute the norms of the UNet and of the VAE's encoder in half precision")
+    cudnn_benchmark: bool = flag(False, 'let cuDNN time its algorithms for each new shape and keep the fastest')
     compile_blocks: bool | None = flag(
-        None, "compile each kind of the UNet's blocks once, which starts sooner and exchanges gradients earlier "
-        '(default: on with several devices, unless in the mode reduce-overhead)', needs='compile')
-    allreduce_precision: Literal['fp32', 'bf16'] = flag('fp32', 'in which GPUs exchange gradients')
+        None, "compile each kind of the UNet's blocks once instead of the whole UNet, which starts sooner and "
+        'exchanges gradients earlier (default: on with several devices, unless --compile is reduce-overhead)',
+        needs='compile')
+    allreduce_precision: Literal['fp32', 'bf16'] = flag('fp32', 'precision in which GPUs exchange gradients')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup:
     heading = 'measurement'
 
-    warmup_batches: int = flag(3, 'batches before the clock starts', converter=count)
+    warmup_batches: int = flag(3, 'batches to run before the clock starts', converter=count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
     heading = 'measurement'
 
-    results: str | None = flag(None, 'file that the record is appended to, or - to print it as the last line of output '
-                               '(default: results.jsonl; for a forecast none)', metavar='FILE')
+    results: str | None = flag(None, 'file to append the record of the run to, or - to print it as the last line of '
+                               'output (default: results.jsonl; a forecast is kept only where this is given)',
+                               metavar='FILE')
 
     @property
     def results_file(self) -> str:
@@ -154,8 +164,8 @@ class Results:
         return self.results or 'results.jsonl'
 
     def check(self) -> None:
-        """Raise ValueError if nothing can be appended there: it is said before the run, not after it."""
-        if self.results is None and getattr(self, 'dry_run', None) is not None:  # which keeps no record then
+        """Raise ValueError if the file of results cannot be written: better before the run than after it."""
+        if self.results is None and getattr(self, 'dry_run', None) is not None:  # such a forecast keeps no record
             return
         path = self.results_file
         if path.lower().endswith('.csv'):
@@ -171,11 +181,11 @@ class Measuring:
     heading = 'measurement'
 
     measure_batches: int | None = flag(
-        None, 'batches measured after the warm-up (default: all of --max_duration; without it 20, or more where the '
+        None, 'batches to measure after the warm-up (default: all of --max_duration; without it 20, or more if the '
         'loader prepares many ahead)', converter=count)
-    loader_only: bool = flag(False, 'measure the loader alone, without a model')
-    profile: str | None = flag(None, 'folder for a trace of 3 batches after the warm-up; no report counts such a run',
-                               metavar='DIR')
+    loader_only: bool = flag(False, 'measure the data loader alone, without a model')
+    profile: str | None = flag(None, "folder for torch's profile of 3 batches after the warm-up; reports leave such a "
+                               'run out (default: no profile)', metavar='DIR')
 
     def check(self) -> None:
         if self.loader_only and self.profile:
@@ -187,66 +197,72 @@ class Cost:
     heading = 'forecast and cost'
 
     dry_run: int | None = flag(
-        None, 'only say, without a GPU, what fits on which GPU, and how fast so many GPUs could be (default: off; '
-        'without a number, as many as there are processes)', converter=count, metavar='GPUS', bare=0)
-    gpu: tuple[str, ...] = flag((), 'GPUs by their names or a part of them, such as A100-40GB H200 (default: all that '
-                                'are known)', converter=known_gpu, metavar='NAME', needs='dry_run')
+        None, 'forecast what fits on each GPU and how fast so many of them would train; this needs no GPU and trains '
+        'nothing (default: off; without a number, as many GPUs as there are processes)', converter=count,
+        metavar='GPUS', bare=0)
+    gpu: tuple[str, ...] = flag((), 'GPUs to forecast, by their names or a part of them, such as A100-40GB H200 '
+                                '(default: all that are known)', converter=known_gpu, metavar='NAME', needs='dry_run')
     training_images: int | None = flag(
-        None, f'images of the whole training, for its cost (default: {TRAINING_IMAGES:,}, those of Stable Diffusion 2, '
-        'or with --dry_run those of --max_duration; for the model tiny no cost is shown)', converter=count)
+        None, f'images of the whole training whose cost is stated (default: {TRAINING_IMAGES:,}, those of Stable '
+        'Diffusion 2; with --dry_run and --max_duration those of that run; for the model tiny no cost is stated)',
+        converter=count)
     dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
     budget: float | None = flag(
-        None, 'save and end the run when its GPU-hours, with those of the runs that it resumes, have cost so many '
-        'dollars (default: no limit)', converter=positive, metavar='DOLLARS', needs='dollars_per_gpu_hour')
+        None, 'most dollars that the GPU-hours may cost, with those of the runs that this one resumes; then it saves '
+        'and ends (default: no limit)', converter=positive, metavar='DOLLARS', needs='dollars_per_gpu_hour')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     heading = 'training and checkpoints'
 
-    max_duration: str | None = flag(None, 'length of the run, such as 5000ba or 2ep (default: warm-up and measured '
-                                    'batches)', converter=time_in('ba ep'))
-    load_weights: str | None = flag(None, 'start from a checkpoint, the newest of a folder or an object store, or a '
-                                    'UNet or pipeline of diffusers (default: random weights)')
-    on_nan: Literal['stop', 'skip'] = flag('stop', 'at a loss or a gradient that is not finite: end the run, or skip '
-                                           'the step, up to 10 in a row')
-    save_folder: str | None = flag(None, 'save checkpoints to this new folder or object store')
-    save_interval: str | None = flag(None, f'time between checkpoints {INTERVAL_DEFAULT}; one is also saved at the end '
-                                     'and on Ctrl-C or SIGTERM', converter=time_in('ba ep dur'),
+    max_duration: str | None = flag(None, 'length of the run in batches or epochs, such as 5000ba or 2ep (default: the '
+                                    'warm-up and the measured batches)', converter=time_in('ba ep'))
+    load_weights: str | None = flag(None, 'weights that the UNet starts from: a checkpoint, a folder or an object '
+                                    'store for its newest, or a UNet or pipeline of diffusers (default: random ones)')
+    on_nan: Literal['stop', 'skip'] = flag('stop', 'action at a loss or a gradient that is not finite: stop the run, '
+                                           'or skip the step, up to 10 in a row')
+    save_folder: str | None = flag(None, 'folder or object store for checkpoints, a new one unless --autoresume '
+                                   'resumes from it (default: no checkpoints)')
+    save_interval: str | None = flag(None, f'time between checkpoints {INTERVAL_DEFAULT}; one is also saved at the '
+                                     'end and on Ctrl-C or SIGTERM', converter=time_in('ba ep dur'),
                                      needs='save_folder dry_run')
     save_num_checkpoints_to_keep: int | None = flag(
-        None, 'the newest that stay in a folder (default: all; one of Stable Diffusion 2 takes 15 GB); an object store '
-        'keeps all', converter=count, needs='save_folder dry_run')
-    autoresume: bool = flag(False, 'go on from the newest checkpoint in --save_folder, if there is one',
+        None, 'number of checkpoints to keep in a folder, the newest (default: all; one of Stable Diffusion 2 takes '
+        '15 GB); in an object store all are kept', converter=count, needs='save_folder dry_run')
+    autoresume: bool = flag(False, 'resume from the newest checkpoint in --save_folder, if there is one',
                             needs='save_folder dry_run')
-    dist_timeout: int = flag(1800, 'seconds to wait for the other processes, also while one compiles, saves or draws',
-                             converter=count)
+    dist_timeout: int = flag(1800, 'seconds to wait for the other processes before the run fails; they also wait '
+                             'while one compiles, saves or draws', converter=count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     heading = 'loss, optimizer and average'
 
-    snr_gamma: float | None = flag(None, 'of Min-SNR, such as 5.0: images at a signal-to-noise ratio above it weigh '
-                                   'less in the loss', converter=positive, metavar='GAMMA')
-    learning_rate: float = flag(1e-4, 'of AdamW', converter=positive)
-    lr_warmup: str | None = flag(None, 'in which the learning rate rises from 0, such as 10000ba',
-                                 converter=time_in('ba ep dur'))
+    snr_gamma: float | None = flag(None, 'gamma of the Min-SNR loss, such as 5.0: images at a signal-to-noise ratio '
+                                   'above it weigh less (default: all weigh the same)', converter=positive,
+                                   metavar='GAMMA')
+    learning_rate: float = flag(1e-4, 'learning rate of AdamW after --lr_warmup', converter=positive)
+    lr_warmup: str | None = flag(None, 'length of the warm-up, in which the learning rate rises from 0, such as '
+                                 '10000ba (default: no warm-up)', converter=time_in('ba ep dur'))
     lr_schedule: Literal['constant', 'cosine', 'linear'] = flag(
-        'constant', 'how the learning rate goes on: it stays, or falls to 0 at the end of --max_duration')
-    lr_final: float = flag(0.0, 'of the learning rate, to which cosine and linear fall instead of 0, such as 0.1',
-                           converter=fraction)
-    weight_decay: float = flag(0.001, 'of AdamW', converter=amount)
-    adam_betas: tuple[float, float] = flag((0.9, 0.999), 'of AdamW: how much of its two averages each step keeps '
-                                           '(default: 0.9 0.999)', converter=below_1, metavar='BETA')
-    clip_grad_norm: float | None = flag(None, 'scale the gradients of a step down to this norm where it is larger',
-                                        converter=positive, metavar='NORM')
-    use_ema: bool = flag(False, 'keep an exponential moving average of the UNet')
+        'constant', 'learning rate after the warm-up: it stays, or falls along a cosine or a line until the end of '
+        '--max_duration')
+    lr_final: float = flag(0.0, 'final learning rate of the schedules cosine and linear, as a share of '
+                           '--learning_rate, such as 0.1', converter=fraction)
+    weight_decay: float = flag(0.001, 'weight decay of AdamW', converter=amount)
+    adam_betas: tuple[float, float] = flag(
+        (0.9, 0.999), 'betas of AdamW: the share that each step keeps of its averages of the gradient and of its '
+        'square (default: 0.9 0.999)', converter=below_1, metavar='BETA')
+    clip_grad_norm: float | None = flag(None, 'largest norm of the gradients of a step; larger ones are scaled down '
+                                        'to it (default: no limit)', converter=positive, metavar='NORM')
+    use_ema: bool = flag(False, "keep an exponential moving average (EMA) of the UNet's weights")
     ema_half_life: str | None = flag(
-        None, "after which today's weights count half in the average (default: 1000ba, or a tenth of a shorter run)",
-        converter=time_in('ba ep'), needs='use_ema')
-    ema_start: str | None = flag(None, 'training before the average starts, such as 5000ba or 0.5dur, half of it',
-                                 converter=time_in('ba ep dur'), needs='use_ema')
+        None, "half-life of the average, after which today's weights count half (default: 1000ba, or a tenth of a "
+        'shorter run)', converter=time_in('ba ep'), needs='use_ema')
+    ema_start: str | None = flag(None, 'time at which the average starts, such as 5000ba, or 0.5dur for half of the '
+                                 'run (default: the start of the run)', converter=time_in('ba ep dur'), needs='use_ema')
 
     def check(self) -> None:
         if self.lr_final and self.lr_schedule == 'constant':
@@ -258,34 +274,38 @@ class Optimizer:
 class EvaluationAndDrawing:
     heading = 'evaluation, drawing and curves'
 
-    eval_remote: str | None = flag(None, 'MDS shards that are held out: the loss on them is calculated with the same '
-                                   'noise and timesteps each time')
+    eval_remote: str | None = flag(None, 'folder or object store with MDS shards that are held out, whose loss is '
+                                   'evaluated with the same noise and timesteps each time (default: no evaluation)')
     eval_interval: str | None = flag(None, f'time between evaluations {INTERVAL_DEFAULT}; there is also one at the end',
                                      converter=time_in('ba ep'), needs='eval_remote dry_run')
-    sample_prompts: str | None = flag(None, 'draw each line of this file, with the averaged weights where there are '
-                                      'any; needs --pretrained', metavar='FILE')
-    sample_interval: str | None = flag(None, f'time between drawings {INTERVAL_DEFAULT}; the end is also drawn',
-                                       converter=time_in('ba ep'), needs='sample_prompts dry_run')
-    sample_folder: str | None = flag(None, 'for the drawings (default: SAVE_FOLDER-samples, or samples)', metavar='DIR')
-    run_name: str | None = flag(None, 'how the name of the curves begins, which go on at a resume (default: the last '
-                                'part of --save_folder)', metavar='NAME')
-    wandb_name: str | None = flag(None, 'log to Weights & Biases under this name (default: W&B is not used)')
-    wandb_project: str | None = flag(None, 'log to this project of Weights & Biases (default: W&B is not used)')
-    tensorboard: str | None = flag(None, 'log to TensorBoard files in this folder', metavar='DIR')
+    sample_prompts: str | None = flag(None, 'text file of prompts, one on a line, that are drawn during the training, '
+                                      'with the averaged weights where there are any; needs --pretrained (default: '
+                                      'nothing is drawn)', metavar='FILE')
+    sample_interval: str | None = flag(None, f'time between drawings of --sample_prompts {INTERVAL_DEFAULT}; they are '
+                                       'also drawn at the end', converter=time_in('ba ep'),
+                                       needs='sample_prompts dry_run')
+    sample_folder: str | None = flag(None, 'folder for the pictures of --sample_prompts (default: '
+                                     'SAVE_FOLDER-samples, or samples)', metavar='DIR')
+    run_name: str | None = flag(None, 'beginning of the name under which the curves of the run are logged; a resume '
+                                'goes on with them (default: the last part of --save_folder)', metavar='NAME')
+    wandb_name: str | None = flag(None, 'name of the run in Weights & Biases (default: W&B is not used)')
+    wandb_project: str | None = flag(None, 'project of Weights & Biases to log to (default: W&B is not used)')
+    tensorboard: str | None = flag(None, 'folder to write TensorBoard files to (default: none are written)',
+                                   metavar='DIR')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measuring, Results, Cost, Training, Optimizer,
             EvaluationAndDrawing):
-    """All flags of benchmark.py. `complete.py` fills in what is None here and has another default in --help.
+    """All flags of benchmark.py. `sdbench/complete.py` fills in what is None here and has another default in --help.
 
     Attributes:
-        encoders: that are in the loop, as ENCODERS of records/keys.py names them.
-        num_devices: of the run, or those that --dry_run speaks of.
-        batches_per_epoch: the length of the loader.
+        encoders: which encoders run in the loop, by a name of ENCODERS in records/keys.py.
+        num_devices: number of devices of the run, or the number given to --dry_run.
+        batches_per_epoch: length of the loader.
         microbatch_search: whether trials have found the microbatch.
 
-    These are no flags: they are there once the settings are complete.
+    These four are no flags: they are None or False until the settings are complete.
     """
     encoders: str | None = None
     num_devices: int | None = None
@@ -341,8 +361,8 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
         return self.measure_batches is not None
 
 
-# What is learned follows from the flags of these groups: a resumed run has the same, but for those that may change.
+# The flags of these groups decide what is learned: a resumed run has the same ones, except those that may change.
 LEARNING = (TrainingSamples, Model, Optimizer)
 SAME_ON_RESUME = tuple(field for group in LEARNING for field in fields(group) if not field.metadata['may_change'])
-ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # unless given, by --precision
+ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # the default for each --precision
 SWITCHES = tuple(field.name for group in (Encoders, Speed) for field in fields(group))
