@@ -45,9 +45,8 @@ test: $(VENV)/installed  ## ruff, and all tests but the long ones: 75 seconds on
 test-long: $(VENV)/installed  ## The long proofs: kills at many moments, launchers, learning, compiled models.
 	python -m pytest -n 2 --dist worksteal -m long tests
 
-bench: $(VENV)/installed  ## Ratios on the CPU: loader, conversion, EMA, a full step; needs 22 GB and 7 minutes.
+bench: $(VENV)/installed  ## Ratios on the CPU: loader, EMA, a full step; needs 22 GB and 4 minutes.
 	python -m benchmarks.loader
-	python -m benchmarks.conversion
 	python -m benchmarks.ema_update
 	python -m benchmarks.step
 
@@ -71,8 +70,7 @@ forecasts: $(VENV)/installed  ## The forecasts of the front page: its table and 
 	    sh recipes/stable-diffusion-2.sh plan || exit; done
 	LATENTS=1 GPU="A100-SXM4-80GB H100-80GB" PHASE_FLAGS='@recipes/fastest.txt --no-compile' PLAN=docs/plan-eager.jsonl \
 	    sh recipes/stable-diffusion-2.sh plan
-	python report.py docs/plan.jsonl @recipes/prices-on-demand.txt --phase 256 --phase 512 \
-	    --encode 790000000@256 --encode 300000000@512 --figure $(FIGURES)/plan.png
+	python report.py docs/plan.jsonl @recipes/plan.txt @recipes/prices-on-demand.txt --figure $(FIGURES)/plan.png
 	for gpus in 8 16 32 64; do python benchmark.py @recipes/fastest.txt --use_ema --dry_run $$gpus \
 	    --gpu $(FORECAST_GPUS) --results docs/scaling.jsonl || exit; done
 

@@ -1,4 +1,5 @@
 """A model that draws and the networks that score, all with random weights, as files that evaluate.py takes."""
+import io
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import (
 
 from sdbench.inputs.tokenizer import pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
-from sdbench.models.feature_extractors import Clip
+from sdbench.models.feature_extractors import INCEPTION, LAYER, Clip, Inception
 from sdbench.models.loading import build_text_encoder, build_vae, find_model
 
 
@@ -38,6 +39,25 @@ def save_clip(folder: Path) -> str:
     images = CLIPImageProcessor(size={'shortest_edge': 32}, crop_size={'height': 32, 'width': 32})
     CLIPProcessor(images, tokenizer).save_pretrained(folder)
     return str(folder)
+
+
+class RandomInception(Inception):
+    """InceptionV3 with random weights that keep the scale of the features: torch-fidelity's needs a file of weights."""
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Draw the weights of the convolutions, and take none of the file."""
+        for module in self.modules():
+            if isinstance(module, torch.nn.Conv2d):
+                torch.nn.init.kaiming_normal_(module.weight, nonlinearity='relu')
+
+
+def save_inception(path: str) -> None:
+    """Save random weights of InceptionV3, the same each time, as torch-fidelity's file has them."""
+    no_weights = io.BytesIO()
+    torch.save({}, no_weights)
+    no_weights.seek(0)
+    torch.manual_seed(2)
+    torch.save(RandomInception(INCEPTION, [LAYER], feature_extractor_weights_path=no_weights).state_dict(), path)
 
 
 def save_pipeline(folder: Path) -> str:

@@ -16,7 +16,6 @@ from transformers import CLIPModel, CLIPProcessor
 
 import evaluate
 from benchmark import main as train
-from benchmarks.once.inception import random_inception
 from export import main as export
 from sdbench.inputs.images import decode_image, resize
 from sdbench.inputs.shards import DRAW, IMAGES_HASH, hash_of_images
@@ -26,7 +25,7 @@ from sdbench.training.compatibility import was_trained_on
 from tests.forked_runs import run_ranks
 from tests.runs import TINY, check_keys, files_of, refusal
 from tests.samples import Hostile, encoded, picture, pillow_square, write_shards
-from tests.scoring_models import save_clip
+from tests.scoring_models import save_clip, save_inception
 
 SIZE = 32  # pixels
 STEPS = 2
@@ -172,7 +171,7 @@ def test_the_fid_is_that_of_torchmetrics_for_the_pictures_and_the_real_ones(eval
 @pytest.mark.long
 def test_the_features_behind_the_fid_are_those_of_torchmetrics_own_network(tmp_path, samples):
     weights = str(tmp_path / 'inception.pth')
-    torch.save(random_inception().state_dict(), weights)
+    save_inception(weights)
     parameters = inspect.signature(FrechetInceptionDistance).parameters
     without_antialias = {name: False for name in parameters if name == 'antialias'}  # new in torchmetrics 1.9
     metric = FrechetInceptionDistance(feature_extractor_weights_path=weights, **without_antialias)

@@ -44,8 +44,7 @@ def test_the_costs_are_those_that_the_command_below_them_prints(monkeypatch, cap
 
 def test_what_it_takes_without_the_compiler_is_what_its_plan_says(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    report.main(['docs/plan-eager.jsonl', '@recipes/prices-on-demand.txt', '--phase', '256', '--phase', '512',
-                 '--encode', '790000000@256', '--encode', '300000000@512'])
+    report.main(['docs/plan-eager.jsonl', '@recipes/plan.txt', '@recipes/prices-on-demand.txt'])
     [plans] = tables(capsys.readouterr().out)
     plan = {row['GPUs']: row for row in plans}
     h100, a100 = plan['8 x H100 80GB'], plan['8 x A100 80GB']

@@ -18,8 +18,7 @@ from sdbench.records.keys import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_ab
 MUCH_WAITING_FOR_DATA = 0.05
 FEWEST_SAMPLES = 10_000  # from which a model learns from random weights; of fewer, one that is trained already
 # A plan whose forecasts the records in two files correct: what was measured, and the forecast of the same flags.
-PLAN_COMMAND = ('python report.py docs/plan.jsonl {} @recipes/prices-on-demand.txt --phase 256 --phase 512 '
-                '--encode 790000000@256 --encode 300000000@512')
+PLAN_COMMAND = 'python report.py docs/plan.jsonl {} @recipes/plan.txt @recipes/prices-on-demand.txt'
 
 
 def run_summary(record: dict, settings: Train) -> str:
