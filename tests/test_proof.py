@@ -10,7 +10,7 @@ from composer.utils import dist
 
 import benchmark
 from benchmarks.proof import __main__ as proof
-from benchmarks.proof.__main__ import Machine, Step, all_steps, prove
+from benchmarks.proof.__main__ import Machine, Step, all_steps, check, prove
 from sdbench.flags.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
@@ -22,8 +22,6 @@ A100 = 'NVIDIA A100-SXM4-80GB'
 ONE = Machine(1, A100, 79.2, tiny=False)
 CPU = Machine(0, 'CPU', 0, tiny=True)
 EIGHT = Machine(8, A100, 79.2, tiny=False)
-RUN = {'step': 'original', 'step_seconds': 1.0, 'expectation': '', 'stage': 'train', 'num_devices': 1, 'device': A100,
-       'model_name': 'sd'}  # a record
 MACHINES = [ONE, EIGHT, Machine(1, 'NVIDIA A10', 22.1, False), Machine(2, A100, 79.2, True), CPU]
 
 
@@ -37,14 +35,15 @@ def test_every_measurement_is_one_of_its_own_that_the_benchmark_takes(as_on_a_gp
     monkeypatch.chdir(ROOT)
     steps = all_steps(machine)
     assert len({step.name for step in steps}) == len(steps)
-    measured = [complete(parse(Train, '', list(step.flags)), None) for step in steps if step.work == 'measure']
+    flags_of_runs = [step.program[1:] for step in steps if step.program[0] == 'benchmark.py']
+    measured = [complete(parse(Train, '', list(flags)), None) for flags in flags_of_runs]
     assert len(set(map(repr, measured))) == len(measured)
 
 
 @pytest.mark.long
 def test_a_proof_goes_on_where_it_was_and_its_page_names_what_failed_and_what_was_not_run(tmp_path, monkeypatch):
-    wrong_size = ('--use_synth_data', '--image_size', '63')
-    steps = [Step('wrong size', 'measure', 60, wrong_size), Step('later', 'life', 9000)]
+    wrong_size = ('benchmark.py', '--use_synth_data', '--image_size', '63')
+    steps = [Step('wrong size', 60, wrong_size), check('later', 9000, 'life')]
     monkeypatch.setattr(proof, 'all_steps', lambda machine: steps)
     prove(tmp_path, CPU, minutes=100)  # less than the second step takes
     records = (tmp_path / 'records.jsonl').read_text()
@@ -53,10 +52,10 @@ def test_a_proof_goes_on_where_it_was_and_its_page_names_what_failed_and_what_wa
     assert 'benchmark.py: error: argument --image_size: 63 is not a multiple of 8' in page
     assert 'Not run yet: later.' in page
 
-    steps[1] = Step('later', 'identity', 1)
+    steps[1] = check('later', 1, 'identity')
     prove(tmp_path, CPU, minutes=0.02)  # it is ended after a second, so that it is still to be run
     assert (tmp_path / 'records.jsonl').read_text() == records
-    steps[1] = Step('later', 'measure', 60, wrong_size)  # ten times as long, before it is ended
+    steps[1] = Step('later', 60, wrong_size)  # ten times as long, before it is ended
     prove(tmp_path, CPU, None)
     added = (tmp_path / 'records.jsonl').read_text().removeprefix(records)
     assert json.loads(added)['step'] == 'later'

@@ -19,10 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from benchmarks.proof.page import write_page
+from sdbench.errors import DataError
+from sdbench.flags.train import SD2_BASE
+from sdbench.gpus import CARDS
+from sdbench.process import begin, one_line_errors
+from sdbench.records.record import append_line
+from sdbench.records.summary import PLAN_COMMAND, forecast_command
 from sdbench.records.versions import git_commit, package_versions
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +37,7 @@ RESULTS = ROOT / 'results.jsonl'  # of make smoke
 LEAST_GIB = 30  # of a GPU that runs the recipes as they are: the original's microbatch of 4 takes 24
 SMALLEST = ['--device_train_microbatch_size', '1', '--no-use_ema']  # several GPUs of 24 GB have no room for the average
 TINY = ['--model_name', 'tiny', '--image_size', '64']
+# asked in another process, since one that has asked holds memory of the GPU
 PROBE = """
 import json, torch
 gpus = torch.cuda.device_count()
@@ -77,24 +85,25 @@ class Step:
 
     Attributes:
         name: in the records.
-        work: a function of benchmarks/proof/steps.py.
-        seconds: that it takes on an H100, about.
-        flags: for that function: of a measurement those of benchmark.py.
+        seconds: how long it takes on an H100, about.
+        program: what runs: a script, or `-m` and a module, and its flags. A script runs on all devices.
         expectation: of its speed, written down before it was measured.
-        on_all_devices: it is started on each of them by the launcher.
     """
     name: str
-    work: str
     seconds: int
-    flags: tuple[str, ...] = ()
+    program: tuple[str, ...]
     expectation: str = ''
-    on_all_devices: bool = False
 
 
 def speed(name: str, seconds: int, expectation: str, *flags: str) -> Step:
     """Return a measurement with the average, unless the flags say otherwise, and without data."""
     source = () if '--use_synth_latents' in flags else ('--use_synth_data',)
-    return Step(name, 'measure', seconds, (*source, '--use_ema', *flags), expectation, on_all_devices=True)
+    return Step(name, seconds, ('benchmark.py', *source, '--use_ema', *flags), expectation)
+
+
+def check(name: str, seconds: int, work: str, *flags: str) -> Step:
+    """Return a step that runs a function of benchmarks/proof/steps.py."""
+    return Step(name, seconds, ('-m', 'benchmarks.proof.steps', work, *flags))
 
 
 def smoke_steps(machine: Machine) -> list[Step]:
@@ -156,29 +165,29 @@ def speed_steps(machine: Machine) -> list[Step]:
 def all_steps(machine: Machine) -> list[Step]:
     """Return the steps of a proof, the most telling first."""
     # what must hold
-    tiny = Machine(machine.gpus, machine.device, machine.gib, tiny=True)
-    checks = [Step('exactness', 'exactness', 90),
-              Step('life', 'life', 120, tuple(tiny.batch_flags(4))),
-              Step('NaN', 'not_a_number', 25, tuple(tiny.batch_flags(4)))]
+    tiny = replace(machine, tiny=True).batch_flags(4)
+    checks = [check('exactness', 90, 'exactness'), check('life', 120, 'life', *tiny),
+              check('NaN', 25, 'not_a_number', *tiny)]
     if machine.gpus:
         sizes = ('--batch_size', str(512 * machine.gpus), '--device_train_microbatch_size', '512')
-        checks.append(Step('out of memory', 'out_of_memory', 40, sizes))
+        checks.append(check('out of memory', 40, 'out_of_memory', *sizes))
     common = '4' if machine.tiny or machine.gib < LEAST_GIB else '16'
-    checks += [Step('loader', 'loader', 110, (*machine.batch_flags(32), '--device_train_microbatch_size', common)),
-               Step('average', 'average', 25, ('tiny' if machine.tiny else '',))]
+    loader_flags = [*machine.batch_flags(32), '--device_train_microbatch_size', common]
+    checks += [check('loader', 110, 'loader', *loader_flags),
+               check('average', 25, 'average', 'tiny' if machine.tiny else SD2_BASE)]
 
-    # what is measured, and forecast before
-    speeds = speed_steps(machine) if machine.gpus else [
-        speed('latents', 20, '', *machine.batch_flags(4), '--use_synth_latents'),
-        speed('microbatch of 2', 20, '', *machine.batch_flags(4), '--device_train_microbatch_size', '2')]
-    measured = [*smoke_steps(machine), *speeds]
-    runs = json.dumps({step.name: step.flags for step in measured})
-    forecast = Step('forecast', 'forecast', 90, (str(max(1, machine.gpus)), machine.device, runs))
-    return [Step('identity', 'identity', 25), *smoke_steps(machine), forecast, *checks, *speeds]
+    # what is measured
+    if machine.gpus:
+        speeds = speed_steps(machine)
+    else:
+        flags = machine.batch_flags(4)
+        speeds = [speed('latents', 20, '', *flags, '--use_synth_latents'),
+                  speed('microbatch of 2', 20, '', *flags, '--device_train_microbatch_size', '2')]
+    return [check('identity', 25, 'identity'), *smoke_steps(machine), *checks, *speeds]
 
 
 def find_machine(tiny: bool) -> Machine:
-    """Ask for the GPUs in another process, since one that has asked holds memory of the GPU."""
+    """Find the GPUs of this machine."""
     answer = subprocess.run([sys.executable, '-c', PROBE], check=True, capture_output=True, text=True).stdout
     gpus, device, gib = json.loads(answer.splitlines()[-1])
     return Machine(gpus, device, gib, tiny or gpus == 0)
@@ -193,50 +202,53 @@ def program() -> dict[str, str | None]:
 def run_step(step: Step, machine: Machine, limit: float) -> tuple[list[dict], bool]:
     """Run a step; return its records, and whether it ended by itself within `limit` seconds.
 
-    The last record of a step that failed, or was ended, says why.
+    The forecast of a measurement follows it. The last record of a step that failed, or was ended, says why.
     """
-    from sdbench.errors import one_line
     with tempfile.TemporaryDirectory() as name:
-        # a process with a limit of time
         out, log = Path(name, 'records.jsonl'), Path(name, 'log')
-        script = ('-m', 'benchmarks.proof.steps')
-        command = machine.launch(*script) if step.on_all_devices else [sys.executable, *script]
         start = time.monotonic()
-        with open(log, 'w') as file:
-            process = subprocess.Popen([*command, step.work, str(out), *step.flags], cwd=ROOT,
-                                       stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-            error = ''
-            ended_by_itself = True
-            try:
-                status = process.wait(limit)
-                error = f'exit status {status}' if status else ''
-            except subprocess.TimeoutExpired:
-                error = f'no end within {limit:.0f} s'
-                ended_by_itself = False
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        if step.program[0] == 'benchmark.py':
+            command = [*machine.launch(*step.program), '--results', str(out)]
+        else:
+            command = [sys.executable, *step.program, str(out)]
+        error, ended_by_itself = run(command, log, limit)
+        records = lines_of(out)
 
         # what it has left, and its own line of an error
-        seconds = round(time.monotonic() - start, 1)
-        records = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
         if error:
             lines = log.read_text(errors='replace').splitlines()
             said = [line for line in lines if 'error:' in line.lower()]
-            error = one_line(ValueError(f'{error}: {said[-1]}' if said else error))
-            records.append({'stage': 'proof', 'status': 'failed', 'error': error[:500],
+            records.append({'stage': 'proof', 'status': 'failed', 'error': ': '.join([error, *said[-1:]])[:500],
                             'output': '\n'.join(lines)[-3000:]})
-    about = {'step': step.name, 'step_seconds': seconds, 'expectation': step.expectation,
-             'machine': [machine.gpus, machine.device, machine.tiny], 'program': program()}
+        elif step.program[0] == 'benchmark.py' and records[0]['device'] in CARDS:
+            run([sys.executable, *forecast_command(records[0], str(out))], log, PATIENCE * 60)
+            records = lines_of(out)
+        about = {'step': step.name, 'step_seconds': round(time.monotonic() - start, 1),
+                 'expectation': step.expectation, 'machine': [machine.gpus, machine.device, machine.tiny],
+                 'program': program()}
     return [about | record for record in records], ended_by_itself
 
 
-def append(records: list[dict], path: Path) -> None:
-    """Append records to a file, a line each."""
-    with open(path, 'a') as file:
-        for record in records:
-            print(json.dumps(record), file=file)
+def run(command: list[str], log: Path, limit: float) -> tuple[str, bool]:
+    """Run a command with a limit of seconds; return how it failed, or '', and whether it ended by itself."""
+    with open(log, 'w') as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return f'no end within {limit:.0f} s', False
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return f'exit status {status}' if status else '', True
+
+
+def lines_of(path: Path) -> list[dict]:
+    """Read the records of a file, a line each; none where there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def read_records(path: Path, machine: Machine) -> list[dict]:
@@ -244,7 +256,7 @@ def read_records(path: Path, machine: Machine) -> list[dict]:
 
     Raises ValueError if that was of others.
     """
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    records = lines_of(path)
     here = [machine.gpus, machine.device, machine.tiny]
     for record in records:
         if record['machine'] != here:
@@ -260,7 +272,7 @@ def read_records(path: Path, machine: Machine) -> list[dict]:
 
 
 def prove(folder: Path, machine: Machine, minutes: float | None) -> None:
-    """Run the steps that have no record, and write proof.md and its picture of all records."""
+    """Run the steps that have no record, and write proof.md of all records."""
     # the steps that have no record
     start = time.monotonic()
     path = folder / 'records.jsonl'
@@ -282,13 +294,12 @@ def prove(folder: Path, machine: Machine, minutes: float | None) -> None:
             if not ended_by_itself and left < patience:  # for want of minutes: it is still to be run
                 say(f'{step.name}: ended for want of minutes; the same command repeats it')
                 break
-            append(new, path)
+            with open(path, 'a') as file:
+                print(*map(json.dumps, new), sep='\n', file=file)
             records += new
             missing.pop(0)
-            result = new[-1].get('error') or 'done' if new else 'no result'
-            say(f'{step.name}: {result} in {new[-1]["step_seconds"] if new else 0:.0f} s')
+            say(f'{step.name}: {new[-1].get("error") or "done"} in {new[-1]["step_seconds"]:.0f} s')
     finally:
-        from benchmarks.proof.page import write_page  # which takes seconds
         write_page(folder, records, [step.name for step in missing])
         say(f'{folder}/proof.md has what holds; send in the folder {folder}')
 
@@ -299,21 +310,17 @@ def smoke(machine: Machine) -> int:
     Each run hands over its record, which is appended to results.jsonl: other runs write there as well. On GPUs that are
     known the forecast of the run follows, so that the two correct a plan.
     """
-    from sdbench.errors import DataError
-    from sdbench.gpus import CARDS
-    from sdbench.records.record import append_line  # which takes seconds
-    from sdbench.records.summary import PLAN_COMMAND, forecast_command
     speeds = {}
     steps = smoke_steps(machine)
     for step in steps:
-        command = [*machine.launch('benchmark.py'), *step.flags]
+        command = machine.launch(*step.program)
         print(shlex.join(command), flush=True)
         done = subprocess.run([*command, '--results', '-'], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for line in done.stdout.splitlines():
-            record = record_in(line)
-            if record is None:
+            if not line.startswith('{'):
                 print(line)
                 continue
+            record = json.loads(line)
             try:
                 append_line(line, str(RESULTS))
             except DataError:
@@ -333,13 +340,6 @@ def smoke(machine: Machine) -> int:
     return 0 if len(speeds) == len(steps) else 1
 
 
-def record_in(line: str) -> dict | None:
-    """Return the record that a line of benchmark.py is, by --results -; None of another line."""
-    if not line.startswith('{'):
-        return None
-    return json.loads(line)
-
-
 def comparison(speeds: dict[str, float], gib: float) -> str:
     """Return both speeds and their ratio as text; of GPUs of less than LEAST_GIB, also what the recipes changed in."""
     original, fastest = speeds['original'], speeds['fastest']
@@ -357,7 +357,6 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from sdbench.process import begin, one_line_errors
     begin()  # the environment of a command, which the steps inherit
     parser = argparse.ArgumentParser('proof.py', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)

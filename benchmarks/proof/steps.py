@@ -1,6 +1,7 @@
-"""Run a step of `python -m benchmarks.proof`, as `python -m benchmarks.proof.steps WORK OUT FLAGS...`.
+"""Run a step of `python -m benchmarks.proof`, as `python -m benchmarks.proof.steps WORK FLAGS... OUT`.
 
-A step appends its results to the file OUT as lines of JSON; those that are no record of a speed have the stage proof.
+A step appends its results to the file OUT as lines of JSON. A check has `holds`, whether what it shows is so, and
+`seen`, what it saw in a sentence; its `rows` become a table of the page. No report counts these.
 """
 import json
 import os
@@ -17,16 +18,13 @@ import torch
 from composer import Callback
 
 import benchmark
-from sdbench.flags.complete import complete
-from sdbench.flags.parser import parse
-from sdbench.flags.train import Train
-from sdbench.measuring.clock import Measurement
-from sdbench.models.loading import SD2_BASE, find_model
-from sdbench.records.versions import git_commit, package_versions
-from sdbench.training.microbatch import sizes_to_try
+from benchmarks.proof.exactness import compare_devices, compare_switches
+from sdbench.models.loading import find_model
+from sdbench.records.versions import package_versions
 
 ROOT = Path(__file__).parents[2]
 GIB = 2 ** 30
+LOSS_TOLERANCE = 1e-3  # of losses, which are about 1, after a resume; kernels of a GPU may add in another order
 BATCHES = 12  # of a training in the step `life`
 KILLED_AT, STOPPED_AT, SAVED_EVERY = 6, 9, 4  # batches
 GPU_SAYS = 'name,driver_version,memory.total,power.limit,clocks.sm,clocks.max.sm,clocks.mem,clocks_event_reasons.active'
@@ -34,31 +32,25 @@ EAGER = ('@recipes/fastest.txt', '--no-compile')
 
 
 class Witness(Callback):
-    """Notes what a record leaves out: the seconds of each measured batch on this rank, and each batch's loss.
+    """Writes down each batch's loss, and sends the process a signal.
 
     Args:
-        losses: file to which the number and the loss of each batch are appended; None: nowhere.
+        losses: file to which the number and the loss of each batch are appended.
         signal_at: after this batch the process sends itself `number`; 0: never.
     """
 
-    def __init__(self, losses: str | None = None, signal_at: int = 0, number: int = signal.SIGKILL):
-        self.batch_seconds: list[float] = []
+    def __init__(self, losses: str, signal_at: int, number: int):
         self.losses = losses
         self.signal_at = signal_at
         self.number = number
 
     def batch_end(self, state, logger) -> None:
         batch = state.timestamp.batch.value
-        if self.losses and is_first_rank():
+        if is_first_rank():
             with open(self.losses, 'a') as file:
                 print(batch, float(state.total_loss_dict['loss/train/total']), file=file)
             if batch == self.signal_at:
                 os.kill(os.getpid(), self.number)
-
-    def fit_end(self, state, logger) -> None:
-        for callback in state.callbacks:
-            if isinstance(callback, Measurement):
-                self.batch_seconds = [round(seconds, 5) for seconds in callback.window.batch_seconds]
 
 
 def is_first_rank() -> bool:
@@ -66,17 +58,9 @@ def is_first_rank() -> bool:
     return os.environ.get('RANK', '0') == '0'
 
 
-def proof(**result) -> dict:
-    """Return a result that no report counts."""
-    return {'stage': 'proof', 'status': 'complete', **result}
-
-
-def measure(*flags: str) -> list[dict]:
-    """Run benchmark.py; return its record, with the seconds of its batches."""
-    sys.argv = ['benchmark.py', *flags]  # which the record has as its command
-    witness = Witness()
-    record = benchmark.main([*flags, '--results', os.devnull], [witness])
-    return [record | {'batch_seconds': witness.batch_seconds}]
+def checked(holds: bool, seen: str, **details) -> list[dict]:
+    """Return the result of a check, with what it says in detail."""
+    return [{'stage': 'proof', 'status': 'complete', 'holds': holds, 'seen': seen, **details}]
 
 
 def identity() -> list[dict]:
@@ -92,9 +76,9 @@ def identity() -> list[dict]:
     rates = []
     for device in [f'cuda:{number}' for number in range(gpus)] or ['cpu']:
         rates.append({'device': device, **rates_of(torch.device(device))})
-    return [proof(gpu_says=told, rates=rates, git_commit=git_commit(), versions=package_versions(),
-                  python=sys.version.split()[0], cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(),
-                  cpu_cores=len(os.sched_getaffinity(0)))]
+    versions = ', '.join(f'{name} {version}' for name, version in package_versions().items())
+    seen = f'{"; ".join(told)}; CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {versions}'
+    return checked(True, f'{seen}, {len(os.sched_getaffinity(0))} CPU cores', rows=rates)
 
 
 def rates_of(device: torch.device) -> dict[str, float]:
@@ -119,58 +103,30 @@ def seconds_of(work: Callable[[], object], device: torch.device, times: int = 20
     return (time.perf_counter() - start) / times
 
 
-def forecast(devices: str, device: str, runs: str) -> list[dict]:
-    """Forecast each run by microbatch, as --dry_run does: GiB, and images/s where the GPU is known.
-
-    Args:
-        devices: how many.
-        device: name of the GPU.
-        runs: flags of benchmark.py by the name of a step, as JSON.
-    """
-    from sdbench.forecast.speed import can_forecast
-    from sdbench.forecast.trace import Estimate
-    from sdbench.gpus import CARDS
-    by_step = {}
-    for step, flags in json.loads(runs).items():
-        argv = [*flags, '--dry_run', devices]
-        if device == 'CPU':
-            argv += ['--precision', 'fp32', '--no-channels_last']
-        settings = complete(parse(Train, '', argv, 'benchmark.py'), None)
-
-        # what it says of this run
-        found = Estimate.of(settings, benchmark.build_model)
-        gib, speeds = {}, {}
-        for size in sizes_to_try(settings.device_batch_size):
-            gib[size] = sum(found.needed(size).values()) / GIB
-            if device in CARDS and can_forecast(CARDS[device], settings.precision):
-                speeds[size] = found.speed_on(CARDS[device], size)
-        by_step[step] = {'gib': gib, 'images_per_sec': speeds}
-        if torch.cuda.is_available():
-            memory = torch.cuda.get_device_properties(0).total_memory / GIB
-            by_step[step]['largest_microbatch'] = found.largest_microbatch(memory)
-    return [proof(by_step=by_step)]
-
-
 def exactness() -> list[dict]:
     """Compare this device with the CPU, and each switch with eager float32."""
-    from benchmarks.proof.exactness import compare_devices, compare_switches
-    return [proof(**compare_devices(), switches=compare_switches())]
+    devices, switches = compare_devices(), compare_switches()
+    seen = (f'thirty steps in float32 on {devices["device"]} and on the CPU differ by '
+            f'{devices["largest_difference"]:.1e} of a loss or a gradient norm, and by '
+            f'{devices["average_difference"]:.1e} of the average')
+    holds = devices['holds'] and all(switch['holds'] is not False for switch in switches)
+    return checked(holds, seen, devices=devices, rows=switches)
 
 
-def child(*words: str) -> subprocess.CompletedProcess:
-    """Run another step of this module, on all devices; what it prints is kept, and passed on for the log."""
+def child(*program: str) -> subprocess.CompletedProcess:
+    """Run a program on all devices; what it prints is kept, and passed on for the log."""
     gpus = torch.cuda.device_count()
     launcher = ['-m', 'composer.cli.launcher', '-n', str(gpus)] if gpus > 1 else []
-    command = [sys.executable, *launcher, '-m', 'benchmarks.proof.steps', *words]
-    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run([sys.executable, *launcher, *program], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)
     print(done.stdout)
     return done
 
 
 def train(losses: str, signal_at: str, number: str, *flags: str) -> list[dict]:
-    """Train and note the losses; after batch `signal_at` the training sends itself a signal."""
-    record = benchmark.main([*flags, '--results', os.devnull], [Witness(losses, int(signal_at), int(number))])
-    return [proof(trained_batches=record['trained_batches'])]
+    """Train and write down the losses; after batch `signal_at` the training sends itself a signal."""
+    benchmark.main([*flags, '--results', os.devnull], [Witness(losses, int(signal_at), int(number))])
+    return []
 
 
 def life(*flags: str) -> list[dict]:
@@ -184,9 +140,9 @@ def life(*flags: str) -> list[dict]:
                     f'{SAVED_EVERY}ba', '--save_folder', str(folder / run), '--autoresume']
             statuses = []
             for signal_at, number in signals:
-                out = child('train', str(folder / 'out'), str(folder / f'{run}.txt'), str(signal_at), str(int(number)),
-                            *argv)
-                statuses.append(out.returncode)
+                done = child('-m', 'benchmarks.proof.steps', 'train', str(folder / f'{run}.txt'), str(signal_at),
+                             str(int(number)), *argv, os.devnull)
+                statuses.append(done.returncode)
         whole = read_losses(folder / 'whole.txt')
         broken = read_losses(folder / 'broken.txt')
 
@@ -195,9 +151,11 @@ def life(*flags: str) -> list[dict]:
     expected = sorted([*range(1, BATCHES + 1), *trained_twice])
     of_whole = dict(whole)
     differences = [abs(loss - of_whole[batch]) for batch, loss in broken]
-    return [proof(exit_statuses=statuses, batches=[batch for batch, _ in broken],
-                  went_on_where_it_was=sorted(batch for batch, _ in broken) == expected,
-                  largest_difference=max(differences), losses=whole)]
+    went_on = sorted(batch for batch, _ in broken) == expected
+    killed, stopped, ended = statuses
+    holds = went_on and killed != 0 and stopped != 0 and ended == 0 and max(differences) < LOSS_TOLERANCE
+    return checked(holds, f'killed, stopped and resumed it trained the batches {[batch for batch, _ in broken]}, with '
+                   f'exit statuses {statuses} and losses that differ by {max(differences):.1e}', losses=whole)
 
 
 def read_losses(path: Path) -> list[tuple[int, float]]:
@@ -206,23 +164,22 @@ def read_losses(path: Path) -> list[tuple[int, float]]:
     return [(int(batch), float(loss)) for batch, loss in pairs]
 
 
-def answer_of(*flags: str) -> tuple[int, str]:
-    """Run benchmark.py; return its exit status and its own line of an error."""
-    done = child('measure', os.devnull, *flags)
+def refused(reason: str, *flags: str) -> list[dict]:
+    """See whether benchmark.py ends, and says the reason in one line."""
+    done = child('benchmark.py', '--use_synth_data', *flags, '--results', os.devnull)
     lines = [line for line in done.stdout.splitlines() if line.startswith('benchmark.py: error:')]
-    return done.returncode, ' / '.join(lines)
+    said = ' / '.join(lines)
+    return checked(done.returncode != 0 and said.count(reason) == 1, said)
 
 
 def not_a_number(*flags: str) -> list[dict]:
     """See whether a run whose weights become infinite ends, and says why in one line."""
-    status, said = answer_of('--use_synth_data', *flags, '--learning_rate', '1e38')
-    return [proof(exit_status=status, said=said, holds=status != 0 and 'not finite' in said)]
+    return refused('not finite', *flags, '--learning_rate', '1e38')
 
 
 def out_of_memory(*flags: str) -> list[dict]:
     """See whether a batch that no GPU holds is answered in one line."""
-    status, said = answer_of('--use_synth_data', '--use_ema', *flags)
-    return [proof(exit_status=status, said=said, holds=status != 0 and said.count('out of memory') == 1)]
+    return refused('out of memory', *flags, '--use_ema')
 
 
 def loader(*flags: str) -> list[dict]:
@@ -231,13 +188,17 @@ def loader(*flags: str) -> list[dict]:
     batch_size = int(flags[flags.index('--batch_size') + 1])
     microbatch = flags.index('--device_train_microbatch_size')
     with tempfile.TemporaryDirectory() as name:
-        shards, out = f'{name}/shards', Path(name, 'out')
+        shards, out = f'{name}/shards', Path(name, 'records.jsonl')
         write_photographs(shards, 100 * batch_size)
-        data = ('--remote', shards)
-        child('measure', str(out), *data, *flags[:microbatch], '--loader_only')
+        data = ('benchmark.py', '--remote', shards, '--results', str(out))
+        child(*data, *flags[:microbatch], '--loader_only')
         fast = EAGER if torch.cuda.is_available() else ()
-        child('measure', str(out), *data, '--use_ema', *fast, *flags)
-        return [json.loads(line) for line in out.read_text().splitlines()]
+        child(*data, '--use_ema', *fast, *flags)
+        alone, trained = (json.loads(line) for line in out.read_text().splitlines())
+    seen = (f'alone {alone["loader_images_per_sec"]:.3g} images/s with {alone["num_workers"]} processes a device; with '
+            f'the model {trained["images_per_sec"]:.3g} images/s, and {trained["data_wait_fraction"]:.1%} of its time '
+            'waits for data')
+    return [alone, trained, *checked(True, seen)]
 
 
 def average(model_name: str) -> list[dict]:
@@ -248,22 +209,23 @@ def average(model_name: str) -> list[dict]:
     from ema import ShadowModel, compute_ema
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     with device:
-        unet = UNet2DConditionModel.from_config(find_model(model_name or SD2_BASE).configs['unet'])
+        unet = UNet2DConditionModel.from_config(find_model(model_name).configs['unet'])
     ours, theirs = ShadowModel(unet), composers.EMAParameters(unet)
-    seconds = {'composer': [], 'here': []}
+    seconds_of_composer, seconds_here = [], []
     with torch.no_grad():
         for _ in range(5):
-            seconds['composer'].append(seconds_of(lambda: composers.compute_ema(unet, theirs, 0.999), device, 3))
-            seconds['here'].append(seconds_of(lambda: compute_ema(unet, ours, 0.999), device, 3))
-    return [proof(seconds=seconds, ratio=statistics.median(seconds['composer']) / statistics.median(seconds['here']))]
+            seconds_of_composer.append(seconds_of(lambda: composers.compute_ema(unet, theirs, 0.999), device, 3))
+            seconds_here.append(seconds_of(lambda: compute_ema(unet, ours, 0.999), device, 3))
+    composer, here = statistics.median(seconds_of_composer), statistics.median(seconds_here)
+    return checked(here < composer, f'an update takes {here * 1000:.3g} ms, and {composer * 1000:.3g} ms in Composer')
 
 
-WORK = {work.__name__: work for work in (measure, identity, forecast, exactness, train, life, not_a_number,
-                                         out_of_memory, loader, average)}
+WORK = {work.__name__: work for work in (identity, exactness, train, life, not_a_number, out_of_memory, loader,
+                                         average)}
 
 
 def main() -> None:
-    name, out, *flags = sys.argv[1:]
+    name, *flags, out = sys.argv[1:]
     records = WORK[name](*flags)
     if is_first_rank():
         with open(out, 'a') as file:
