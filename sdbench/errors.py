@@ -74,7 +74,7 @@ def known_reason(error: BaseException, batch_flag: str = '--batch_size') -> str 
     """
     if isinstance(error, DataError):
         return one_line(error)
-    for raised in (error.__cause__, error):  # of which the first names the signal, where torch has been told
+    for raised in (error.__cause__, error):  # the cause names the signal that ended the loader, if torch knows it
         if 'DataLoader worker' in str(raised):  # a loader's process is gone
             return (f'{one_line(raised).rstrip(".")}; use fewer --num_workers where memory has run out, and a larger '
                     '/dev/shm (docker run --shm-size) where that is full')

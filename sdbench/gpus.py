@@ -18,7 +18,7 @@ class Card(NamedTuple):
         gigahertz: of their clock, at which the peak holds.
         link_gigabytes_per_sec: that the GPU sends in an exchange of gradients, and receives at the same time, over
             NVLink where it joins all GPUs of a machine, and else over PCIe. A bridge, which joins two, is not counted.
-            It is what the link carries each way by its document, times NVLINK_SHARE or PCIE_SHARE.
+            The rate of the link in one direction by its datasheet, times NVLINK_SHARE or PCIE_SHARE.
     """
     name: str
     tflops: float

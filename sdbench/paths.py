@@ -62,9 +62,9 @@ def by_run_name(folder: str, flag: str) -> str:
 
 
 def without_placeholders(path: str, times: int = 1) -> str:
-    """Return a path for Composer, which fills in what stands in braces: here they are characters of its name.
+    """Return a path with its braces doubled, since Composer formats paths: `{` is then a character of the name.
 
-    Composer 0.32 does so once where it saves or traces, and two `times` where it loads.
+    Composer 0.32 formats a path once where it saves or traces, and twice (`times`) where it loads.
     """
     return path.replace('{', '{' * 2 ** times).replace('}', '}' * 2 ** times)
 

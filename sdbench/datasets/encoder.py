@@ -181,7 +181,7 @@ class Encoder:
     def figures(self) -> dict:
         """Return the speed of this process so far: `measured` images in `measured_batches` and in `seconds`.
 
-        It is that after the warm-up, of a batch at least. A single one is measured with the start of the loader.
+        It is the speed after the warm-up, over one batch at least. A single batch counts the loader's start as well.
         """
         begun = min(self.settings.warmup_batches, len(self.clock) - 2)
         device = None  # the name of a processor takes a second to find out

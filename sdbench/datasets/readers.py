@@ -77,7 +77,7 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
                 fields['.txt'] = file.caption.encode(errors='surrogatepass')
             yield split_name(name)[0], fields
     except (MemoryError, DataError):
-        raise  # which say nothing of what the file holds
+        raise  # neither says that the file itself is damaged
     except OSError as error:
         # pyarrow's own have no number, and no place of a file is as far as a garbled header of a tar says
         if error.errno not in (None, errno.EINVAL):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TextIO
 
 from sdbench.errors import one_line
 
-OWN_TABLE = 'captions.csv'  # whose name says that it has captions
+OWN_TABLE = 'captions.csv'  # by its name a table of captions, whatever its columns
 # names of the tables that are found in SOURCE: the first three are those of Hugging Face's ImageFolder
 TABLES = ('metadata.csv', 'metadata.jsonl', 'metadata.parquet', OWN_TABLE)
 NO_TABLE = 'no table of captions'  # how the reason begins for which a table of one of these names was not read
@@ -123,9 +123,9 @@ class Captions:
         self.listings: dict[str, dict[str, list[str]]] = {}
 
     def add(self, path: str, is_named: bool = False) -> None:
-        """Take the rows of a table, unless it was read before, or leave it out if it is one of something else.
+        """Take the rows of a table, unless it was read before or is not a table of captions.
 
-        Rows are left out of images that do not exist or that an earlier table names.
+        A row is left out where its image does not exist, or where an earlier table names that image.
 
         Args:
             path: of the table.

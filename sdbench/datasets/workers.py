@@ -1,7 +1,7 @@
 """Call a function with some parts at a time, in processes of this machine or as tasks of a Ray cluster.
 
-A machine of a cluster that is lost costs what it was at, and a process of this machine what all of them were at: that
-is made again. Machines that join a cluster later get work as well.
+Where a machine of a cluster is lost, its parts are made again; where a process of this machine dies, the parts of all
+processes are. Machines that join a cluster later get work as well.
 """
 import logging
 import multiprocessing
@@ -81,7 +81,7 @@ def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing:
                     bar.update(sum(part.size for part in given))
             deaths.update(part.name for part in lost)
 
-            # say what is made again, unless it is what workers die of
+            # say which parts are made again; a part at which workers died too often ends the command
             fatal = [part for part in lost if deaths[part.name] == ATTEMPTS]
             names = [source.name for part in fatal or lost for source in part.sources]
             which = ', '.join(names[:2])

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-# by the unit, batches, epochs or a share, the numbers that can stand before it
+# the numbers that can stand before each unit: ba (batches), ep (epochs), dur (a share of the run)
 NUMBER_OF_UNIT = {'ba': '[1-9][0-9]{0,14}', 'ep': '[1-9][0-9]{0,14}', 'dur': '0?[.][0-9]+|1'}
 EXAMPLES = {'ba': '5000ba', 'ep': '2ep', 'dur': '0.5dur'}
 LONGEST_INTERVAL = 1000  # batches between two checkpoints, evaluations or drawings, where none is given

@@ -1,4 +1,4 @@
-"""Data loaders that measure how long the training waits for batches, and how many batches are ready."""
+"""Data loaders that measure how long the training waits for batches, and how many batches lie in their queues."""
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import RawArray
@@ -56,12 +56,12 @@ class TimedIteration:
 
     @property
     def queue_length(self) -> int:
-        """Number of batches that the workers prepare ahead."""
+        """Number of batches that the workers prepare ahead, when the queue is full."""
         return self.num_workers * BATCHES_PER_WORKER
 
     @property
-    def ready_batches(self) -> int:
-        """Number of batches that are ready to be taken; 0 without workers."""
+    def queued_batches(self) -> int:
+        """Number of batches in the queue, ready to be taken; 0 without workers."""
         if self.num_workers == 0:
             return 0
         return sum(self.collate_fn.made) - self._batches_taken

@@ -1,4 +1,18 @@
-"""How fast a run is: the clock of its batches, the figures that follow from it, the loader's alone, and a trace."""
+"""Measure how fast a run is: the clock of its batches, the figures that follow from it, the loader alone, and a trace.
+
+The loader's workers make batches ahead, into a queue. After a slow first step, such as one that compiles, it is full,
+and the first batches come from it faster than the loader makes them. So the clock starts when as many batches as the
+queue holds have been taken. What the queue loses in the window was not made in it either.
+
+    batches in the queue
+    queue_batches |    .......
+                  |  ..       .....
+    at the start  | .              .....
+                  |                |    ........       queue_loss: the difference between
+    at the end    |                |            ....   the start and the end of the window
+                  +---------+------+----------------+
+                    warm-up turnover     window
+"""
 import itertools
 import math
 import re
@@ -37,8 +51,8 @@ class Window:
         excluded_seconds: of these, what was spent on anything of EXCLUDED, which is no part of a batch.
         seconds_of: the same for each of EXCLUDED, over all batches.
         samples: of all ranks.
-        queue_batches: that the loader prepares ahead.
-        drained_batches: that were taken from this queue and not made again: it was fuller at the start.
+        queue_batches: batches that the loader prepares ahead, when its queue is full.
+        queue_loss: batches that the queue has fewer than at the start of the window: they were not made in it.
     """
     batch_seconds: list[float] = field(default_factory=list)
     wait_seconds: list[float] = field(default_factory=list)
@@ -46,15 +60,15 @@ class Window:
     seconds_of: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXCLUDED, 0.0))
     samples: int = 0
     queue_batches: int = 0
-    drained_batches: int = 0
+    queue_loss: int = 0
 
     @property
-    def sustained_share(self) -> float:
+    def share_not_of_queue(self) -> float:
         """Share of the samples that the loader made in this time; 1 where the window is too short to tell."""
         batches = len(self.batch_seconds)
         if batches <= self.queue_batches:
             return 1.0
-        return (batches - self.drained_batches) / batches
+        return (batches - self.queue_loss) / batches
 
 
 class Stopwatch:
@@ -89,8 +103,7 @@ class Measurement(Callback):
     """The clock of a run, on this rank: a warm-up, batches until the loader's queue has turned over, and a window.
 
     Composer reads the loss on the CPU before BATCH_END, so that the device has finished the batch by then. The warm-up
-    counts from where the run starts or resumes. After a slow first step, such as one that compiles, a queue of batches
-    lies ready; a window that began at once would count them as the loader's speed.
+    counts from where the run starts or resumes.
 
     Args:
         warmup_batches: before anything is measured.
@@ -110,7 +123,7 @@ class Measurement(Callback):
         self.gpu = GpuMonitor()  # of the window
         self.stopwatch = Stopwatch(EXCLUDED)
         self._previous_end = 0.0  # of a batch, by the clock
-        self._ready_at_start = 0  # batches that the loader had ready when the window began
+        self._queued_at_start = 0  # batches in the loader's queue when the window began
 
     def fit_start(self, state: State, logger) -> None:
         # between warm-up and window the loader's queue turns over, if the run is long enough for it
@@ -163,7 +176,7 @@ class Measurement(Callback):
         self.batches += 1
         self._previous_end = now
         if self.batches == first:
-            self._ready_at_start = state.train_dataloader.ready_batches
+            self._queued_at_start = state.train_dataloader.queued_batches
 
     def figures(self, all_ranks: bool) -> dict:
         """Return the record's figures of speed, memory, power and loss; `all_ranks` as for `window_figures`."""
@@ -180,20 +193,19 @@ class Measurement(Callback):
         for name, spent in excluded.items():
             window.seconds_of[name] += spent
         window.samples += state.timestamp.sample.value - state.previous_timestamp.sample.value
-        window.drained_batches = self._drained(state)
+        window.queue_loss = self._queue_loss(state)
         self.gpu.batch_end()
 
-    def _drained(self, state: State) -> int:
-        """Return by how many batches the loader's queue is shorter than at the start of the window.
+    def _queue_loss(self, state: State) -> int:
+        """Return how many batches the loader's queue has fewer than at the start of the window.
 
         At an epoch's end it is empty because there is nothing left to make, and at the start of the next it has yet to
         fill, which is not the loader's slowness: there the last number stays.
         """
         if state.timestamp.batch_in_epoch.value < self.window.queue_batches:
-            return self.window.drained_batches
-        ready = state.train_dataloader.ready_batches
+            return self.window.queue_loss
         left_in_epoch = int(state.dataloader_len) - state.timestamp.batch_in_epoch.value
-        return max(0, min(self._ready_at_start, left_in_epoch) - ready)
+        return max(0, min(self._queued_at_start, left_in_epoch) - state.train_dataloader.queued_batches)
 
 
 def window_figures(window: Window, all_ranks: bool = True) -> dict:
@@ -212,15 +224,15 @@ def window_figures(window: Window, all_ranks: bool = True) -> dict:
     seconds_of = highest_of_ranks(list(window.seconds_of.values()), all_ranks)  # (names of EXCLUDED,)
 
     # of the whole window, what each rank has
-    mine = (seconds.sum(), sum(window.wait_seconds), window.sustained_share, peak_memory_gib())
+    mine = (seconds.sum(), sum(window.wait_seconds), window.share_not_of_queue, peak_memory_gib())
     ranks = dist.all_gather_object(mine) if all_ranks else [mine]
-    totals, waits, sustained_shares, memory = zip(*ranks, strict=True)
+    totals, waits, shares, memory = zip(*ranks, strict=True)
 
     # the figures
     if not window.batch_seconds:
         return {'images_per_sec': None, 'measured_batches': 0}
     return {
-        'images_per_sec': float(window.samples * min(sustained_shares) / max(totals)),
+        'images_per_sec': float(window.samples * min(shares) / max(totals)),
         'batch_seconds_median': float(np.median(slowest)),
         'batch_seconds_p10': float(np.percentile(slowest, 10)),
         'batch_seconds_p90': float(np.percentile(slowest, 90)),
@@ -261,7 +273,7 @@ def measure_loader(settings: Train, data: DataSpec) -> dict:
 
     Keeps and prints the record, and returns it.
     """
-    # the warm-up, and what lay ready after it
+    # the warm-up, and the queue after it
     loader = data.dataloader
     epochs = itertools.chain.from_iterable(itertools.repeat(loader))  # one after the other
     batches = map(data.batch_transforms, epochs)
@@ -270,11 +282,11 @@ def measure_loader(settings: Train, data: DataSpec) -> dict:
 
     # the measured batches
     measured = settings.measure_batches
-    ready_at_start = loader.ready_batches
+    queued_at_start = loader.queued_batches
     start = time.perf_counter()
     images = sum(len(next(batches)['caption']) for _ in range(measured))
     seconds = time.perf_counter() - start
-    made = measured + loader.ready_batches - ready_at_start  # in this time: several come at once
+    made = measured + loader.queued_batches - queued_at_start  # in this time: several come at once
 
     # the slowest rank decides
     mine = (images * made / measured, seconds, data.batch_transforms.found)

@@ -20,7 +20,7 @@ OF_SPEED = ['stage', 'device', 'image_size', 'input', 'dataset', 'batch_size', *
 OF_LEARNING = [field.name for field in SAME_ON_RESUME
                if field.name not in (*OF_SPEED, 'use_synth_data', 'use_synth_latents')]  # which `dataset` says
 OF_LEARNING += ['max_duration', 'load_weights', 'remote', 'eval_remote']
-# Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
+# Records are averaged and fitted together only where all of these agree; a missing value differs from any other.
 SETTINGS = [*OF_SPEED, *OF_LEARNING]
 LEARNED = ['eval_loss', 'loss', 'trained_batches']
 # Losses on --eval_remote are ranked and drawn together only where these agree: others are of other latents or samples.

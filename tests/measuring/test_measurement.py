@@ -55,7 +55,7 @@ class SimulatedLoader:
         return waited
 
     @property
-    def ready_batches(self) -> int:
+    def queued_batches(self) -> int:
         return sum(time <= self.clock.now for time in self.ready_at[self.taken:])
 
 
