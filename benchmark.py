@@ -29,7 +29,7 @@ from torchmetrics import MeanSquaredError
 
 from data import build_data, build_evaluator, normalize, open_held_out
 from ema import EMA
-from sdbench.flags.complete import complete, index_of_data
+from sdbench.complete import complete, index_of_data
 from sdbench.forecast.dry_run import forecast_training
 from sdbench.gpus import peak_of
 from sdbench.inputs.shards import MOMENTS

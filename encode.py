@@ -25,11 +25,11 @@ from functools import partial
 
 import torch
 
+from sdbench.complete import complete_encoding
 from sdbench.datasets.encoder import ImageShard, encode_parts
 from sdbench.datasets.output import SKIPPED, Output, done_already, join_parts, part_name, write_index
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, plural, redacted
-from sdbench.flags.complete import complete_encoding
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, read_image_index
 from sdbench.models.flops import flops_of_latents
 from sdbench.models.loading import find_model

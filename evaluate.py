@@ -41,9 +41,9 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from torchvision.transforms.functional import pil_to_tensor
 
 from data import StreamingLAIONDataset
+from sdbench.complete import best_precision
 from sdbench.datasets.output import Output
 from sdbench.errors import DataError, plural, redacted
-from sdbench.flags.complete import best_precision
 from sdbench.inputs.images import resize
 from sdbench.inputs.shards import index_hash, read_image_index
 from sdbench.inputs.tokenizer import hash_of_ids

@@ -20,8 +20,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmark import main
 from ema import EMA
+from sdbench.complete import complete, index_of_data
 from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
-from sdbench.flags.complete import complete, index_of_data
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.records.keys import KEYS

@@ -13,9 +13,9 @@ import benchmark
 import encode
 from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
+from sdbench.complete import complete_encoding
 from sdbench.datasets.encoder import Encoder, ImageShard
 from sdbench.flags.commands import Encode
-from sdbench.flags.complete import complete_encoding
 from sdbench.flags.parser import parse
 from sdbench.inputs.shards import hash_of_images, index_hash, read_index
 from sdbench.inputs.tokenizer import build_tokenizer

@@ -11,7 +11,7 @@ from composer.utils import dist
 import benchmark
 from benchmarks.proof import __main__ as proof
 from benchmarks.proof.__main__ import Machine, Step, all_steps, check, prove
-from sdbench.flags.complete import complete
+from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.records.read import read_records

@@ -16,7 +16,7 @@ import pandas as pd
 from benchmark import build_model
 from benchmarks.forecast.compiled import trace_compiled_step
 from benchmarks.variant import write_variant
-from sdbench.flags.complete import complete
+from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import SD2_BASE, TINY_MODEL, Train
 from sdbench.forecast.compiling import BLOCKS, ENCODER, KEPT, NORMS_IN_FLOAT32, WHOLE, compiled

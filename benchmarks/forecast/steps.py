@@ -9,7 +9,7 @@ from composer import ComposerModel
 from composer.algorithms.ema.ema import compute_ema as composers_compute_ema
 
 from benchmark import build_model
-from sdbench.flags.complete import complete
+from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.forecast.compiling import compiled

@@ -10,7 +10,7 @@ import torch
 
 import benchmark
 from ema import ShadowModel, compute_ema
-from sdbench.flags.complete import complete
+from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.models.switches import process_switches

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from sdbench.complete import TIMES
 from sdbench.errors import redacted
-from sdbench.flags.complete import TIMES
 from sdbench.flags.train import SAME_ON_RESUME, Train
 from sdbench.inputs.shards import DRAW, IMAGES_HASH, are_two_sides, hash_of_images
 from sdbench.inputs.tokenizer import hash_of_tokenizer

@@ -5,9 +5,9 @@ import pytest
 import torch
 from composer.utils import dist
 
+from sdbench.complete import complete_encoding
 from sdbench.costs import TRAINING_IMAGES
 from sdbench.flags.commands import Encode
-from sdbench.flags.complete import complete_encoding
 from sdbench.flags.parser import parse
 from sdbench.flags.times import to_batches
 from sdbench.process import one_line_errors

@@ -12,7 +12,7 @@ from torchvision.transforms.functional import to_tensor
 from transformers import AutoTokenizer, CLIPTextModel
 
 from benchmark import StableDiffusion, build_data
-from sdbench.flags.complete import index_of_data
+from sdbench.complete import index_of_data
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models import flops
 from sdbench.models.drawing import load_pipeline

@@ -8,7 +8,7 @@ import torch
 
 import benchmark
 from benchmark import StableDiffusion, build_data, main
-from sdbench.flags.complete import complete
+from sdbench.complete import complete
 from sdbench.models.loading import find_model
 from sdbench.training.microbatch import is_too_large, with_found_microbatch
 from tests.forked_runs import run_ranks

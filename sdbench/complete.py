@@ -41,8 +41,9 @@ def index_of_data(settings: Train) -> dict | None:
 def complete(settings: Train, index: dict | None) -> Train:
     """Return the settings of a run with nothing left open. All ranks call it together, once they have met.
 
-    One thing is still to be found with the model: a microbatch that is auto, by `with_found_microbatch`, and in a dry
-    run for each card.
+    The steps go in the order in which one needs another: each says what it takes from those before it. One thing is
+    still to be found with the model: a microbatch that is auto, by `with_found_microbatch`, and in a dry run for each
+    card.
 
     Args:
         settings: as the flags gave them.
@@ -50,17 +51,18 @@ def complete(settings: Train, index: dict | None) -> Train:
 
     Raises ValueError for what these ranks, this machine or this data cannot serve.
     """
-    # The ranks: of a dry run, those that it speaks of. It is of GPUs, whether there are any here or not.
+    # Number of devices: needs the flags alone. A dry run is of as many GPUs as it says, whether any are here or not.
     settings = replace(settings, num_devices=settings.dry_run or dist.get_world_size())
     is_for_gpus = torch.cuda.is_available() or settings.dry_run is not None
 
-    # The data. A dry run without any is of random images.
+    # The data: needs num_devices for the length of an epoch. A dry run without data is of random images.
     settings = with_local_in_place(settings)
     latents = settings.use_synth_latents if index is None else 'latents' in index
     settings = replace(settings, encoders=ENCODERS[latents], use_synth_data=index is None and not latents,
                        batches_per_epoch=batches_per_epoch(settings, index))
 
-    # The machine, which is rank 0's for all: ranks whose loaders differ would train for different numbers of batches.
+    # The machine: needs the place of the data for num_workers, and num_devices for the share of a batch. It is rank 0's
+    # for all ranks: if their loaders differed, they would train for different numbers of batches.
     here = (cores_of_device(dist.get_local_world_size()), best_precision(is_for_gpus))
     cores, precision = dist.all_gather_object(here)[0]
     settings = with_workers(settings, cores)
@@ -69,22 +71,23 @@ def complete(settings: Train, index: dict | None) -> Train:
     if settings.device_train_microbatch_size == 'auto' and not is_for_gpus:  # a trial could take all of its memory
         settings = replace(settings, device_train_microbatch_size=settings.device_batch_size)
 
-    # What is compiled: by blocks, which send gradients while others still compute. CUDA graphs are tied to weights, in
-    # which blocks differ.
+    # How it is compiled: needs num_devices. Blocks send gradients while others still compute. CUDA graphs are tied to
+    # weights, in which blocks differ.
     by_blocks = settings.num_devices > 1 and settings.compile not in (False, 'reduce-overhead')
     settings = with_defaults(settings, compile_blocks=by_blocks)
 
-    # The folders.
+    # The folders: need the flags alone; --sample_folder follows from --save_folder.
     sample_folder = 'samples'
     if settings.save_folder:
         settings = replace(settings, save_folder=with_run_name(settings.save_folder, settings.run_name))
         sample_folder = sibling_path(settings.save_folder, 'samples')
     settings = with_defaults(settings, sample_folder=sample_folder)
 
-    # The length of the run and its times, of which each follows from what is known by now.
+    # The length, then the times: need batches_per_epoch, and for a measurement num_workers, whose queue it outlasts.
+    # A time may be a share of the length.
     settings = with_times(with_length(settings))
 
-    # What would do nothing, or the wrong thing, on this machine or with this data.
+    # Refused: what would do nothing, or the wrong thing, on this machine or with this data. Needs all of the above.
     if settings.precision != 'fp32' and not is_for_gpus and not settings.loader_only:  # Composer has it for GPUs alone
         raise ValueError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
                          'fp32, after a recipe that has the other')
