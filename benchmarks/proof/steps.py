@@ -20,7 +20,6 @@ from composer import Callback
 import benchmark
 from benchmarks.proof.exactness import compare_devices, compare_switches
 from sdbench.models.loading import find_model
-from sdbench.records.versions import package_versions
 
 ROOT = Path(__file__).parents[2]
 GIB = 2 ** 30
@@ -76,9 +75,9 @@ def identity() -> list[dict]:
     rates = []
     for device in [f'cuda:{number}' for number in range(gpus)] or ['cpu']:
         rates.append({'device': device, **rates_of(torch.device(device))})
-    versions = ', '.join(f'{name} {version}' for name, version in package_versions().items())
-    seen = f'{"; ".join(told)}; CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {versions}'
-    return checked(True, f'{seen}, {len(os.sched_getaffinity(0))} CPU cores', rows=rates)
+    told.append(f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}')
+    told.append(f'{len(os.sched_getaffinity(0))} CPU cores')
+    return checked(True, '; '.join(told), rows=rates)
 
 
 def rates_of(device: torch.device) -> dict[str, float]:
