@@ -29,13 +29,14 @@ from sdbench.inputs.shards import (
     are_two_sides,
     hash_of_images,
     index_hash,
+    number_of_samples,
     read_index,
     require_same_origin,
 )
 from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
-from sdbench.paths import INDEX, number_of_samples
+from sdbench.paths import INDEX
 from sdbench.training.evaluation import LABEL, NOISE, TIMESTEP, HeldOutSamples
 
 DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
@@ -109,8 +110,8 @@ class StreamingLAIONDataset(VerifiedDataset):
         tokenizer_name_or_path: folder or hub name; the default is CLIP's own vocabulary, which is at hand.
         transform: called with each image, a PIL.Image in RGB as it is stored; its result is the sample's `image`.
         predownload: samples to fetch ahead; default: Streaming's own, a few batches.
-        download_retry: tries of a download, 1, 2, 4 ... seconds apart.
-        download_timeout: seconds for the download of a shard.
+        download_retry: tries of each request to a store, up to 1, 2, 4, 8, 16, then 20 seconds apart, by chance.
+        download_timeout: seconds without a byte, after which a request is tried again.
         batch_size: samples a device.
         image_size: without a transform, larger images are reduced to this many pixels a side.
         index: the index.json of `remote`, if it was read already.
@@ -121,7 +122,7 @@ class StreamingLAIONDataset(VerifiedDataset):
     """
     def __init__(self, remote: str | None = None, local: str | None = None, split: str | None = None,
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
-                 predownload: int | None = None, download_retry: int = DOWNLOADS, download_timeout: float = 120,
+                 predownload: int | None = None, download_retry: int = DOWNLOADS, download_timeout: float = 60,
                  batch_size: int | None = None, *, image_size: int = 512, index: dict | None = None,
                  cache_limit: int | str | None = None, **kwargs):
         if remote is None and local is None:

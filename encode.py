@@ -30,10 +30,9 @@ from sdbench.datasets.encoder import ImageShard, encode_parts
 from sdbench.datasets.output import SKIPPED, Output, done_already, join_parts, part_name, write_index
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, plural, redacted
-from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, read_image_index
+from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, number_of_samples, read_image_index
 from sdbench.models.flops import flops_of_latents
 from sdbench.models.loading import find_model
-from sdbench.paths import number_of_samples
 from sdbench.records.figures import OF_AN_ENCODING, summary_lines
 from sdbench.records.keys import why_unreliable
 from sdbench.records.record import append_record, make_record

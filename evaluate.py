@@ -44,8 +44,9 @@ from data import StreamingLAIONDataset
 from sdbench.complete import best_precision
 from sdbench.datasets.output import Output
 from sdbench.errors import DataError, plural, redacted
+from sdbench.files import atomic_write
 from sdbench.inputs.images import resize
-from sdbench.inputs.shards import index_hash, read_image_index
+from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index
 from sdbench.inputs.tokenizer import hash_of_ids
 from sdbench.models.drawing import SAMPLER, decode, load_pipeline, seeded
 from sdbench.models.feature_extractors import (
@@ -56,7 +57,6 @@ from sdbench.models.feature_extractors import (
     load_inception,
 )
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
-from sdbench.paths import atomic_write, number_of_samples
 from sdbench.process import progress_bar
 from sdbench.records.keys import FEWEST_FOR_FID
 from sdbench.records.record import append_record, make_record

@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +25,11 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore
 from streaming import MDSWriter
 
-from sdbench.datasets.stores import open_store, reach, store_error
+from sdbench.datasets.stores import open_store, reach
 from sdbench.errors import DataError, plural, redacted
-from sdbench.paths import CLAIM, INDEX, is_url, locked
+from sdbench.files import locked
+from sdbench.paths import CLAIM, INDEX, is_url
+from sdbench.stores import answer_of, store_error
 
 LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
@@ -116,12 +119,24 @@ class Output:
         if self.is_folder:  # which nobody else writes to
             self.write(name, content)
             return True
+        store, key = open_store(f'{self.out}/{name}', self.flag, is_first=True)
         with self._reaching():
-            try:
-                obstore.put(*self._at(name), content, mode='create')
-                return True
-            except AlreadyExistsError:
-                return False
+            for seconds in (1, 2, 4, None):
+                try:
+                    obstore.put(store, key, content, mode='create')
+                    return True
+                except AlreadyExistsError:  # or of two that begin at once Amazon has refused both, for a moment
+                    if self.read(name) is not None:
+                        return False
+                    if seconds is None:
+                        raise
+                    time.sleep(seconds)
+                except BaseError as error:
+                    if answer_of(error)[0] not in (400, 501):
+                        raise
+                    break
+        self.write(name, content)  # to a store that knows no such condition, as Alibaba's
+        return True
 
     def write(self, name: str, content: bytes | BinaryIO) -> None:
         """Write a file, which appears whole in the place of an earlier one."""

@@ -21,11 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
-import obstore
-from obstore.exceptions import BaseError
-from obstore.store import ObjectStore
-
-from sdbench.datasets.stores import open_store, reach, store_error
+from sdbench.datasets.stores import objects_below, open_store, reach
 from sdbench.datasets.tables import TABLE_SUFFIXES, TABLES, USUAL_COLUMNS, Captions, Columns, names_by_form
 from sdbench.errors import DataError, one_line
 from sdbench.inputs.images import formats
@@ -226,24 +222,38 @@ class Search:
 
         Raises ValueError if it names nothing, and DataError if the store cannot be read.
         """
-        # list the objects, of a glob all below what stands before its first sign
-        store, key = open_store(source, 'SOURCE')
+        _, key = open_store(source, 'SOURCE')  # which says what is no address
         bucket = source.rstrip('/').removesuffix(key).rstrip('/')
-        top = re.split(r'[*?[]', key)[0]
-        is_glob = top != key
+        print(f'listing SOURCE {source}', file=sys.stderr, flush=True)  # a store that does not answer takes minutes
+        reach(source, 'SOURCE')
+
+        # list what has that name, or else of a glob all below what stands before its first sign
+        top = key
+        objects = objects_below(source, 'SOURCE')
+        is_glob = not objects and re.search(r'[*?[]', key)
         if is_glob:
-            top = top.rpartition('/')[0]
+            top = re.split(r'[*?[]', key)[0].rpartition('/')[0]
+            objects = objects_below(f'{bucket}/{top}', 'SOURCE')
+
+        # what is named, and what no client opens by its key
         stored = {}
         named = []
-        for found in list_objects(store, top, source):
-            file = File(f'{bucket}/{found["path"]}', found['size'],
-                        changed=(found['e_tag'] or str(found['last_modified']),))
-            name = found['path'].removeprefix(top).lstrip('/') or os.path.basename(top)
-            stored[name] = file
-            if not is_glob or fnmatch.fnmatchcase(found['path'], key):  # in which * matches /
+        odd = []
+        for found in objects:
+            name = found.key.removeprefix(top).lstrip('/') or os.path.basename(top)
+            is_named = not is_glob or fnmatch.fnmatchcase(found.key, key)  # in which * matches /
+            if found.key.endswith('/'):
+                continue  # stands for a folder
+            if {'', '.', '..'} & {*found.key.split('/')}:
+                odd += [found.key] if is_named else []
+                continue
+            stored[name] = File(f'{bucket}/{found.key}', found.size, changed=(found.changed,))
+            if is_named:
                 named.append(name)
-        if not named:
+        if not named and not odd:
             raise nothing_there(source)
+        for key in odd:
+            self.leave_out(f'{bucket}/{key}', 'no path: a key with //, /./ or /../; copy it to another')
         named = [name for name in sorted(named) if not stored[name].name.startswith(self.excluded_addresses)]
         return Folder(bucket, bucket, stored.keys(), named, stored)
 
@@ -306,24 +316,6 @@ class Search:
 
 def nothing_there(source: str) -> ValueError:
     return ValueError(f'SOURCE {source} does not exist; give a file, a folder, or a glob that matches some')
-
-
-def list_objects(store: ObjectStore, key: str, source: str) -> list[dict]:
-    """Return what a store says of the object of a key, or of all objects below it; nothing if there are none.
-
-    Raises DataError, which names `source`, if the store cannot be read.
-    """
-    print(f'listing SOURCE {source}', file=sys.stderr, flush=True)  # a store that does not answer takes minutes
-    reach(source, 'SOURCE')
-    try:
-        found = [entry for page in obstore.list(store, key or None) for entry in page]
-        if not found and key:
-            found = [obstore.head(store, key)]
-    except FileNotFoundError:
-        return []
-    except (BaseError, OSError) as error:
-        raise DataError(store_error(error, f'SOURCE {source}')) from None
-    return found
 
 
 def join_neighbours(files: list[File], part_bytes: int) -> list[list[File]]:

@@ -1,36 +1,27 @@
-"""Object stores: their addresses, a client of obstore for each, and its errors in one line.
-
-    s3://BUCKET/KEY      at S3_ENDPOINT_URL where that is set; credentials of all kinds that boto3 finds, or none
-    gs://BUCKET/KEY      GCS_KEY and GCS_SECRET (HMAC keys), else Google's default credentials, or none
-    azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY
-                         AZURE_ACCOUNT_ACCESS_KEY, else Azure's default credentials
-
-A training reads all of these again. As Streaming does, the account of azure:// comes from AZURE_ACCOUNT_NAME or else
-from the host, and the container from the path.
+"""obstore's clients of object stores, for the commands that make datasets. `sdbench.stores` says what addresses mean.
 
 obstore's threads do not survive a fork: a process that has opened a store may start others by spawn or forkserver only.
 """
 import contextlib
 import functools
 import os
-import re
 import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import BinaryIO
+from itertools import islice
+from typing import BinaryIO, NamedTuple
 
 import obstore
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
-from sdbench.errors import DataError, one_line
+from sdbench.errors import DataError
 from sdbench.paths import CLAIM, is_url
+from sdbench.stores import OURS, S3, Address, answer_of, connect, entries_below, no_client, parse_address, store_error
 
-AZURE_HOST = 'blob.core.windows.net'
-GOOGLE_S3 = 'https://storage.googleapis.com'  # which takes HMAC keys
 PIECE_BYTES = 8 << 20  # of a request for a piece of a file
 BUFFER_BYTES = 1 << 20  # of a file that is read
 # A server that is away for a minute is waited for; one that is gone ends the run after two to four.
@@ -46,36 +37,26 @@ def open_store(address: str, flag: str, is_first: bool = False) -> tuple[ObjectS
     """Return a client for an address, and the key in its bucket, without outer slashes.
 
     Args:
-        address: s3://, gs:// or azure://, as the module's docstring lists them.
+        address: s3://, gs:// or azure://, as `sdbench.stores` lists them.
         flag: its name in error messages.
         is_first: whether requests give up early, as FIRST_RETRIES says.
 
     Raises ValueError if such a store cannot be reached, no bucket is named, or a profile is missing.
     """
-    scheme, _, rest = address.partition('://')
-    if scheme not in ('s3', 'gs', 'azure'):
-        raise ValueError(f'{flag} {address}: of stores, s3://, gs:// and azure:// can be used; '
-                         'use an S3-compatible address with S3_ENDPOINT_URL')
-
-    # the bucket, or of azure://HOST/CONTAINER/KEY the container
-    bucket, _, key = rest.partition('/')
-    account = None
-    if scheme == 'azure':
-        account = os.environ.get('AZURE_ACCOUNT_NAME') or bucket.partition('.')[0]
-        bucket, _, key = key.lstrip('/').partition('/')
-    if not bucket:
-        raise ValueError(f'{flag} {address} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
-                         f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
-
+    label = f'{flag} {address}'
+    if not address.startswith(OURS):
+        raise ValueError(f'{label}: of stores, s3://, gs:// and azure:// can be used; use an S3-compatible address with '
+                         'S3_ENDPOINT_URL')
+    place = parse_address(address, label)
+    s3 = connect(place.scheme, label)  # which looks at the endpoint, too: one that is no URL makes obstore panic
     try:
-        return client(scheme, account, bucket, os.environ.get('S3_ENDPOINT_URL'), is_first), key.strip('/')
+        return client(place._replace(key=''), s3, is_first), place.key
     except Exception as error:  # each kind of credentials has its own
-        raise ValueError(f'{flag} {address}: no client can be made with these credentials and settings '
-                         f'({type(error).__name__}: {short_text(error)})') from None
+        raise no_client(error, label) from None
 
 
 def reach(address: str, flag: str) -> None:
-    """Raise ValueError if no server answers at an address, not even with an error, as FIRST_RETRIES and TIMEOUTS say.
+    """Raise ValueError if no server answers at an address, or one that fails, as FIRST_RETRIES and TIMEOUTS say.
 
     That is within ten seconds if its host is not known or refuses the connection.
     """
@@ -86,100 +67,87 @@ def reach(address: str, flag: str) -> None:
 
     def ask() -> None:
         try:
-            answer.set_result(obstore.head(store, f'{key}/{CLAIM}'.strip('/')))
-        except Exception as error:
+            answer.set_result(obstore.get(store, f'{key}/{CLAIM}'.strip('/')))
+        except BaseException as error:  # a panic of Rust is no Exception
             answer.set_exception(error)
     threading.Thread(target=ask, daemon=True).start()
+    while not answer.done():  # a signal that another thread was given is heard when this one wakes
+        wait([answer], timeout=0.5)
+    error = answer.exception()
+    if error is None or isinstance(error, FileNotFoundError):
+        return
+    status, _ = answer_of(error)
+    if status is None or status >= 500:  # what is refused by a status of 400 may be that file alone
+        raise ValueError(store_error(error, f'{flag} {address}'))
+
+
+class StoredObject(NamedTuple):
+    """What a store says of an object."""
+    key: str
+    size: int  # in bytes
+    changed: str  # its ETag, or the time of its last change
+
+
+def objects_below(address: str, flag: str) -> list[StoredObject]:
+    """Return the object of an address, or all objects below it; nothing if there are none.
+
+    Raises DataError if the store cannot be read.
+    """
+    label = f'{flag} {address}'
+    place = parse_address(address, label)
+    s3 = connect(place.scheme, label)
+    folder = f'{place.key}/' if place.key else ''
     try:
-        while not answer.done():  # a signal that another thread was given is heard when this one wakes
-            wait([answer], timeout=0.5)
-        answer.result()
-    except (BaseError, OSError) as error:
-        text = str(error)
-        if 'HTTP error' not in text:
-            return  # an answer, such as that there is no such file
-        why = 'no server answers there'
-        if 'ConnectionRefused' in text:
-            why = 'the connection is refused'
-        elif 'dns error' in text:
-            why = 'its host is not known'
-        raise ValueError(f'{flag} {address}: {why}; check the address, S3_ENDPOINT_URL and the network') from None
+        if s3 is not None:  # obstore ends at a key with // in it
+            found = list(entries_below(s3, place.bucket, folder))
+            if not found:  # a key itself comes before all that begin with it
+                found = [entry for entry in islice(entries_below(s3, place.bucket, place.key), 1)
+                         if entry['Key'] == place.key]
+            return [StoredObject(entry['Key'], entry['Size'], entry.get('ETag') or str(entry['LastModified']))
+                    for entry in found]
+        store, key = open_store(address, flag)
+        found = [entry for page in obstore.list(store, key or None) for entry in page]
+        if not found and key:
+            found = [obstore.head(store, key)]
+    except FileNotFoundError:
+        return []
+    except Exception as error:  # of boto3 and of obstore
+        raise DataError(store_error(error, label)) from None
+    return [StoredObject(entry['path'], entry['size'], entry['e_tag'] or str(entry['last_modified']))
+            for entry in found]
 
 
 @functools.cache
-def client(scheme: str, account: str | None, bucket: str, endpoint: str | None, is_first: bool) -> ObjectStore:
-    """Make obstore's client for a bucket. `endpoint` is the URL of an S3 server that is not Amazon's, or None."""
-    retries = FIRST_RETRIES if is_first else RETRIES
-    if scheme == 'azure':  # with the key of the environment, else with Azure's default credentials
-        options = {'account_name': account, 'client_options': TIMEOUTS, 'retry_config': retries}
-        if 'AZURE_ACCOUNT_ACCESS_KEY' in os.environ:
-            return AzureStore(bucket, account_key=os.environ['AZURE_ACCOUNT_ACCESS_KEY'], **options)
-        from obstore.auth.azure import AzureCredentialProvider
-        return AzureStore(bucket, credential_provider=AzureCredentialProvider(), **options)
-    if scheme == 's3':
-        return s3_client(bucket, endpoint, retries)
+def client(bucket: Address, s3: S3 | None, is_first: bool) -> ObjectStore:
+    """Make obstore's client for a bucket, with the endpoint and the credentials of `s3` where it speaks that."""
+    options = {'client_options': TIMEOUTS, 'retry_config': FIRST_RETRIES if is_first else RETRIES}
+    if s3 is not None:
+        url = s3.client.meta.endpoint_url  # S3_ENDPOINT_URL, or that of a profile
+        settings = {'region': s3.client.meta.region_name or 'us-east-1'}
+        if '.amazonaws.com' not in url:
+            settings['aws_endpoint_url_s3'] = url  # which goes before all that obstore itself finds
+        if s3.session is None:
+            settings['skip_signature'] = True
+        else:
+            from obstore.auth.boto3 import Boto3CredentialProvider
+            settings['credential_provider'] = Boto3CredentialProvider(s3.session)
 
-    # of Google with the HMAC keys of the environment, else with Google's default credentials, else without any
-    options = {'client_options': TIMEOUTS, 'retry_config': retries}
-    if 'GCS_KEY' in os.environ and 'GCS_SECRET' in os.environ:
-        return S3Store(bucket, region='auto', access_key_id=os.environ['GCS_KEY'],
-                       secret_access_key=os.environ['GCS_SECRET'], aws_endpoint_url_s3=GOOGLE_S3,
-                       virtual_hosted_style_request=False, **options)
-    from google.auth.exceptions import DefaultCredentialsError
-    from obstore.auth.google import GoogleCredentialProvider
-    try:
-        return GCSStore(bucket, credential_provider=GoogleCredentialProvider(), **options)
-    except DefaultCredentialsError:
-        return GCSStore(bucket, skip_signature=True, **options)
+        # plain HTTP only where the endpoint asks for it, and a certificate authority of one's own
+        options['client_options'] = {**TIMEOUTS, 'allow_http': url.startswith('http://')}
+        if os.environ.get('AWS_CA_BUNDLE'):
+            with open(os.environ['AWS_CA_BUNDLE'], 'rb') as file:
+                options['client_options']['root_certificate'] = file.read()
+        return S3Store(bucket.bucket, virtual_hosted_style_request=False, **options, **settings)
 
-
-def s3_client(bucket: str, endpoint: str | None, retries: dict) -> S3Store:
-    """Make a client with the endpoint, region, profile and credentials that boto3 finds."""
-    import boto3
-    from obstore.auth.boto3 import Boto3CredentialProvider
-
-    # endpoint and region
-    session = boto3.session.Session()
-    boto3_client = session.client('s3', endpoint_url=endpoint)
-    endpoint = boto3_client.meta.endpoint_url  # which may also come from a profile
-    settings = {'region': boto3_client.meta.region_name or 'us-east-1'}
-    if '.amazonaws.com' not in endpoint:
-        settings['aws_endpoint_url_s3'] = endpoint  # which goes before all that obstore itself finds
-
-    # credentials: of any kind, or none for a public bucket
-    if session.get_credentials() is None:
-        settings['skip_signature'] = True
-    else:
-        settings['credential_provider'] = Boto3CredentialProvider(session)
-
-    # connection: plain HTTP only where the endpoint asks for it, and a certificate authority of one's own
-    options = {**TIMEOUTS, 'allow_http': endpoint.startswith('http://')}
-    if os.environ.get('AWS_CA_BUNDLE'):
-        with open(os.environ['AWS_CA_BUNDLE'], 'rb') as file:
-            options['root_certificate'] = file.read()
-    return S3Store(bucket, virtual_hosted_style_request=False, client_options=options, retry_config=retries, **settings)
-
-
-def store_error(error: BaseException, label: str) -> str:
-    """Say in one line why a folder or file (`label`) of a store failed, without what may be secret."""
-    text = short_text(error)
-    if 'NoSuchBucket' in text or 'ContainerNotFound' in text:
-        return f'{label}: there is no such bucket; check its name and S3_ENDPOINT_URL'
-    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or re.search('status code: 40[13]', text):
-        return f'{label}: access is denied; check the name and the credentials, which may lack the permission ({text})'
-    return f'{label} cannot be read or written ({text})'
-
-
-def short_text(error: BaseException) -> str:
-    """Return the last cause that an error of obstore names, in one line.
-
-    Rust's debug output, XML and URLs are left out: URLs may hold passwords.
-    """
-    text = str(error).partition('\n\nDebug source:')[0]
-    text = re.sub(r'<[^>]*>', ' ', text)
-    text = re.sub(r'^.* - ', '', text, flags=re.DOTALL)
-    text = re.sub(r'https?://\S*', '', text)
-    return one_line(Exception(text), 300)
+    # Google with its default credentials, and Azure with the key of the environment, or else its default credentials
+    if bucket.scheme == 'gs':
+        from obstore.auth.google import GoogleCredentialProvider
+        return GCSStore(bucket.bucket, credential_provider=GoogleCredentialProvider(), **options)
+    options['account_name'] = bucket.account
+    if 'AZURE_ACCOUNT_ACCESS_KEY' in os.environ:
+        return AzureStore(bucket.bucket, account_key=os.environ['AZURE_ACCOUNT_ACCESS_KEY'], **options)
+    from obstore.auth.azure import AzureCredentialProvider
+    return AzureStore(bucket.bucket, credential_provider=AzureCredentialProvider(), **options)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from sdbench.paths import PLACEHOLDER, is_url, read_text
+from sdbench.files import read_text
+from sdbench.paths import PLACEHOLDER, is_url
 from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')

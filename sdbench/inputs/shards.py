@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path, PurePosixPath
 
 from streaming.base.format.mds.encodings import is_mds_encoding_safe
-from streaming.base.storage import CloudDownloader
 
 from sdbench.errors import one_line
-from sdbench.paths import INDEX
+from sdbench.paths import INDEX, is_url
+from sdbench.stores import download
 
 MOMENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
 IMAGES_HASH = 'images_sha256'  # among the facts of latents in their index.json: `index_hash` of the images
@@ -33,28 +33,31 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
 
     # its content
     try:
-        if os.path.isdir(remote):
-            content = Path(remote, INDEX).read_bytes()
-        else:
-            with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(remote, INDEX)
+            if is_url(remote):
                 path = Path(folder, INDEX)
-                CloudDownloader.direct_download(os.path.join(remote, INDEX), str(path))
-                content = path.read_bytes()
-        index = json.loads(content)
+                download(os.path.join(remote, INDEX), str(path), label)
+            content = path.read_bytes()
     except FileNotFoundError:
         raise ValueError(f'{label} holds no {INDEX}, so no whole MDS dataset; check the name, or make one: '
                          'convert.py and encode.py write that file last') from None
-    except Exception as error:  # every storage client has its own
-        raise ValueError(f'{label} has no {INDEX} that can be read ({type(error).__name__}: {one_line(error, 200)}); '
-                         'check the name and the credentials') from None
+    except OSError as error:
+        raise ValueError(one_line(error) if is_url(remote) else f'{label} cannot be read ({error.strerror})') from None
 
     # what it says of each shard
     try:
+        index = json.loads(content)
         for shard in index['shards']:
             check_shard(shard, 'latents' in index, label)
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError):
         raise ValueError(f'{label} has an {INDEX} that is not one of MDS shards; convert the data again') from None
     return index
+
+
+def number_of_samples(index: dict) -> int:
+    """Count the samples of a dataset by its index.json."""
+    return sum(shard['samples'] for shard in index['shards'])
 
 
 def read_image_index(remote: str, flag: str = '--remote') -> dict:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from sdbench.paths import find_or_download
+from sdbench.hub import find_or_download
 
 CAPTION_LENGTH = 77  # tokens: the text encoder's positions
 CLIP_VOCABULARY = 49408  # token ids

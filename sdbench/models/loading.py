@@ -15,8 +15,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.errors import one_line
 from sdbench.flags.train import SD2_BASE, TINY_MODEL
+from sdbench.hub import find_or_download
 from sdbench.inputs.tokenizer import build_tokenizer
-from sdbench.paths import find_or_download
 
 # Random weights train as fast. These folders hold none, but those of tiny's VAE.
 BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', TINY_MODEL: Path(__file__).parent / 'tiny'}

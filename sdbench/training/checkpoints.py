@@ -7,6 +7,7 @@ import pickle
 import re
 import signal
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -21,15 +22,16 @@ from composer.callbacks import CheckpointSaver
 from composer.core import State
 from composer.loggers import Logger
 from composer.utils import checkpoint as composer_checkpoint
-from composer.utils import dist, maybe_create_object_store_from_uri, parse_uri
-from composer.utils.remote_uploader import _upload_file_to_object_store
+from composer.utils import dist
 from numpy._core import multiarray as np_multiarray
 from torch.serialization import safe_globals
 from torch.torch_version import TorchVersion
 from tqdm import tqdm
 
 from sdbench.errors import DataError, disk_is_full, one_line
-from sdbench.paths import atomic_write, locked, without_placeholders
+from sdbench.files import atomic_write, locked
+from sdbench.paths import without_placeholders
+from sdbench.stores import addresses_in, download, upload
 from sdbench.training.ranks import SIGNALS, on_every_rank, on_rank_0
 
 LATEST = 'latest-rank{rank}.pt'
@@ -38,6 +40,7 @@ FILE_NAME_PATTERN = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # best-ep1-b
 UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.([0-9a-f]+\.)?unfinished')  # what `atomic_write` can leave
 LOCK_FILE = '.lock'  # in a --save_folder
 RUN_NAME = 'run-name.txt'  # in a --save_folder; it is there before the first checkpoint
+TRIAL = '.credentials_validated_successfully'  # in a --save_folder of a store, as Composer calls what it tries
 SECONDS_FOR_LOCK = 10  # that another run has to let go of it, as one that is ending
 PLAIN_TYPES = [  # that Composer's checkpoints hold, apart from tensors and Python's own types
     datetime.timedelta, TorchVersion,
@@ -94,17 +97,18 @@ def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
 
     Raises ValueError, which names `flag`, if they cannot be listed.
     """
+    if '://' in folder:
+        try:
+            return addresses_in(folder, f'{flag} {folder}')
+        except OSError as error:
+            raise ValueError(one_line(error)) from None
     try:
-        store = maybe_create_object_store_from_uri(folder)
-        if store:
-            prefix = os.path.join(parse_uri(folder)[2], '')
-            return [store.get_uri(name) for name in store.list_objects(prefix) if '/' not in name[len(prefix):]]
         if not os.path.lexists(folder):
             return []
         return [os.path.join(folder, name) for name in os.listdir(folder)]
-    except Exception as error:  # every storage client has its own exceptions
-        raise ValueError(f'{flag} {folder} cannot be read ({one_line(error)}); check its name, and your permissions or '
-                         'credentials') from None
+    except OSError as error:
+        raise ValueError(f'{flag} {folder} cannot be read ({one_line(error)}); check its name and your permissions'
+                         ) from None
 
 
 def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
@@ -178,25 +182,63 @@ def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu') -> dict:
 
 
 @contextlib.contextmanager
+def fetched(name: str | None, flag: str) -> Iterator[str | None]:
+    """Give the path of a checkpoint, or None; for one in a store that of a copy, one on each node.
+
+    What is mapped of the copy stays readable when it has gone with the context.
+
+    Raises ValueError on all ranks if it cannot be had.
+    """
+    if name is None or '://' not in name:
+        yield name
+        return
+
+    # the first rank of a node fetches it for all
+    with tempfile.TemporaryDirectory() as folder:
+        first_of_node = dist.get_global_rank() - dist.get_local_rank()
+        path = os.path.join(dist.all_gather_object(folder)[first_of_node], 'checkpoint.pt')
+
+        def fetch() -> None:
+            if dist.get_local_rank() == 0:
+                download(name, path, f'{flag} {name}')
+        on_every_rank(fetch)
+        yield path
+        dist.barrier()  # the other ranks of this node may still open it
+
+
+@contextlib.contextmanager
 def resuming(checkpoint: str | None, folder: str | None) -> Iterator[str | None]:
     """Let Composer's Trainer load a checkpoint of --save_folder in this context, by the path that it gives.
 
     Raises ValueError if the checkpoint does not fit. Other errors, as of memory or a network, stay what they are.
     """
-    try:
-        # Composer 0.32 would run what a file holds, and takes no other function
-        with patch.object(composer_checkpoint, '_torch_load_with_validation', load_checkpoint):
-            yield checkpoint and without_placeholders(checkpoint, times=2)
-    except (RuntimeError, KeyError, ValueError) as error:
-        of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
-        if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
-            raise
-        raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
-                         'resume it as it was made, or give a new --save_folder; to start there from these weights, '
-                         f'add --load_weights {checkpoint}') from None
+    with fetched(checkpoint, '--save_folder') as path:
+        try:
+            # Composer 0.32 would run what a file holds, and takes no other function
+            with patch.object(composer_checkpoint, '_torch_load_with_validation', load_checkpoint):
+                yield path and without_placeholders(path, times=2)
+        except (RuntimeError, KeyError, ValueError) as error:
+            of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
+            if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
+                raise
+            raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
+                             'resume it as it was made, or give a new --save_folder; to start there from these '
+                             f'weights, add --load_weights {checkpoint}') from None
 
 
 # Saving them
+
+def move_into_store(file: str, address: str, label: str) -> None:
+    """Send a file to a store, and remove it here once it is there. Raises OSError as `upload` does."""
+    upload(file, address, label)
+    os.remove(file)
+
+
+def try_to_write(folder: str) -> None:
+    """Raise OSError if a store cannot be written to, before the run has trained until its first checkpoint."""
+    with tempfile.NamedTemporaryFile() as file:
+        upload(file.name, f'{folder.rstrip("/")}/{TRIAL}', f'--save_folder {folder}')
+
 
 class Upload(NamedTuple):
     """A checkpoint on its way to a store."""
@@ -229,15 +271,17 @@ class AtomicCheckpointSaver(CheckpointSaver):
     """
 
     def __init__(self, folder: str, save_interval: str, to_keep: int | None = None):
-        # A link to the newest in a folder. In a store processes of Composer would wait for each, to link it.
-        # Where one of them is killed, as by a Ctrl-C, which they get as well, the next checkpoint ends the run.
+        # A link to the newest in a folder, and none in a store, for which Composer saves on this machine: it would make
+        # a client of its own, and processes that wait for each upload.
+        local = folder
         remote_file_name = None
         latest = LATEST
         if '://' in folder:
-            remote_file_name = os.path.join(without_placeholders(parse_uri(folder)[2]), FILE_NAME)
+            local = tempfile.mkdtemp()
+            remote_file_name = FILE_NAME
             latest = None
             to_keep = None  # a file on this machine is removed once it is sent
-        super().__init__(without_placeholders(folder), FILE_NAME, remote_file_name, latest,
+        super().__init__(without_placeholders(local), FILE_NAME, remote_file_name, latest,
                          latest_remote_file_name=latest,  # of a folder: Trainer(autoresume=True) asserts one
                          save_interval=save_interval,
                          overwrite=True,  # files newer than the one resumed from, which a killed run left
@@ -257,6 +301,12 @@ class AtomicCheckpointSaver(CheckpointSaver):
         # else at an epoch's end Composer would save the same batch again, under the name of the next epoch
         batches = [saved.batch for saved in self.all_saved_checkpoints_to_timestamp.values()]
         self.last_checkpoint_batch = max(batches, default=None)
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Make the folder, and try whether a store can be written to. Raises ValueError on all ranks if it cannot."""
+        super().init(state, logger)
+        if '://' in self.address:
+            on_rank_0(partial(try_to_write, self.address))
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         """Save as Composer does, but with `save_atomically`. Raises DataError if the disk is full."""
@@ -288,12 +338,10 @@ class AtomicCheckpointSaver(CheckpointSaver):
         upload has failed; its processes get the signals that end the run.
         """
         # the process inherits which signals are blocked: those that end a run go to all its processes, and not to this
-        uploader = self.remote_uploader
         blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             executor = ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))
-            done = executor.submit(_upload_file_to_object_store, uploader.remote_backend_name, uploader.backend_kwargs,
-                                   name, file, self.overwrite, uploader.num_attempts)
+            done = executor.submit(move_into_store, file, f'{self.address.rstrip("/")}/{name}', name)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
         executor.shutdown(wait=False)  # nothing more is sent by it
@@ -314,9 +362,6 @@ class AtomicCheckpointSaver(CheckpointSaver):
         if self.upload is None or self.upload.done.exception() is None:
             return None
         return self.upload
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Do nothing: Composer ends the run here if an upload failed. `_upload_checkpoint` and `fit_end` look at it."""
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait for the last checkpoint, and send it once more if that failed.

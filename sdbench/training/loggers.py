@@ -11,11 +11,11 @@ from pathlib import Path
 
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
-from composer.utils import get_file, maybe_create_object_store_from_uri, parse_uri
 
 from sdbench.errors import DataError, one_line
+from sdbench.files import atomic_write
 from sdbench.flags.train import Train
-from sdbench.paths import atomic_write
+from sdbench.stores import download, upload
 from sdbench.training.checkpoints import RUN_NAME, names_in
 from sdbench.training.ranks import on_rank_0
 
@@ -88,10 +88,12 @@ def kept_name(folder: str | None) -> str | None:
         return None
     try:
         with tempfile.TemporaryDirectory() as temporary:
-            copy = Path(temporary, RUN_NAME)
-            get_file(path, str(copy), progress_bar=False)
-            name = copy.read_text(encoding='utf-8').strip()
-    except Exception as error:  # every storage client has its own exceptions
+            copy = path
+            if '://' in path:
+                copy = os.path.join(temporary, RUN_NAME)
+                download(path, copy, path)
+            name = Path(copy).read_text(encoding='utf-8').strip()
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f'--save_folder {folder}: {RUN_NAME} cannot be read ({one_line(error)})') from None
     if not re.fullmatch(r'\w[\w.-]*', name):  # it names a folder of curves
         raise ValueError(f'--save_folder {folder}: {RUN_NAME} holds no name of a run; remove it, and one is drawn')
@@ -106,17 +108,17 @@ def draw_name(beginning: str, folder: str | None) -> str:
 
     # kept before the first checkpoint, so that a run that is lost until then finds its curves again
     path = os.path.join(folder, RUN_NAME)
-    store = maybe_create_object_store_from_uri(folder)
+    content = f'{name}\n'.encode()
+    if '://' in folder:
+        with tempfile.TemporaryDirectory() as temporary:
+            copy = Path(temporary, RUN_NAME)
+            copy.write_bytes(content)
+            upload(str(copy), path, f'--save_folder {folder}')
+        return name
     try:
-        if store is None:
-            with atomic_write(path) as file:
-                file.write(f'{name}\n'.encode())
-        else:
-            with tempfile.TemporaryDirectory() as temporary:
-                copy = Path(temporary, RUN_NAME)
-                copy.write_text(f'{name}\n', encoding='utf-8')
-                store.upload_object(parse_uri(path)[2], str(copy))
-    except Exception as error:  # every storage client has its own exceptions
-        raise ValueError(f'--save_folder {folder} cannot be written to ({one_line(error)}); check your permissions or '
-                         'credentials') from None
+        with atomic_write(path) as file:
+            file.write(content)
+    except OSError as error:
+        raise ValueError(f'--save_folder {folder} cannot be written to ({one_line(error)}); check your permissions'
+                         ) from None
     return name

@@ -17,11 +17,11 @@ from torchvision.utils import make_grid
 from tqdm import tqdm
 
 from sdbench.errors import one_line
+from sdbench.files import atomic_write, read_text
 from sdbench.flags.train import Train
 from sdbench.measuring.clock import Stopwatch
 from sdbench.models.drawing import GUIDANCE, STEPS, build_pipeline, decode, seeded
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer, build_vae
-from sdbench.paths import atomic_write, read_text
 from sdbench.training.ranks import StopAtSignal
 
 CAPTION_LINES = 3  # below a picture

@@ -1,9 +1,6 @@
 """The weights of a checkpoint: what it holds, a training that starts from them, and the pipeline that they make."""
-import contextlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +8,6 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from composer import ComposerModel
-from composer.utils import dist, get_file
 from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -21,7 +17,7 @@ from sdbench.inputs.tokenizer import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
 from sdbench.models.loading import RANDOM, ModelFiles, build_vae, find_model, load_weights
 from sdbench.paths import EXPORTED, by_run_name
-from sdbench.training.checkpoints import load_checkpoint, newest_checkpoint
+from sdbench.training.checkpoints import fetched, load_checkpoint, newest_checkpoint
 from sdbench.training.compatibility import TOKENIZER, comparable, difference_of_models, facts_of_model
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
 
@@ -137,31 +133,6 @@ def read_exported(folder: str) -> dict:
     """Return what export.py says of the pipeline that it has made in a folder; empty where it has made none."""
     path = Path(folder, EXPORTED)
     return json.loads(path.read_text()) if path.is_file() else {}
-
-
-@contextlib.contextmanager
-def fetched(name: str, flag: str) -> Iterator[str]:
-    """Give the path of a checkpoint; for an object in a store that of a copy, one on each node.
-
-    What is mapped of the copy stays readable when it has gone with the context.
-    """
-    if '://' not in name:
-        yield name
-        return
-
-    # the first rank of a node fetches it for all
-    with tempfile.TemporaryDirectory() as folder:
-        first_of_node = dist.get_global_rank() - dist.get_local_rank()
-        path = os.path.join(dist.all_gather_object(folder)[first_of_node], 'checkpoint.pt')
-        with dist.run_local_rank_zero_first():
-            try:
-                if dist.get_local_rank() == 0:
-                    get_file(name, path, progress_bar=False)
-            except Exception as error:  # every storage client has its own exceptions
-                raise ValueError(f'{flag}: {name} cannot be fetched ({type(error).__name__}: {one_line(error, 200)}); '
-                                 f'check its name, your credentials, and the room in {folder}') from None
-        yield path
-        dist.barrier()  # the other ranks of this node may still open it
 
 
 def with_prefix_removed(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

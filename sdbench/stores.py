@@ -1,0 +1,304 @@
+"""Object stores: what an address, an endpoint, credentials and an answer mean, and how files are read and written.
+
+    s3://BUCKET/KEY      at S3_ENDPOINT_URL where that is set; credentials of all kinds that boto3 finds, or none
+    gs://BUCKET/KEY      GCS_KEY and GCS_SECRET (HMAC keys), else Google's default credentials, or none
+    azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY
+                         AZURE_ACCOUNT_ACCESS_KEY, else Azure's default credentials
+
+boto3 asks each store that speaks S3; Google's does with HMAC keys, or without any credentials. From the others
+Streaming's clients download. convert.py and encode.py have clients of obstore (`datasets.stores`), made of the same
+addresses, endpoints and credentials, and their errors are said in the same words. A training has none of obstore, whose
+threads do not survive the fork of a loader's workers.
+"""
+import functools
+import http
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from sdbench.errors import disk_is_full, one_line
+
+OURS = ('s3://', 'gs://', 'azure://')
+AZURE_HOST = 'blob.core.windows.net'
+GOOGLE_S3 = 'https://storage.googleapis.com'  # where Google speaks S3
+TRIES = 4  # of a request whose error may pass: up to 1, 2, 4, 8, 16, then 20 seconds apart, by chance
+SILENCE = 20  # seconds without a byte, after which a request is tried again
+SENDING = {'tries': 8, 'silence': 60}  # of a checkpoint, whose last piece takes a store long to put together
+
+
+class Address(NamedTuple):
+    """What an address of a store names."""
+    scheme: str
+    account: str | None  # of Azure
+    bucket: str  # of Azure the container
+    key: str  # without outer slashes
+
+
+class S3(NamedTuple):
+    """The way to a store that speaks S3."""
+    client: Any  # of boto3
+    session: Any  # of boto3; None: nothing is signed
+
+
+def parse_address(address: str, label: str) -> Address:
+    """Return what an address of s3://, gs:// or azure:// names.
+
+    Raises ValueError, which begins with `label`, if it names no bucket, or one that no store can have.
+    """
+    scheme, _, rest = address.partition('://')
+
+    # the bucket; Azure's account comes from AZURE_ACCOUNT_NAME or the host, as Streaming has it
+    bucket, _, key = rest.partition('/')
+    account = None
+    if scheme == 'azure':
+        account = os.environ.get('AZURE_ACCOUNT_NAME') or bucket.partition('.')[0]
+        bucket, _, key = key.lstrip('/').partition('/')
+    if not bucket:
+        raise ValueError(f'{label} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
+                         f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
+
+    # what is no part of a URL makes obstore panic
+    for name in filter(None, (account, bucket)):
+        if not re.fullmatch(r'[A-Za-z0-9$][\w.-]*', name, re.ASCII):
+            raise ValueError(f'{label}: {name} can be no name of a bucket or an account; these have letters, digits, '
+                             'dots, - and _')
+    return Address(scheme, account, bucket, key.strip('/'))
+
+
+def connect(scheme: str, label: str, tries: int = TRIES, silence: float = SILENCE) -> S3 | None:
+    """Return the way to the stores of a scheme, with credentials where there are any; None if they do not speak S3.
+
+    Args:
+        scheme: s3, gs or another.
+        label: of error messages.
+        tries: of each request.
+        silence: seconds without a byte, after which a request is tried again.
+
+    Raises ValueError if the endpoint is no URL, a profile is missing, or the like.
+    """
+    if scheme not in ('s3', 'gs'):
+        return None
+    try:
+        endpoint = os.environ.get('S3_ENDPOINT_URL', '').strip() or None  # docker's --env-file keeps blanks
+        return make_client(scheme, endpoint, tries, silence, os.getpid())
+    except Exception as error:  # each kind of credentials has its own
+        raise no_client(error, label) from None
+
+
+def no_client(error: Exception, label: str) -> ValueError:
+    return ValueError(f'{label}: no client can be made with these credentials and settings ({type(error).__name__}: '
+                      f'{short_text(str(error))})')
+
+
+@functools.cache
+def make_client(scheme: str, endpoint: str | None, tries: int, silence: float, process: int) -> S3 | None:
+    """Make what `connect` returns, once in each process: a connection that is forked would be read by two."""
+    import boto3
+    from botocore import UNSIGNED
+    from botocore.config import Config
+
+    # the credentials
+    session = boto3.session.Session()
+    if scheme == 'gs':
+        endpoint = GOOGLE_S3
+        session = boto3.session.Session(os.environ.get('GCS_KEY'), os.environ.get('GCS_SECRET'), region_name='auto')
+        if 'GCS_KEY' not in os.environ or 'GCS_SECRET' not in os.environ:
+            if google_credentials_exist():
+                return None
+            session = None
+    elif session.get_credentials() is None:
+        session = None
+
+    # Checksums that boto3 sends by default since 1.36 are refused by R2, B2, OCI and older MinIO and Ceph.
+    checksums = {}
+    for name in ('request_checksum_calculation', 'response_checksum_validation'):
+        checksums[name] = os.environ.get(f'AWS_{name.upper()}', 'when_required')
+    config = Config(signature_version=UNSIGNED if session is None else None, read_timeout=silence, connect_timeout=20,
+                    retries={'mode': 'standard', 'total_max_attempts': tries}, **checksums)
+    maker = session or boto3.session.Session(region_name='auto' if scheme == 'gs' else None)
+    client = maker.client('s3', endpoint_url=endpoint, config=config)
+    client.meta.events.register('after-call.s3', keep_words)
+    return S3(client, session)
+
+
+def google_credentials_exist() -> bool:
+    """Tell whether Google's default credentials are to be found."""
+    import google.auth
+    try:
+        google.auth.default()
+        return True
+    except google.auth.exceptions.DefaultCredentialsError:
+        return False
+
+
+def keep_words(http_response, parsed: dict, **_) -> None:
+    """Keep a server's own words in an error of boto3, which drops what is no XML. boto3 calls this at each answer."""
+    if http_response.status_code >= 300:
+        parsed['Error']['Message'] = http_response.text
+
+
+def download(address: str, path: str, label: str, tries: int = TRIES, silence: float = SILENCE,
+             in_threads: bool = True) -> None:
+    """Download a file of any store that Streaming knows; a file of this machine is copied.
+
+    Args:
+        address: of the file.
+        path: to write it to.
+        label: begins what is said of an error.
+        tries: of each request, as `connect` has it; clients of stores that do not speak S3 have their own.
+        silence: seconds without a byte, after which a request is tried again.
+        in_threads: whether several pieces are downloaded at once, where the store speaks S3.
+
+    Raises FileNotFoundError if there is no such file, OSError if it cannot be read, and ValueError if the address or
+    the settings are wrong.
+    """
+    place = None
+    s3 = None
+    if address.startswith(OURS):
+        place = parse_address(address, label)
+        s3 = connect(place.scheme, label, tries, silence)
+    try:
+        if s3 is not None:
+            download_from_s3(s3, place, path, in_threads)
+        else:
+            streaming_downloader(os.path.dirname(address), os.getpid()).download(address, path, silence)
+    except Exception as error:  # every storage client has its own
+        raise store_error(error, label) from None
+
+
+def download_from_s3(s3: S3, place: Address, path: str, in_threads: bool) -> None:
+    """Download a file of a store that speaks S3, at the cost of the one who asks where Streaming's variable says so."""
+    from boto3.s3.transfer import TransferConfig
+    from botocore.exceptions import ClientError
+    payer = {}
+    if place.bucket in os.environ.get('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', '').replace(' ', '').split(','):
+        payer = {'RequestPayer': 'requester'}
+    try:
+        s3.client.download_file(place.bucket, place.key, path, payer, Config=TransferConfig(use_threads=in_threads))
+    except ClientError:  # boto3 asks for the size by HEAD, whose answer has no words
+        s3.client.get_object(Bucket=place.bucket, Key=place.key, **payer)
+        raise
+
+
+@functools.cache
+def streaming_downloader(folder: str, process: int) -> Any:
+    """Return Streaming's client for a folder, once in each process."""
+    from streaming.base.storage import CloudDownloader
+    return CloudDownloader.get(folder)
+
+
+def upload(path: str, address: str, label: str) -> None:
+    """Write a file into a store. Raises OSError or ValueError as `download` does."""
+    place = parse_address(address, label)
+    s3 = connect(place.scheme, label, **SENDING)
+    try:
+        if s3 is not None:
+            acl = {'ACL': os.environ['S3_CANNED_ACL']} if 'S3_CANNED_ACL' in os.environ else {}  # as Composer has it
+            s3.client.upload_file(path, place.bucket, place.key, acl)
+        elif place.scheme == 'azure':
+            with open(path, 'rb') as file:
+                azure_container(place).upload_blob(place.key, file, overwrite=True)
+        else:
+            composer_store(address).upload_object(place.key, path)
+    except Exception as error:  # every storage client has its own
+        raise store_error(error, label) from None
+
+
+def addresses_in(folder: str, label: str) -> list[str]:
+    """Return the addresses of the files directly in a folder of a store. Raises OSError or ValueError as above."""
+    place = parse_address(folder, label)
+    s3 = connect(place.scheme, label)
+    prefix = f'{place.key}/' if place.key else ''
+    try:
+        if s3 is not None:
+            keys = [entry['Key'] for entry in entries_below(s3, place.bucket, prefix)]
+        elif place.scheme == 'azure':
+            keys = list(azure_container(place).list_blob_names(name_starts_with=prefix))
+        else:
+            keys = composer_store(folder).list_objects(prefix)
+    except Exception as error:  # every storage client has its own
+        raise store_error(error, label) from None
+    names = [key.removeprefix(prefix) for key in keys]
+    return [f'{folder.rstrip("/")}/{name}' for name in names if name and '/' not in name]
+
+
+def azure_container(place: Address) -> Any:
+    """Return the client of a container of Azure, with the credentials that Streaming finds."""
+    from azure.storage.blob import BlobServiceClient
+    from streaming.base.storage import AzureDownloader
+    service = BlobServiceClient(f'https://{place.account}.{AZURE_HOST}', AzureDownloader().credential)
+    return service.get_container_client(place.bucket)
+
+
+def composer_store(address: str) -> Any:
+    """Return Composer's client of a store."""
+    from composer.utils import maybe_create_object_store_from_uri
+    return maybe_create_object_store_from_uri(address)
+
+
+def entries_below(s3: S3, bucket: str, prefix: str) -> Iterator[dict]:
+    """Yield what S3 says of each object whose key begins with a prefix, in the order of their keys."""
+    for page in s3.client.get_paginator('list_objects_v2').paginate(Bucket=bucket, Prefix=prefix):
+        yield from page.get('Contents', ())
+
+
+def store_error(error: BaseException, label: str) -> OSError:
+    """Make an error of any client of a store one line that begins with `label`, without what may be secret.
+
+    It has the server's own words. That of a file which is not there is a FileNotFoundError.
+    """
+    if disk_is_full(error):
+        return error  # of this machine
+    status, words = answer_of(error)
+    if re.search('NoSuchBucket|ContainerNotFound', words):
+        return OSError(f'{label}: there is no such bucket; check its name and S3_ENDPOINT_URL')
+    if status in (401, 403):
+        return OSError(f'{label}: access is denied; check the name and the credentials, which may lack the permission '
+                       f'({words})')
+    if status == 404 or isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f'{label}: there is no such file ({words})')
+    if status is not None:
+        return OSError(f'{label} cannot be read or written ({words})')
+    return OSError(f'{label}: {why_no_answer(error)}')
+
+
+def answer_of(error: BaseException) -> tuple[int | None, str]:
+    """Return the status that a server has answered, if any, and in one line what it has said, or the error's words."""
+    text = str(error)
+    status = None
+    if isinstance(getattr(error, 'response', None), dict):  # of boto3
+        status = error.response['ResponseMetadata']['HTTPStatusCode']
+        text = error.response['Error'].get('Message', '')
+    elif found := re.search('status code: ([0-9]+)[^:]*(?:: |$)', text):  # of obstore
+        status = int(found[1])
+        text = text[found.end():].removesuffix('No Body')
+    else:
+        for name in ('status_code', 'code'):  # of Azure's client and of Google's
+            if isinstance(getattr(error, name, None), int):
+                status = int(getattr(error, name))
+    words = short_text(text)
+    if status is not None:
+        words = f'{status} {words or http.HTTPStatus(status).phrase}'
+    return status, words
+
+
+def why_no_answer(error: BaseException) -> str:
+    """Say why there was no answer of a server, with what is to be checked."""
+    text = f'{type(error).__name__} {error} {getattr(error, "kwargs", "")}'  # of botocore's error, with its cause
+    advice = 'check the address, S3_ENDPOINT_URL and the network'
+    if re.search('refused', text, re.IGNORECASE):
+        return f'the connection is refused; {advice}'
+    if re.search('dns error|resolve|Name or service', text):
+        return f'its host is not known; {advice}'
+    if re.search('HTTP error|sending request|Timeout|Connect|SSL|HTTPClient', text):
+        return f'no server answers there; {advice}'
+    return f'cannot be read or written ({type(error).__name__}: {short_text(str(error))})'
+
+
+def short_text(text: str) -> str:
+    """Return what a client or a server says in one line, without Rust's debug output, XML and URLs with passwords."""
+    text = text.partition('\n\nDebug source:')[0]
+    text = re.sub('<[^>]*>', ' ', text)
+    text = re.sub(r'https?://\S*', '', text)
+    return one_line(Exception(text), 300)
