@@ -195,7 +195,8 @@ def upload(path: str, address: str, label: str) -> None:
     try:
         if s3 is not None:
             acl = {'ACL': os.environ['S3_CANNED_ACL']} if 'S3_CANNED_ACL' in os.environ else {}  # as Composer has it
-            s3.client.upload_file(path, place.bucket, place.key, acl)
+            with open(path, 'rb') as file:
+                s3.client.upload_fileobj(file, place.bucket, place.key, acl)
         elif place.scheme == 'azure':
             with open(path, 'rb') as file:
                 azure_container(place).upload_blob(place.key, file, overwrite=True)

@@ -5,6 +5,7 @@ import io
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 
 import boto3
 from botocore.loaders import JSONFileLoader
@@ -13,6 +14,8 @@ from moto.s3.models import s3_backends
 from werkzeug.datastructures import EnvironHeaders
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Request, Response
+
+from sdbench.stores import make_client
 
 
 class LocalS3:
@@ -26,6 +29,7 @@ class LocalS3:
         requests: path and headers of each that came.
         waiting: paths of those that only its `lock` keeps from an answer.
         is_read_only: whether it refuses what would write an object.
+        unknown_headers: names of headers with which no request is answered, each with the status that it gets.
     """
 
     def __init__(self):
@@ -36,6 +40,7 @@ class LocalS3:
         self.requests: list[tuple[str, EnvironHeaders]] = []
         self.waiting: list[str] = []
         self.is_read_only = False
+        self.unknown_headers: dict[str, int] = {}
         self.lock = threading.Lock()
         self.moto = DomainDispatcherApplication(create_backend_app)
         s3_backends.reset()
@@ -57,6 +62,8 @@ class LocalS3:
             refusal = (403, 'InvalidAccessKeyId')
         if self.is_read_only and request.method in ('PUT', 'POST'):
             refusal = (403, 'AccessDenied')
+        for name in self.unknown_headers.keys() & {header.lower() for header in request.headers.keys()}:
+            refusal = (self.unknown_headers[name], 'NotImplemented')
         if refusal is None:
             return None
         status, code = refusal
@@ -108,6 +115,8 @@ read_json = functools.cache(JSONFileLoader().load_file)
 def local_s3(monkeypatch) -> Iterator[LocalS3]:
     """Run a server that the environment points to, with a boto3 `client`."""
     store = LocalS3()
+    make_client.cache_clear()  # which is made of the environment
+    monkeypatch.setattr('botocore.endpoint.time', SimpleNamespace(sleep=lambda seconds: None))
     # each client is made of large files of JSON, which take a second to read
     monkeypatch.setattr(JSONFileLoader, 'load_file', lambda _, path: read_json(path))
     with served(store) as url:

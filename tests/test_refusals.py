@@ -12,6 +12,7 @@ import shutil
 
 import pytest
 
+from sdbench.stores import make_client
 from tests.runs import ROOT, one_error_line
 from tests.samples import shaded
 
@@ -72,6 +73,11 @@ ROWS = [
     ('convert.py', 'notes oci://bucket/a', 'OUT oci://bucket/a: of stores, s3://, gs:// and azure:// can be used; use '
      'an S3-compatible address with S3_ENDPOINT_URL'),
     ('convert.py', 'notes s3://', 'OUT s3:// names no bucket; write s3://BUCKET/folder'),
+    ('convert.py', "notes 's3://<my-bucket>/a'", 'OUT s3://<my-bucket>/a: <my-bucket> can be no name of a bucket'),
+    ('benchmark.py', f"--remote 's3://my bucket/a' {TINY}", '--remote s3://my bucket/a: my bucket can be no name of'),
+    ('benchmark.py', f"{SYNTHETIC} --save_folder 's3://{{b}}/a'", '--save_folder s3://{b}/a: {b} can be no name of a'),
+    ('S3_ENDPOINT_URL=http://<host>:9 benchmark.py', f'--remote s3://b/a {TINY}', 'Invalid endpoint'),
+    ('S3_ENDPOINT_URL=http://<host>:9 convert.py', 'notes s3://b/a', 'OUT s3://b/a: no client can be made with these'),
     ('convert.py', 'notes nowhere://me:PASSWORD@bucket/out', 'OUT nowhere://***@bucket/out: of stores, s3://, gs://'),
     ('convert.py', 'photo.jpg notes', 'OUT notes already holds something; give a new folder'),
     ('convert.py', 'photo.jpg prompts.txt', 'OUT prompts.txt cannot be written to (File exists)'),
@@ -136,6 +142,7 @@ def folder(tmp_path, monkeypatch, shards, pipeline):
     (tmp_path / 'notes/mine.txt').write_text('mine')
     (tmp_path / 'photo.jpg').write_bytes(shaded(1))
     monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:1')
+    make_client.cache_clear()
     shutil.copy(ROOT / 'published.csv', tmp_path)
     return tmp_path
 

@@ -45,8 +45,8 @@ def open_store(address: str, flag: str, is_first: bool = False) -> tuple[ObjectS
     """
     label = f'{flag} {address}'
     if not address.startswith(OURS):
-        raise ValueError(f'{label}: of stores, s3://, gs:// and azure:// can be used; use an S3-compatible address with '
-                         'S3_ENDPOINT_URL')
+        raise ValueError(f'{label}: of stores, s3://, gs:// and azure:// can be used; use an S3-compatible address '
+                         'with S3_ENDPOINT_URL')
     place = parse_address(address, label)
     s3 = connect(place.scheme, label)  # which looks at the endpoint, too: one that is no URL makes obstore panic
     try:
@@ -163,7 +163,11 @@ def open_file(path: str) -> Iterator[BinaryIO]:
     # Tars and Parquet files are read back and forth, which in a store would be a request each time.
     with tempfile.TemporaryFile() as copy:
         try:
-            reader = obstore.open_reader(*open_store(path, 'SOURCE'), buffer_size=PIECE_BYTES)
+            try:
+                reader = obstore.open_reader(*open_store(path, 'SOURCE'), buffer_size=PIECE_BYTES)
+            except (BaseError, OSError):  # obstore asks for the size by HEAD, whose answer has no words
+                obstore.get(*open_store(path, 'SOURCE', is_first=True))
+                raise
             shutil.copyfileobj(reader, copy, PIECE_BYTES)
         except (BaseError, OSError) as error:
             raise DataError(store_error(error, path)) from None

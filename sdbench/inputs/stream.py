@@ -183,12 +183,17 @@ class VerifiedDataset(StreamingDataset):
     def _ready_thread(self, it) -> None:
         """Mark all samples as ready at once, because `get_item` itself waits for their shard.
 
+        Streaming runs three loops for an epoch: `_prepare_thread` fetches shards up to `predownload` samples ahead and
+        ends where `ready_index` is the total; `_ready_thread` waits for the shard of each sample in turn, and counts
+        `ready_index` up; the iterator yields samples up to `ready_index`, and counts `yield_index` up. Here the second
+        waits for no shard: it lets all but the last sample be taken, and the last one when those are.
+
         Without this: an epoch waits forever for a shard that cannot be had, or that was dropped for a small
         --cache_limit before it was read (of 12 shards at once, where Streaming asks for 4).
         Tests: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason,
         test_a_small_cache_serves_the_whole_dataset.
         """
-        # Samples up to `ready_index` may be taken. At the total, Streaming would fetch nothing more in the background.
+        # one below the total, at which nothing more would be fetched in the background
         it.ready_index = it.total - 1
         while it.yield_index < it.ready_index and not it.should_exit():
             time.sleep(TICK)

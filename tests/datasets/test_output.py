@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from sdbench.datasets.output import Output, PartWriter
+from sdbench.errors import DataError
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.paths import CLAIM
@@ -69,6 +70,18 @@ def test_of_two_runs_that_begin_at_once_in_a_store_the_second_goes_by_what_the_f
     monkeypatch.setattr(output, 'read', lambda name: next(seen, read(name)))
     with pytest.raises(ValueError, match='was begun with size_limit 1, and this command has 2'):
         begin(output, size_limit=2)
+
+
+@pytest.mark.parametrize('status', [501, 409])
+def test_a_store_that_knows_no_condition_is_written_to_and_one_that_always_refuses_it_is_named(s3, monkeypatch, status):
+    monkeypatch.setattr('sdbench.datasets.output.time.sleep', lambda seconds: None)
+    s3.unknown_headers = {'if-none-match': status}
+    output = Output('s3://bucket/out', 'OUT')
+    if status == 501:
+        begin(output)
+        return begin(output)
+    with pytest.raises(DataError, match=r'OUT s3://bucket/out cannot be read or written \(409 NotImplemented'):
+        begin(output)
 
 
 def test_of_files_of_another_machine_a_store_is_not_made(output, monkeypatch):

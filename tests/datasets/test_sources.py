@@ -116,6 +116,15 @@ def test_tars_of_a_store_are_found_and_the_rest_is_listed(s3):
     assert [file.name for file in find_files(['s3://bucket/tars/*/*.tar', 's3://bucket/tars.tar']).files] == [
         's3://bucket/tars/deep/[1] #?%41.tar', 's3://bucket/tars.tar']
     assert find_files(['s3://bucket/']).files[-1].name == 's3://bucket/tars.tar'
+    assert [file.name for file in find_files(['s3://bucket/tars/deep/[1] #?%41.tar']).files] == [
+        's3://bucket/tars/deep/[1] #?%41.tar']
+    odd = ['tars//1.tar', 'tars/./1.tar', 'tars/../1.tar']
+    for key in odd:
+        s3.put(key, b'1')
+    with_odd = find_files(['s3://bucket/tars'])
+    assert with_odd.files == found.files
+    assert {line['source'] for line in with_odd.left_out if line['reason'].startswith('no path:')} == {
+        f's3://bucket/{key}' for key in odd}
     with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
         find_files(['s3://bucket/nothing'])
     s3.refusals = [(403, 'AccessDenied')] * 2

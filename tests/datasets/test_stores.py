@@ -15,7 +15,9 @@ from werkzeug.wrappers import Request, Response
 
 import convert
 from sdbench.datasets import stores
-from sdbench.datasets.stores import RETRIES, open_file, open_store, store_error
+from sdbench.datasets.stores import RETRIES, objects_below, open_file, open_store
+from sdbench.errors import DataError
+from sdbench.stores import addresses_in, download, make_client, upload
 from tests.local_s3 import local_s3, served
 from tests.samples import read_back, write_sample_tar
 
@@ -32,7 +34,7 @@ def no_credentials(monkeypatch, tmp_path):
     monkeypatch.setenv('NO_GCE_CHECK', 'true')
     monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', str(tmp_path / 'credentials'))
     monkeypatch.setenv('AWS_CONFIG_FILE', str(tmp_path / 'config'))
-    stores.client.cache_clear()
+    make_client.cache_clear()
 
 
 def test_endpoint_region_and_keys_are_those_that_boto3_finds_and_without_keys_nothing_is_signed(tmp_path, monkeypatch):
@@ -51,26 +53,29 @@ def test_endpoint_region_and_keys_are_those_that_boto3_finds_and_without_keys_no
         assert 'FROMPROFILE/' in headers['Authorization']
         assert '/eu-north-1/s3/' in headers['Authorization']
         monkeypatch.delenv('AWS_PROFILE')
-        stores.client.cache_clear()
+        make_client.cache_clear()
+        server.requests = []
         obstore.head(*open_store('s3://bucket/folder/a.tar', 'SOURCE'))
-        _, headers = server.requests[-1]
-        assert 'Authorization' not in headers
+        download('s3://bucket/folder/a.tar', 'a.tar', '--remote')
+        assert len(server.requests) >= 2
+        assert not any('Authorization' in headers for _, headers in server.requests)
 
 
 def test_google_is_read_and_written_with_hmac_keys_or_read_unsigned(monkeypatch):
     store, _ = open_store('gs://bucket/a', 'SOURCE')
     assert store.config['skip_signature'] == 'true'
-    stores.client.cache_clear()
+    make_client.cache_clear()
     monkeypatch.setenv('GCS_KEY', 'GOOG1')
     monkeypatch.setenv('GCS_SECRET', SECRET)
     with local_s3(monkeypatch) as server:  # Google takes these keys where it answers as S3 does
-        monkeypatch.setattr(stores, 'GOOGLE_S3', os.environ['S3_ENDPOINT_URL'])
-        monkeypatch.setattr(stores, 'TIMEOUTS', stores.TIMEOUTS | {'allow_http': True})
+        monkeypatch.setattr('sdbench.stores.GOOGLE_S3', os.environ['S3_ENDPOINT_URL'])
         monkeypatch.delenv('AWS_ACCESS_KEY_ID')
         store, key = open_store('gs://bucket/a/b', 'OUT')
         obstore.put(store, key, b'1', mode='create')
         with open_file('gs://bucket/a/b') as file:
             assert file.read() == b'1'
+        download('gs://bucket/a/b', 'copy', '--remote')
+        assert addresses_in('gs://bucket/a', '--save_folder') == ['gs://bucket/a/b']
         assert server.objects == {'a/b': b'1'}
         assert all('Credential=GOOG1/' in headers['Authorization'] for _, headers in server.requests)
 
@@ -131,6 +136,10 @@ def test_a_tar_in_azures_store_becomes_a_dataset_there_that_is_read_as_streaming
             return BlobServiceClient(f'{url}/me', credential)
         monkeypatch.setattr('azure.storage.blob.BlobServiceClient', client_of_emulator)
         read = read_back(tmp_path / 'cache', remote=f'{container}/mds')
+        upload(str(tmp_path / '0.tar'), f'{container}/run/0.pt', '--save_folder')
+        download(f'{container}/run/0.pt', str(tmp_path / '0.pt'), '--load_weights')
+        assert (tmp_path / '0.pt').read_bytes() == store.blobs['run/0.pt'] == store.blobs['tars/0.tar']
+        assert addresses_in(f'{container}/run', '--save_folder') == [f'{container}/run/0.pt']
     assert read == [(sample['jpg'], sample['caption']) for sample in samples]
 
 
@@ -152,23 +161,39 @@ def test_ctrl_c_is_heard_while_a_server_that_is_silent_is_waited_for(monkeypatch
     signal.signal(signal.SIGINT, before)
 
 
-def test_errors_of_a_store_are_one_line_without_secrets(monkeypatch):
+@pytest.mark.parametrize('status, code, words', [
+    (400, 'InvalidRequest', ' cannot be read or written (400 InvalidRequest none)'),
+    (403, 'AccessDenied', ': access is denied; check the name and the credentials, which may lack the permission (403 '
+                          'AccessDenied none)'),
+    (404, 'NoSuchBucket', ': there is no such bucket; check its name and S3_ENDPOINT_URL'),
+    (500, 'InternalError', ' cannot be read or written (500 InternalError none)'),
+    (501, 'NotImplemented', ' cannot be read or written (501 NotImplemented none)'),
+    (0, '', ': no server answers there; check the address, S3_ENDPOINT_URL and the network')])
+def test_an_answer_is_said_in_the_same_words_without_secrets_whatever_was_asked(monkeypatch, status, code, words):
     monkeypatch.setattr(stores, 'RETRIES', RETRIES | {'retry_timeout': timedelta(milliseconds=50)})
+    Path('sent').write_text('1')
+    address = 's3://bucket/a'
 
-    def error_of(status: int, code: str) -> str:
-        server.refusals = [(status, code)] * 100
-        with pytest.raises((obstore.exceptions.BaseError, OSError)) as caught:
-            obstore.get(*open_store('s3://bucket/a', 'SOURCE'))
-        text = store_error(caught.value, 's3://bucket/a')
-        assert '\n' not in text
-        assert 'PASSWORD' not in text and 'Debug' not in text
-        assert '://' not in text[5:]
-        return text
+    def read() -> None:
+        with open_file(address):
+            pass
     with local_s3(monkeypatch) as server:
         monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'PASSWORD')
-        assert 's3://bucket/a cannot be read or written (' in error_of(404, 'NoSuchKey')
-        assert error_of(404, 'NoSuchBucket') == (
-            's3://bucket/a: there is no such bucket; check its name and S3_ENDPOINT_URL')
-        assert error_of(403, 'AccessDenied').startswith('s3://bucket/a: access is denied; check the name and')
-        assert 'SlowDown' in error_of(503, 'SlowDown')
-    assert 'error sending request' in error_of(0, '')
+        server.refusals = [(status, code)] * 1000
+        for ask in (read, lambda: objects_below(address, 'SOURCE'), lambda: download(address, 'copy', address),
+                    lambda: upload('sent', address, address), lambda: addresses_in(address, address)):
+            with pytest.raises((DataError, OSError)) as caught:
+                ask()
+            assert str(caught.value).removeprefix('SOURCE ') == f'{address}{words}'
+        server.refusals = [(404, 'NoSuchKey')] * 2
+        with pytest.raises(FileNotFoundError):
+            download(address, 'copy', address)
+    assert not Path('copy').exists()
+
+
+def test_a_store_that_knows_no_checksums_takes_files(monkeypatch):
+    with local_s3(monkeypatch) as server:
+        server.unknown_headers = {'x-amz-checksum-crc32': 501, 'x-amz-sdk-checksum-algorithm': 400}
+        Path('sent').write_text('1')
+        upload('sent', 's3://bucket/run/a', '--save_folder')
+        assert server.objects == {'run/a': b'1'}

@@ -6,6 +6,7 @@ import pytest
 
 from benchmark import main
 from sdbench.inputs.shards import read_index
+from sdbench.stores import make_client
 from tests.runs import TINY, one_error_line
 from tests.samples import Hostile, good, write_shards
 
@@ -46,7 +47,12 @@ def test_a_wrong_bucket_and_wrong_credentials_are_one_line_each_of_data_and_of_c
     s3.put('runs/1/ep0-ba2-rank0.pt', b'')
     assert 'already holds files' in one_error_line([*saving, 's3://bucket/runs/1'], capfd)
     assert '--remote s3://nobody/photos' in one_error_line([*reading, 's3://nobody/photos'], capfd)
-    assert '--save_folder s3://nobody/runs cannot be read' in one_error_line([*saving, 's3://nobody/runs'], capfd)
+    assert '--save_folder s3://nobody/runs: there is no such' in one_error_line([*saving, 's3://nobody/runs'], capfd)
+    s3.is_read_only = True
+    assert '--save_folder s3://bucket/2: access is denied' in one_error_line([*saving, 's3://bucket/2'], capfd)
     monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'wrong')
-    assert 'check the name and the credentials' in one_error_line([*reading, 's3://bucket/photos'], capfd)
-    assert 'check its name, and your permissions' in one_error_line([*saving, 's3://bucket/runs/1'], capfd)
+    make_client.cache_clear()
+    for flags, folder in ((reading, 's3://bucket/photos'), (saving, 's3://bucket/runs/1')):
+        line = one_error_line([*flags, folder], capfd)
+        assert f'{flags[-1]} {folder}: access is denied; check the name and the credentials' in line
+        assert '(403 InvalidAccessKeyId none)' in line

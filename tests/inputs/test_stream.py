@@ -105,29 +105,26 @@ def test_a_fault_of_a_shard_that_is_read_in_place_is_told_and_nothing_there_is_c
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
-def test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason(tmp_path, remote, num_workers, monkeypatch):
-    monkeypatch.setattr('streaming.base.util.sleep', None)  # what is not there is not waited for
+def test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason(tmp_path, remote, num_workers):
     dataset = open_text(remote, tmp_path / 'cache')
     (remote / 'shard.00001.mds').unlink()
     for _ in range(2):  # and so does one that is begun after that
-        with pytest.raises(DataError, match=r'remote/shard\.00001\.mds, could not be read \(FileNotFoundError'):
+        with pytest.raises(DataError, match=r'remote/shard\.00001\.mds is not there; put a good copy in its place'):
             loaded(dataset, num_workers)
 
 
-def test_a_store_that_is_away_for_a_minute_is_waited_for(tmp_path, remote, monkeypatch):
-    waited = []  # seconds that downloads wait between their tries, without waiting
-    monkeypatch.setattr('streaming.base.util.sleep', waited.append)
-    dataset = open_text(remote, tmp_path / 'cache')
-    downloader = dataset.streams[0]._downloader
-    download = downloader.download
-
-    def download_after_a_minute(*args):
-        if sum(waited) < 60:
-            raise ConnectionError('slow down')
-        return download(*args)
-    monkeypatch.setattr(downloader, 'download', download_after_a_minute)
+@pytest.mark.parametrize('status, code, tries', [(503, 'SlowDown', 14), (400, 'InvalidRequest', 2)])
+def test_a_shard_of_a_store_is_waited_for_where_the_error_may_pass(tmp_path, remote, s3, status, code, tries):
+    for path in remote.iterdir():
+        s3.put(f'mds/{path.name}', path.read_bytes())
+    dataset = open_text('s3://bucket/mds', tmp_path / 'cache')
+    s3.requests = []
+    s3.refusals = [(status, code)] * 100
+    with pytest.raises(DataError, match=rf's3://bucket/mds/shard.00000.mds cannot be .* \({status} {code} none\)'):
+        dataset.sample(0)
+    assert tries <= len(s3.requests) <= 2 * tries
+    s3.refusals = [(503, 'SlowDown')] * 5
     assert dataset.sample(0)['caption'] == CAPTIONS[0]
-    assert 60 <= sum(waited) < 120
 
 
 def folder_size(folder: Path) -> int:
