@@ -88,7 +88,7 @@ def connect(scheme: str, label: str, tries: int = TRIES, silence: float = SILENC
 
 def no_client(error: Exception, label: str) -> ValueError:
     return ValueError(f'{label}: no client can be made with these credentials and settings ({type(error).__name__}: '
-                      f'{short_text(str(error))})')
+                      f'{one_line(error, 300)}); check them, and S3_ENDPOINT_URL')
 
 
 @functools.cache

@@ -76,7 +76,7 @@ ROWS = [
     ('convert.py', "notes 's3://<my-bucket>/a'", 'OUT s3://<my-bucket>/a: <my-bucket> can be no name of a bucket'),
     ('benchmark.py', f"--remote 's3://my bucket/a' {TINY}", '--remote s3://my bucket/a: my bucket can be no name of'),
     ('benchmark.py', f"{SYNTHETIC} --save_folder 's3://{{b}}/a'", '--save_folder s3://{b}/a: {b} can be no name of a'),
-    ('S3_ENDPOINT_URL=http://<host>:9 benchmark.py', f'--remote s3://b/a {TINY}', 'Invalid endpoint'),
+    ('S3_ENDPOINT_URL=http://<host>:9 benchmark.py', f'--remote s3://b/a {TINY}', 'Invalid endpoint: http://<host>:9'),
     ('S3_ENDPOINT_URL=http://<host>:9 convert.py', 'notes s3://b/a', 'OUT s3://b/a: no client can be made with these'),
     ('convert.py', 'notes nowhere://me:PASSWORD@bucket/out', 'OUT nowhere://***@bucket/out: of stores, s3://, gs://'),
     ('convert.py', 'photo.jpg notes', 'OUT notes already holds something; give a new folder'),
