@@ -96,7 +96,6 @@ def convert(settings: Convert) -> int:
         if settings.held_out:  # what tells that they have no image in common
             draw = {'share': settings.held_out, 'seed': settings.seed}
             sides = [{DRAW: draw | {'side': side}} for side in ('training', HELD_OUT_SIDE)]
-        if held_out.samples:
             write_index(outputs[1], held_out, **sides[1])
         is_new = write_index(outputs[0], joined, **sides[0])
 

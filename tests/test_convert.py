@@ -94,18 +94,21 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
         'thin.png': encoded(picture(0, 4000, 1), 'PNG'), 'thin.txt': b'a line',
         'surrogate.jpg': image, 'surrogate.json': b'{"caption": "\\ud800"}',
         'link.jpg': image, link: None, 'inner.tar': b'1', 'README': b'1', 'film.mp4': b'1', '._a.jpg': image,
+        'good.psd': b'1', 'torn.jpg': image, 'torn.json': b'{"caption": "a',
         './json.jpg': shaded(7), './json.json': '{"caption": "caption 7 ü"}'.encode()})
     write_tar(tmp_path / 'in/empty.tar', {})
     assert convert.main(['in', 'out']) == 0
     assert read_back(tmp_path / 'out') == [*pairs(0), (shaded(7), 'caption 7 ü')]
+    other = 'not an image or a caption: '
     expected = {'noise': 'image does not decode', 'cut': 'image does not decode', 'nothing': 'image does not decode',
                 'blank': 'empty caption', 'bare': 'no caption', 'latin': 'caption is not UTF-8',
-                'wide': 'caption is not UTF-8', 'words': 'no image', 'two': 'more than one image',
+                'wide': 'caption has a NUL', 'words': 'no image', 'two': 'more than one image',
                 'null': 'no caption', 'bomb': 'no caption', 'surrogate': 'caption is not UTF-8',
                 'thin': 'image is narrower than 8 pixels',
                 'link': 'no caption: a link, a pipe or a device in a tar is not read',
-                'inner': 'no image: .tar is not read', 'README': 'no image: a file without a suffix is not read',
-                'film': 'no image: .mp4 is not read', '._a': 'no image: it is hidden',
+                'inner.tar': f'{other}.tar is not read', 'README': f'{other}a file without a suffix is not read',
+                'film.mp4': f'{other}.mp4 is not read', 'good.psd': f'{other}.psd is not read', '._a.jpg': 'hidden',
+                'torn': 'no caption: its .json is no JSON',
                 '': 'no image: nothing is in this tar'}
     listed = {line['key']: line['reason'] for line in skipped(tmp_path / 'out')}
     assert listed.keys() == expected.keys()

@@ -12,6 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.sources import (
+    CAPTION_SUFFIXES,
     File,
     captions_among,
     is_caption,
@@ -33,6 +34,7 @@ NO_SAMPLE = 'no sample'  # in the place of a suffix: why there is none, or why a
 MAX_BYTES = 256 << 20  # of an image or a caption: a tar can declare any size
 TAR_BUFFER_BYTES = 1 << 20
 END_BYTES = 1024  # of zeros, that a tar ends with at least: writers of tars fill the last record with more
+LARGEST_RECORD = 1 << 20  # bytes
 
 # Parquet
 PARQUET_IMAGE_COLUMNS = ('image',)  # of the bytes of images
@@ -71,11 +73,7 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
         elif is_parquet(file.name):
             yield from read_parquet(file, columns)
         else:
-            folder, name = os.path.split(file.name)
-            fields = {split_name(beside)[1]: Path(folder, beside).read_bytes() for beside in (name, *file.captions)}
-            if file.caption is not None:  # of a table
-                fields['.txt'] = file.caption.encode(errors='surrogatepass')
-            yield split_name(name)[0], fields
+            yield split_name(os.path.basename(file.name))[0], read_image_file(file)
     except (MemoryError, DataError):
         raise  # neither says that the file itself is damaged
     except OSError as error:
@@ -85,6 +83,18 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
         yield None, {NO_SAMPLE: Unread(f'{DAMAGED}: {one_line(error)}')}
     except Exception as error:  # damaged bytes make tarfile and pyarrow raise nearly anything
         yield None, {NO_SAMPLE: Unread(f'{DAMAGED}: {one_line(error)}')}
+
+
+def read_image_file(file: File) -> Fields:
+    """Read an image and its captions. Of each suffix the first file counts that is not empty."""
+    fields = {split_name(file.name)[1]: Path(file.name).read_bytes()}
+    for name in file.captions:
+        suffix = split_name(name)[1]
+        if not fields.get(suffix, b'').strip():
+            fields[suffix] = Path(file.name).parent.joinpath(name).read_bytes()
+    if file.caption is not None:  # of a table
+        fields['.txt'] = file.caption.encode(errors='surrogatepass')
+    return fields
 
 
 def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
@@ -113,18 +123,18 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
                             offset, size = content
                             content = os.pread(reader.fileno(), size, offset)
                             if len(content) < size:
-                                continue  # a cut tar holds it no more
+                                content = Unread('the tar is cut within it')
                         fields[suffix] = content
-                    if fields:
-                        yield key, fields
+                    yield key, fields
 
 
 def list_members(reader: BinaryIO) -> Iterator[Members]:
-    """Yield the files of each tar in a file.
+    """Yield the files of each tar in a file, and alone each one that is neither image nor caption.
 
     Raises tarfile.ReadError, or nearly anything else, where a tar is damaged, behind its files before that.
     """
     members: Members = {}
+    key = None  # of the last file
     end = 0  # of what was read
     try:
         # tarfile passes over all that is no header: the zeros between two tars, and what is damaged
@@ -140,13 +150,16 @@ def list_members(reader: BinaryIO) -> Iterator[Members]:
                 end = tar.offset
                 if member.isdir():
                     continue
-                key, suffix = split_name(os.path.normpath(member.name))
+                name = os.path.normpath(member.name)
+                key, suffix = split_name(name)
                 if is_hidden(member.name):
-                    content = Unread('it is hidden')
-                elif not member.isreg():
+                    yield {name: {NO_SAMPLE: [Unread('hidden')]}}
+                    continue
+                if not is_image(suffix) and not is_caption(suffix):
+                    yield {name: {NO_SAMPLE: [Unread(f'not an image or a caption: {why_not_read(suffix)}')]}}
+                    continue
+                if not member.isreg():
                     content = Unread('a link, a pipe or a device in a tar is not read')
-                elif not is_image(suffix) and not is_caption(suffix):
-                    content = Unread(why_not_read(suffix))
                 elif member.size > MAX_BYTES:
                     content = Unread('too large')
                 elif member.issparse():
@@ -156,9 +169,14 @@ def list_members(reader: BinaryIO) -> Iterator[Members]:
                 members.setdefault(key, {}).setdefault(suffix, []).append(content)
         require_end_mark(reader, end, os.fstat(reader.fileno()).st_size)
     except Exception:
+        # more files of the last sample may lie behind the damage, and its text file goes before all others
+        if key in members and not any(suffix.lower() == CAPTION_SUFFIXES[0] for suffix in members[key]):
+            members[key][CAPTION_SUFFIXES[0]] = [Unread('it may lie behind the damage')]
         yield members
         raise
-    yield members or {'': {'': [Unread('nothing is in this tar')]}}
+    if key is None:
+        members[''] = {'': [Unread('nothing is in this tar')]}
+    yield members
 
 
 def require_end_mark(reader: BinaryIO, start: int, end: int) -> None:
@@ -169,6 +187,8 @@ def require_end_mark(reader: BinaryIO, start: int, end: int) -> None:
             raise tarfile.ReadError('a garbled header, or what follows its end is no tar')
     if end - start < END_BYTES:  # as where a tar is cut between two files
         raise tarfile.ReadError('no end mark')
+    if end - start >= END_BYTES + LARGEST_RECORD:  # as where a download has made a file of full size, and was cut
+        raise tarfile.ReadError(f'{end - start:,} bytes of zeros, more than a tar ends with')
 
 
 def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fields]]:
@@ -274,10 +294,13 @@ def read_caption(fields: Fields, clean: Callable[[str], str]) -> str:
                 caption = content.decode(encoding_of(content)).rstrip('\r\n')
         except UnicodeError:
             raise ValueError('caption is not UTF-8') from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = f'no caption: its {suffix} is no JSON that can be read ({error})'
+            continue
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue  # a .json of something else
-        if '\0' in caption:  # which UTF-16 without its mark is full of
-            raise ValueError('caption is not UTF-8')
+        if '\0' in caption:
+            raise ValueError('caption has a NUL: UTF-16 needs its byte order mark')
         caption = clean(caption)
         if caption.strip():
             return caption

@@ -6,23 +6,37 @@ not matter.
 (WebDataset splits at the first dot: all of IMG_2020.01.02.jpg, IMG_2020.01.03.jpg and so on would be one sample.)
 A table of captions goes before both for each image that it names: all tables are read before the first image.
 
-Links in folders are followed wherever they lead (part1 -> /disk1): whoever made SOURCE made them. Each real folder is
-searched once, so that loops end, and a file that has two names by links is converted once: by a name that has captions
-beside it, or else by one that is no link.
+Links in folders are followed wherever they lead (part1 -> /disk1): whoever made SOURCE made them. A folder is searched
+once, so that loops end, and a file is converted once, whatever names it has by links of both kinds. Of the names, one
+that is no link goes first; what is found by the others is listed. Captions may stand beside any name of an image.
+
+The search lists the folders, classifies the names in each, pairs images with captions, and then drops second names.
 """
+import errno
 import fnmatch
 import glob
 import hashlib
 import itertools
 import os
 import re
+import stat
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
 from sdbench.datasets.stores import objects_below, open_store, reach
-from sdbench.datasets.tables import TABLE_SUFFIXES, TABLES, USUAL_COLUMNS, Captions, Columns, names_by_form
+from sdbench.datasets.tables import (
+    TABLE_SUFFIXES,
+    TABLES,
+    USUAL_COLUMNS,
+    Captions,
+    Columns,
+    FileIdentity,
+    Unread,
+    identity_of,
+    names_by_form,
+)
 from sdbench.errors import DataError, one_line
 from sdbench.inputs.images import formats
 from sdbench.paths import is_url
@@ -39,7 +53,7 @@ class File(NamedTuple):
     Attributes:
         name: an absolute path, or an address in a store.
         size: in bytes, with that of its captions.
-        captions: names of the files beside an image that may hold its caption.
+        captions: of an image, the files that may hold its caption: names in its folder, or else whole paths.
         changed: tells that a file was written again: the time of its last change in nanoseconds, and those of its
             captions; in a store the ETag.
         caption: of an image, from a table of captions.
@@ -58,11 +72,37 @@ class File(NamedTuple):
         return [self.name, self.size, suffixes, self.changed,
                 *(value for value in (self.caption, self.piece) if value is not None)]
 
-    def with_captions(self, files: list['File']) -> 'File':
-        """Return this image with the files that may hold its caption."""
-        names = tuple(os.path.basename(file.name) for file in files)
-        changed = tuple(change for file in (self, *files) for change in file.changed)
-        return self._replace(size=self.size + sum(file.size for file in files), captions=names, changed=changed)
+    def with_captions(self, files: Iterable['File']) -> 'File':
+        """Return this image with more files that may hold its caption."""
+        image = self
+        folder = os.path.dirname(self.name) + '/'
+        for file in files:
+            name = file.name.removeprefix(folder)
+            if name not in image.captions:
+                image = image._replace(size=image.size + file.size, changed=image.changed + file.changed,
+                                       captions=(*image.captions, name))
+        return image
+
+
+class Entry(NamedTuple):
+    """A name of a file that can be read.
+
+    Attributes:
+        name: in its folder; in a store with the names of the folders below.
+        file: alone, without captions.
+        identity: tells whether two names are of one file: FileIdentity, or in a store its address.
+        links: how many of the name and its folder are links.
+        captions: of an image, the files beside it that may hold its caption.
+    """
+    name: str
+    file: File
+    identity: FileIdentity | str
+    links: int = 0
+    captions: tuple[File, ...] = ()
+
+    @property
+    def suffix(self) -> str:
+        return split_name(self.name)[1]
 
 
 class Folder(NamedTuple):
@@ -73,22 +113,27 @@ class Folder(NamedTuple):
     named: list[str]  # those of them that SOURCE names
     stored: dict[str, File] | None = None  # in a store, by name, which has the names of the folders below in it
 
-    def file(self, name: str) -> File | None:
-        """Return the file of a name, alone; None if it is not a file."""
-        if self.stored is not None:
-            return self.stored[name]
-        path = os.path.join(self.path, name)
-        if not os.path.isfile(path):
-            return None
-        status = os.stat(path)
-        return File(path, status.st_size, changed=(status.st_mtime_ns,))
+    def entry(self, name: str) -> Entry | Unread:
+        """Return what has a name in this folder, or why that cannot be read.
 
-    def real_path_of(self, name: str) -> str:
-        """Return the path of a file without links, or its address in a store."""
+        Raises DataError if a disk cannot be read at the moment.
+        """
         if self.stored is not None:
-            return self.stored[name].name
-        path = os.path.join(self.real_path, name)
-        return os.path.realpath(path) if os.path.islink(path) else path
+            return Entry(name, self.stored[name], self.stored[name].name)
+        path = os.path.join(self.path, name)
+        try:
+            status = os.lstat(path)
+            is_link = stat.S_ISLNK(status.st_mode)
+            if is_link:
+                status = os.stat(path)
+            if not stat.S_ISREG(status.st_mode):
+                return Unread('no file: a pipe, a socket or a device')
+            if not os.access(path, os.R_OK):
+                return Unread('cannot be opened: Permission denied')
+        except OSError as error:
+            return why_unreadable(error, path)
+        return Entry(name, File(path, status.st_size, changed=(status.st_mtime_ns,)), identity_of(status),
+                     links=is_link + (self.path != self.real_path))
 
 
 class Found(NamedTuple):
@@ -116,36 +161,30 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
     """
     # list the folders, and what of them and of stores SOURCE names
     search = Search(sources, excluded)
-    folders = []
-    for source in search.sources:
-        if is_url(source):
-            folders.append(search.stored_files(source))
-        else:
-            folders += search.folders(source)
+    folders = search.folders()
 
     # read all tables of captions
     tables = Captions(columns, search.leave_out)
     if captions is not None:
-        tables.add(captions, is_named=True)
+        tables.add(os.path.abspath(captions), is_named=True)
     for folder in folders:
         if folder.stored is None:
-            found = [name for name in folder.present if name.lower() in TABLES and folder.file(name)]
+            found = [name for name in folder.present if name.lower() in TABLES
+                     and os.path.isfile(os.path.join(folder.path, name))]
             for name in sorted(found, key=lambda name: (TABLES.index(name.lower()), name)):
                 tables.add(os.path.join(folder.path, name))
+    tables.match_alike()
 
-    # sort what is converted from what is left out; of the names of a file, the first in this order counts
-    files = []
-    found = [each for folder in folders for each in search.files(folder, tables)]
-    found.sort(key=lambda each: (not any(file.captions for file in each[2]), os.path.islink(each[0])))
-    for path, real_path, of_path in found:
-        if search.is_new(path, real_path):
-            files += of_path
-    numbers = tables.finish()
-    return Found(sorted(files, key=lambda file: file.name.split('/')), search.left_out, numbers)
+    # sort what is converted from what is left out
+    entries = []
+    for folder in folders:
+        entries += search.paired(folder, search.classified(folder, tables), tables)
+    files = search.deduplicated(entries, tables)
+    return Found(sorted(files, key=lambda file: file.name.split('/')), search.left_out, tables.finish())
 
 
 class Search:
-    """The search of SOURCE: each folder and each file once, by the first of its names.
+    """The search of SOURCE: it lists folders, classifies names, pairs images with captions, and drops second names.
 
     Args:
         sources: as the user gave them.
@@ -153,7 +192,7 @@ class Search:
 
     Attributes:
         left_out: lines for skipped.jsonl.
-        names: the first name of each folder and file, by its real path.
+        searched: the first name of each folder, by its real path.
     """
 
     def __init__(self, sources: Iterable[str], excluded: Iterable[str]):
@@ -161,44 +200,45 @@ class Search:
         self.excluded_folders = {os.path.realpath(path) for path in excluded if not is_url(path)}
         self.excluded_addresses = tuple(f'{url.rstrip("/")}/' for url in excluded if is_url(url))
         self.left_out: list[dict] = []
-        self.names: dict[str, str] = {}
+        self.searched: dict[str, str] = {}
 
     def leave_out(self, name: str, reason: str, key: int | None = None) -> None:
         """List a file or folder with a reason, whose kind stands before a colon; the key is the row of a table."""
         self.left_out.append({'source': name, 'key': key, 'reason': reason})
 
-    def is_new(self, path: str, real: str) -> bool:
-        """Tell whether a folder or file was not found before. List it if it was found by another name."""
-        if real not in self.names:
-            self.names[real] = path
-            return True
-        if self.names[real] != path:
-            self.leave_out(path, f'a second name: of {self.names[real]}')
-        return False
+    def folders(self) -> list[Folder]:
+        """Return all folders of the sources: those that are no links, and what these lead to behind them.
 
-    def folders(self, source: str) -> Iterator[Folder]:
-        """Yield the folders of a source. Raises ValueError if it names nothing, and DataError if it cannot be read."""
-        found = [source]
-        if not os.path.lexists(source):
-            found = sorted(glob.glob(source, recursive=True))
-        if not found:
-            raise nothing_there(source)
-        files = [path for path in found if not os.path.isdir(path)]
-        for folder, paths in itertools.groupby(sorted(files, key=os.path.split), os.path.dirname):
-            names = [os.path.basename(path) for path in paths]
-            yield Folder(folder, os.path.realpath(folder), set(os.listdir(folder)), names)
-        for path in found:
-            if os.path.isdir(path):
-                yield from self.folders_below(path)
+        Raises ValueError if a source names nothing, and DataError if a folder or a store cannot be read.
+        """
+        # stores, files by the folder that they are in, and folders
+        found = []
+        tops = []
+        for source in self.sources:
+            if is_url(source):
+                found.append(self.stored_files(source))
+                continue
+            paths = [source] if os.path.lexists(source) else sorted(glob.glob(source, recursive=True))
+            if not paths:
+                raise nothing_there(source)
+            tops += filter(os.path.isdir, paths)
+            files = [path for path in paths if not os.path.isdir(path)]
+            for folder, of_folder in itertools.groupby(sorted(files, key=os.path.split), os.path.dirname):
+                names = [os.path.basename(path) for path in of_folder]
+                found.append(Folder(folder, os.path.realpath(folder), set(os.listdir(folder)), names))
 
-    def folders_below(self, top: str) -> Iterator[Folder]:
-        """Yield a folder and those below it."""
-        if not self.is_to_be_searched(top):
-            return
-        for folder, subfolders, names in os.walk(top, onerror=self.list_unreadable, followlinks=True):
-            yield Folder(folder, os.path.realpath(folder), {*names, *subfolders}, sorted(names))
-            subfolders.sort()
-            subfolders[:] = [name for name in subfolders if self.is_to_be_searched(os.path.join(folder, name))]
+        # folders are searched to their leaves; links wait until what is no link was searched
+        tops.sort(key=lambda path: os.path.realpath(path) != path)
+        for top in tops:
+            if not self.is_to_be_searched(top):
+                continue
+            for folder, subfolders, names in os.walk(top, onerror=self.list_unreadable):
+                found.append(Folder(folder, os.path.realpath(folder), {*names, *subfolders}, sorted(names)))
+                paths = [os.path.join(folder, name) for name in sorted(subfolders)]
+                tops += filter(os.path.islink, paths)
+                subfolders[:] = [os.path.basename(path) for path in paths
+                                 if not os.path.islink(path) and self.is_to_be_searched(path)]
+        return found
 
     def is_to_be_searched(self, folder: str) -> bool:
         """Tell whether a folder is searched: not what is made, nothing hidden, and each real folder once."""
@@ -209,13 +249,15 @@ class Search:
             if os.path.basename(folder).startswith('.'):
                 self.leave_out(folder, 'hidden')
                 return False
-        return self.is_new(folder, real)
+        first = self.searched.setdefault(real, folder)
+        if first == folder:
+            return True
+        self.leave_out(folder, f'a second name: of {first}')
+        return False
 
     def list_unreadable(self, error: OSError) -> None:
         """List a folder that may not be opened. Raises DataError if a disk cannot be read at the moment."""
-        if not isinstance(error, PermissionError):
-            raise DataError(f'SOURCE {error.filename} cannot be read ({one_line(error)})') from None
-        self.leave_out(error.filename, 'cannot be opened: Permission denied')
+        self.leave_out(error.filename, why_unreadable(error, error.filename))
 
     def stored_files(self, source: str) -> Folder:
         """Return what a source in a store names.
@@ -257,61 +299,100 @@ class Search:
         named = [name for name in sorted(named) if not stored[name].name.startswith(self.excluded_addresses)]
         return Folder(bucket, bucket, stored.keys(), named, stored)
 
-    def files(self, folder: Folder, tables: Captions) -> Iterator[tuple[str, str, list[File]]]:
-        """Yield each tar, Parquet file and image of a folder that SOURCE names, and list what else it names there.
+    def classified(self, folder: Folder, tables: Captions) -> list[Entry]:
+        """Return the tars, Parquet files, images and captions that SOURCE names in a folder, and list all else.
 
-        Each is its path, without links as well, and a File; for an image one for each of its captions of a table.
+        Tables that were read, and what img2dataset writes about its shards, are neither.
         """
-        # sort the files by what they are
-        images = defaultdict(list)  # by key
-        captions = []
+        entries = []
         for name in folder.named:
-            key, suffix = split_name(name)
-            file = folder.file(name)
-            path = file.name if file else os.path.join(folder.path, name)
-            real_path = folder.real_path_of(name)
-            if file is None:
-                self.leave_out(path, 'no file: a broken link, a pipe, a socket or a device')
+            entry = folder.entry(name)
+            suffix = split_name(name)[1]
+            path = folder.stored[name].name if folder.stored else os.path.join(folder.path, name)
+            if isinstance(entry, Unread):
+                self.leave_out(path, entry)
             elif is_hidden(name) and path not in self.sources:
                 self.leave_out(path, 'hidden')
-            elif is_of_img2dataset(name, folder.present) or real_path in tables.read:
+            elif is_of_img2dataset(name, folder.present) or (folder.real_path, entry.identity) in tables.read:
                 continue
-            elif suffix.lower() == '.tar' or is_parquet(name):
-                yield path, real_path, [file]
-            elif folder.stored and (is_image(suffix) or is_caption(suffix)):
-                self.leave_out(path, 'no tar: of a store, tars and Parquet are read; copy the folder here, or pack it')
-            elif is_image(suffix):
-                images[key].append((file, real_path))
-            elif is_caption(suffix):
-                captions.append(name)
-            else:
+            elif suffix.lower() in ('.tar', '.parquet'):
+                entries.append(entry)
+            elif not is_image(suffix) and not is_caption(suffix):
                 self.leave_out(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
+            elif folder.stored:
+                self.leave_out(path, 'no tar: of a store, tars and Parquet are read; copy the folder here, or pack it')
+            else:
+                entries.append(entry)
+        return entries
 
-        # pair images and captions, which may be any files of the folder, also where SOURCE names the image alone
-        named = defaultdict(dict)  # by key and suffix
+    def paired(self, folder: Folder, entries: list[Entry], tables: Captions) -> list[Entry]:
+        """Return what is converted of a folder, images with their captions, and list what has no partner there."""
+        # the names that belong together, which SOURCE may name in part
+        names = defaultdict(dict)  # of images and captions, by key and suffix
         for name in folder.present:
             key, suffix = split_name(name)
             if is_image(suffix) or is_caption(suffix):
-                named[key][suffix] = name
-        join_keys_alike(named)
-        paired = {name for key in images for name in named[key].values()}
-        for name in captions:
-            if name not in paired:
-                self.leave_out(os.path.join(folder.path, name), 'no image')
+                names[key][suffix] = name
+        join_keys_alike(names)
 
-        # each image with its captions of a table, or else in files
-        for key, of_key in images.items():
-            names = [named[key][suffix] for suffix in captions_among(named[key])]
-            beside = [file for file in map(folder.file, names) if file is not None]
-            for image, real_path in of_key:
-                of_table = tables.take(real_path)
-                if of_table is not None:
-                    yield image.name, real_path, [image._replace(caption=caption) for caption in of_table]
-                elif len(of_key) > 1:  # one may be a mask of the other
-                    names = [os.path.basename(file.name) for file, _ in of_key]
-                    self.leave_out(image.name, f'more than one image: {", ".join(names)}')
-                else:
-                    yield image.name, real_path, [image.with_captions(beside)]
+        # the images of each key
+        images = defaultdict(list)
+        for entry in entries:
+            if is_image(entry.suffix):
+                images[split_name(entry.name)[0]].append(entry)
+        with_image = {name for key in images for name in names[key].values()}
+
+        paired = []
+        for entry in entries:
+            if is_caption(entry.suffix):
+                if entry.name not in with_image:
+                    self.leave_out(entry.file.name, 'no image')
+                continue
+            if not is_image(entry.suffix):
+                paired.append(entry)
+                continue
+            key = split_name(entry.name)[0]
+            of_key = images[key]
+            if len({image.identity for image in of_key}) > 1 and not tables.have(entry.identity):
+                listed = ', '.join(image.name for image in of_key)  # one may be a mask of the other
+                self.leave_out(entry.file.name, f'more than one image: {listed}')
+                continue
+            beside = [folder.entry(names[key][suffix]) for suffix in captions_among(names[key])]
+            paired.append(entry._replace(captions=tuple(each.file for each in beside if isinstance(each, Entry))))
+        return paired
+
+    def deduplicated(self, entries: list[Entry], tables: Captions) -> list[File]:
+        """Return each file once, an image for each caption of a table, and list second names.
+
+        The captions of an image that no table names are those beside each of its names.
+        """
+        # a source may be given twice
+        names = {entry.file.name: entry for entry in entries}
+        first = {}  # by identity
+        for entry in sorted(names.values(), key=lambda entry: (entry.links, entry.file.name)):
+            earlier = first.setdefault(entry.identity, entry)
+            if earlier is not entry:
+                self.leave_out(entry.file.name, f'a second name: of {earlier.file.name}')
+                first[entry.identity] = earlier._replace(captions=(*earlier.captions, *entry.captions))
+
+        # each with its captions
+        converted = []
+        for entry in first.values():
+            of_table = tables.take(entry.identity) if is_image(entry.suffix) else None
+            if of_table is None:
+                converted.append(entry.file.with_captions(entry.captions))
+            else:
+                converted += [entry.file._replace(caption=caption) for caption in of_table]
+        return converted
+
+
+def why_unreadable(error: OSError, path: str) -> Unread:
+    """Say why a file or folder is left out. Raises DataError if a disk cannot be read at the moment."""
+    if isinstance(error, PermissionError):
+        return Unread('cannot be opened: Permission denied')
+    if error.errno in (errno.ENOENT, errno.ELOOP):
+        return Unread('no file: it is gone, or a broken link')
+    raise DataError(f'SOURCE {path} cannot be read ({one_line(error)})') from None
 
 
 def nothing_there(source: str) -> ValueError:
@@ -366,20 +447,25 @@ def is_caption(suffix: str) -> bool:
 
 
 def join_keys_alike(files: dict[str, dict[str, Any]]) -> None:
-    """Join the files of two keys of one form where one has an image alone, and the other captions alone.
+    """Join the files of two keys that differ in their form, where one image and one name of captions are left over.
 
-    So IMG_1.txt has the caption of img_1.JPG where no other file of these names is there.
+    So IMG_1.txt has the caption of img_1.JPG where no other file of these names is without a partner.
 
     Args:
         files: of a folder or a tar, by key and suffix.
     """
     for keys in names_by_form(files).values():
-        with_image = [key for key in keys if any(map(is_image, files[key]))]
-        if len(keys) == 2 and len(with_image) == 1:
-            [image] = with_image
-            [other] = {*keys} - {image}
-            if not any(map(is_caption, files[image])):
-                files[image].update(files.pop(other))
+        images = []
+        captions = []
+        for key in keys if len(keys) > 1 else ():
+            has_image = any(map(is_image, files[key]))
+            has_caption = any(map(is_caption, files[key]))
+            if has_image and not has_caption:
+                images.append(key)
+            if has_caption and not has_image:
+                captions.append(key)
+        if len(images) == len(captions) == 1:
+            files[images[0]].update(files.pop(captions[0]))
 
 
 def captions_among(suffixes: Iterable[str]) -> list[str]:

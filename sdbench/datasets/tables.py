@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import stat
 import sys
 import unicodedata
 from collections import Counter, defaultdict
@@ -20,6 +21,7 @@ TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.parquet')  # of those that --capti
 IMAGE_COLUMNS = ('file_name', 'filename')  # of paths of images
 CAPTION_COLUMNS = ('text', 'caption')
 SEPARATORS = ',;\t|'  # of the columns of a CSV: spreadsheets write what is usual in their country
+UNQUOTED = '\t|'  # those of tables that are often written without quotes around cells
 NO_CAPTIONS = ('nan', 'NaN', 'None', '<NA>')  # what pandas writes for a missing caption that was made text
 
 
@@ -52,9 +54,9 @@ class Columns(NamedTuple):
         # the columns of these names
         images = [self.image] if self.image else usual_images
         captions = [self.caption] if self.caption else CAPTION_COLUMNS
-        found_images = columns_called(images, names)
+        found_images = columns_called(self.image, images, names)
         others = [name for name in names if name not in found_images]
-        found_captions = columns_called(captions, others)
+        found_captions = columns_called(self.caption, captions, others)
         if takes_only_other and not self.caption and len(others) == 1:
             found_captions = others
 
@@ -79,37 +81,58 @@ class Columns(NamedTuple):
 USUAL_COLUMNS = Columns()
 
 
-def columns_called(wanted: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the columns that have one of the `wanted` names; if none has, those that have it but for its form.
+def columns_called(given: str | None, wanted: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the columns of the name that a flag has given, or else those that have a `wanted` name in any form.
 
     So File_Name, "file name" and FILENAME are found as file_name.
     """
     def letters(name: str) -> str:
         return ''.join(filter(str.isalnum, name.casefold()))
+    exact = [name for name in names if name == given]
     alike = {letters(name) for name in wanted}
-    return [name for name in names if name in wanted] or [name for name in names if letters(name) in alike]
+    return exact or [name for name in names if letters(name) in alike]
+
+
+FileIdentity = tuple[int, int]
+
+
+def identity_of(status: os.stat_result) -> FileIdentity:
+    """Return device and inode of a file: all names that links give it have the same, as os.path.samefile compares."""
+    return status.st_dev, status.st_ino
+
+
+def find_file(path: str) -> FileIdentity | None:
+    """Return the identity of the regular file of a path; None if there is none."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):  # NUL in a path
+        return None
+    return identity_of(status) if stat.S_ISREG(status.st_mode) else None
 
 
 class Row(NamedTuple):
     """A caption in a row of a table."""
     number: int  # of its line, counted from 1; in Parquet of the row, counted from 0
     image: str  # a path, relative to the folder of the table
-    caption: str
+    caption: Any  # the whole cell, until the row is taken: then one text of it
 
 
 class Captions:
     """The captions that the tables of SOURCE have for images.
 
     Every row is a sample of its own, so that an image with several captions is several samples. Where two tables name
-    an image, the first one decides.
+    an image, the first one decides. Rows whose path is that of a file go first: once all tables are added,
+    `match_alike` looks for those whose names differ in their form.
 
     Args:
         columns: that the flags name.
         leave_out: called with a file, a reason and the number of a row, for what no sample is made of.
 
     Attributes:
-        read: real paths of all tables, also of those that are tables of something else.
-        rows: by the real path of an image, path and column of the table that names it, and its rows there.
+        named: the table of --captions.
+        read: real folder and identity of all tables, also of those that are tables of something else.
+        rows: by the identity of an image, path and column of the table that names it, and its rows there.
+        unmatched: rows whose path is that of no file: the table, its folder, and the row.
         used: images whose captions were taken.
         listings: of folders, the names of their entries by form.
     """
@@ -117,15 +140,18 @@ class Captions:
     def __init__(self, columns: Columns, leave_out: Callable[[str, str, int | None], None]):
         self.columns = columns
         self.leave_out = leave_out
-        self.read: set[str] = set()
-        self.rows: dict[str, tuple[tuple[str, str], list[Row]]] = {}
-        self.used: set[str] = set()
+        self.named: str | None = None
+        self.read: set[tuple[str, FileIdentity]] = set()
+        self.rows: dict[FileIdentity, tuple[tuple[str, str], list[Row]]] = {}
+        self.unmatched: list[tuple[tuple[str, str], str, Row]] = []
+        self.used: set[FileIdentity] = set()
         self.listings: dict[str, dict[str, list[str]]] = {}
 
     def add(self, path: str, is_named: bool = False) -> None:
         """Take the rows of a table, unless it was read before or is not a table of captions.
 
-        A row is left out where its image does not exist, or where an earlier table names that image.
+        A row is left out where its image does not exist, or where an earlier table names that image. The paths in a
+        table depend on its folder, so that one with links in several folders is read in each.
 
         Args:
             path: of the table.
@@ -135,7 +161,8 @@ class Captions:
         would have other captions.
         """
         # find the two columns
-        if os.path.realpath(path) in self.read:
+        folder = os.path.realpath(os.path.dirname(path))
+        if (folder, find_file(path)) in self.read:
             return
         label = f'--captions {path}' if is_named else f'the table {path}'
         rows = read_rows(path)
@@ -147,16 +174,16 @@ class Captions:
             if is_named:
                 raise ValueError(f'{label} is {NO_TABLE}: {error}') from None
             if not path.lower().endswith('.parquet'):  # which may hold the images themselves
-                self.read.add(os.path.realpath(path))
+                self.read.add((folder, find_file(path)))
                 self.leave_out(path, f'{NO_TABLE}: {error}', None)
             return
+        self.read.add((folder, find_file(path)))
+        if is_named:
+            self.named = path
 
-        # take the rows
-        self.read.add(os.path.realpath(path))
+        # take the rows of files, and keep the others
         table = (path, caption_column)
-        folder = os.path.realpath(os.path.dirname(path))
         for number, values in rows:
-            # the image, which is one file
             if isinstance(values, str):
                 self.leave_out(path, values, number)
                 continue
@@ -164,32 +191,58 @@ class Captions:
             if not isinstance(name, str) or not name.strip():
                 self.leave_out(path, f'no image in a row: it has no path in column {image_column}', number)
                 continue
-            images = self.images_called(folder, name)
-            if len(images) != 1:
-                there = os.path.join(folder, name)
-                which = f'{name} may be each of {", ".join(images)}' if images else f'there is no {there}'
-                self.leave_out(path, f'no image at the path of a row: {which}', number)
-                continue
+            row = Row(number, name, values.get(caption_column))
+            image = find_file(os.path.join(folder, name))
+            if image is None:
+                self.unmatched.append((table, folder, row))
+            else:
+                self.take_row(table, image, row)
 
-            # its captions, of the first table that names it
-            first, rows_of_image = self.rows.setdefault(os.path.realpath(images[0]), (table, []))
-            for text in captions_in(values.get(caption_column)):
-                if first != table:
-                    self.leave_out(path, f'a caption of another table: {first[0]} has one of {name}', number)
-                elif isinstance(text, Unread):
-                    self.leave_out(path, f'no caption: {text} for {name}', number)
-                else:
-                    rows_of_image.append(Row(number, name, text))
+    def take_row(self, table: tuple[str, str], image: FileIdentity, row: Row) -> None:
+        """Take the captions in a row of an image, if its table is the first one that names it."""
+        first, rows_of_image = self.rows.setdefault(image, (table, []))
+        for text in captions_in(row.caption):
+            if first != table:
+                reason = f'a caption of another table: {first[0]} has one of {row.image}'
+                self.leave_out(table[0], reason, row.number)
+            elif isinstance(text, Unread):
+                self.leave_out(table[0], f'no caption: {text} for {row.image}', row.number)
+            else:
+                rows_of_image.append(row._replace(caption=text))
 
-    def images_called(self, folder: str, name: str) -> list[str]:
-        """Return the path of the file that a row names, or if there is none those whose names differ in their form.
+    def match_alike(self) -> None:
+        """Take the rows whose path differs in its form from that of a file, where one name and one file are left over.
 
         A table and a disk may write an accent as one sign or as two (macOS), and / as a backslash (Windows), and they
         may differ in capitals and in blanks around a name.
         """
-        path = os.path.join(folder, name)
-        if os.path.isfile(path):
-            return [path]
+        alike = {}  # files by the path that rows have
+        for _, folder, row in self.unmatched:
+            if (folder, row.image) not in alike:
+                alike[folder, row.image] = self.files_alike(folder, row.image)
+        names = Counter(path for paths in alike.values() for path in paths)
+        with_rows = set(self.rows)
+
+        for table, folder, row in self.unmatched:
+            found = alike[folder, row.image]
+            there = os.path.join(folder, row.image)
+            why = None
+            if not found:
+                why = f'there is no {there}'
+            elif len(found) > 1:
+                why = f'{row.image} may be each of {", ".join(found)}'
+            elif find_file(found[0]) in with_rows:
+                why = f'there is no {there}, and {found[0]} has rows of its own'
+            elif names[found[0]] > 1:
+                why = f'there is no {there}, and rows of several names may be of {found[0]}'
+            if why is None:
+                self.take_row(table, find_file(found[0]), row)
+            else:
+                self.leave_out(table[0], f'no image at the path of a row: {why}', row.number)
+        self.unmatched.clear()
+
+    def files_alike(self, folder: str, name: str) -> list[str]:
+        """Return the paths of the files whose names differ in their form from the path that a row has."""
         found = ['/' if name.startswith('/') else folder]
         for part in name.replace('\\', '/').split('/'):
             found = [os.path.join(parent, entry) for parent in found for entry in self.entries_called(parent, part)]
@@ -203,8 +256,12 @@ class Captions:
             self.listings[folder] = names_by_form(os.listdir(folder) if os.path.isdir(folder) else ())
         return self.listings[folder].get(form_of_name(name), [])
 
-    def take(self, image: str) -> list[str] | None:
-        """Return the captions that a table has for the image of a real path; None if no table names it."""
+    def have(self, image: FileIdentity) -> bool:
+        """Tell whether a table names an image."""
+        return image in self.rows
+
+    def take(self, image: FileIdentity) -> list[str] | None:
+        """Return the captions that a table has for an image; None if no table names it."""
         if image not in self.rows:
             return None
         self.used.add(image)
@@ -214,15 +271,22 @@ class Captions:
         """Leave out the rows of images that are none of SOURCE.
 
         Returns how many captions were taken from each table, by its path and the name of its column.
+
+        Raises ValueError if no row of --captions names an image of SOURCE.
         """
         numbers = Counter()
+        tables = set()
         for image, (table, rows) in self.rows.items():
             if image in self.used:
                 numbers[table] += len(rows)
+                tables.add(table[0])
                 continue
             for row in rows:
                 self.leave_out(table[0], f'no image of SOURCE at the path of a row: {row.image} is elsewhere, hidden '
                                'or no image', row.number)
+        if self.named is not None and self.named not in tables:
+            raise ValueError(f'--captions {self.named}: none of its rows names an image of SOURCE; its paths are '
+                             'relative to its own folder, so move it or mend its paths')
         return dict(numbers)
 
 
@@ -242,13 +306,15 @@ def names_by_form(names: Iterable[str]) -> dict[str, list[str]]:
 def captions_in(value: Any) -> list[str | Unread]:
     """Return the captions in a cell: its text, or those of a list; in the place of each that is none, why.
 
-    A CSV has a list as JSON. One that Python has written, ['a', 'b'], is refused: NumPy's looks nearly the same.
+    A text that JSON reads as a list is a list. One that Python has written, ['a', 'b'], is refused: NumPy's looks
+    nearly the same.
     """
-    if isinstance(value, str) and re.match(r"""\s*\[["'].*["']\]\s*$""", value, re.DOTALL):
+    if isinstance(value, str) and value.strip().startswith('['):
         try:
             value = json.loads(value)
-        except ValueError:
-            return [Unread(f'the row has a list that is not JSON, {value!r:.50}')]
+        except (ValueError, RecursionError):
+            if re.match(r"""\s*\[\s*["'].*["']\s*\]\s*$""", value, re.DOTALL):
+                return [Unread(f'the row has a list that is not JSON, {value!r:.50}')]
     captions = []
     for text in value if isinstance(value, list) and value else [value]:
         if isinstance(text, str) and text.strip() and text.strip() not in NO_CAPTIONS:
@@ -313,6 +379,10 @@ def read_csv(path: str) -> Iterator:
             yield names
             for cells in reader:
                 number, end = end + 1, lines_before + reader.line_num  # of the first line of a row, which may have more
+                for cell in cells if separator in UNQUOTED else ():
+                    if separator in cell and len(cell.splitlines()) > 1:
+                        raise csv.Error(f'a cell that begins with a quote in line {number} has {separator!r} and ends '
+                                        'of lines in it, as where rows follow one whose caption begins with a quote')
                 if len(cells) == len(names):
                     yield number, dict(zip(names, cells, strict=True))
                 elif cells:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision
-from PIL import ExifTags, Image, ImageOps, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from sdbench.errors import is_out_of_memory
 
@@ -102,9 +102,12 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
     except Exception:  # of many kinds
         pass
 
-    # 8 bits, on white, RGB
+    # 8 bits, on white, RGB; of 48 bits a PNG names the transparent colour by 16 each, and Pillow keeps the upper 8
     if image.mode[0] in DEEP_MODES:
         image = to_eight_bits(image)
+    transparent = image.info.get('transparency')
+    if isinstance(transparent, tuple) and max(transparent) > 255:
+        image.info['transparency'] = tuple(value >> 8 for value in transparent)
     if image.has_transparency_data:
         image = image.convert('RGBA')
         image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image)
@@ -115,19 +118,34 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
 def to_eight_bits(image: Image.Image) -> Image.Image:
     """Scale a grey image of more than 8 bits to 8 bits. Pillow's own conversion would make 255 and more white.
 
-    Integers are taken as 16 bits, the depth of PNG, PPM, JPEG 2000 and nearly every TIFF, and as 31 bits if a value is
-    larger. The scale is that of the depth, not of the brightest pixel, so that a dark image stays dark. Floats up to 1
-    are taken as brightness, and larger ones as integers of the fewest of FLOAT_BITS that hold the largest value.
+    Integers are taken as 16 bits, the depth of PNG, PPM, JPEG 2000 and nearly every TIFF, and as 31 or 32 bits if a
+    value is larger. The scale is that of the depth, not of the brightest pixel, so that a dark image stays dark. Floats
+    up to 1 are taken as brightness, and larger ones as integers of the fewest of FLOAT_BITS that hold the largest
+    value.
     """
-    values = np.nan_to_num(np.asarray(image, np.float64), posinf=0, neginf=0)  # (H, W)
+    # Pillow reads the unsigned 32 bits of a TIFF with a sign
+    tags = getattr(image, 'tag_v2', {})
+    values = np.asarray(image)  # (H, W)
+    if tags.get(TiffImagePlugin.BITSPERSAMPLE) == (32,) and tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,)) == (1,):
+        values = values.view(np.uint32)
+
+    # the depth
+    values = np.nan_to_num(values.astype(np.float64), posinf=0, neginf=0)
     largest = values.max()
     if image.mode == 'F' and largest <= 1:
         end = 1
-    elif image.mode == 'F':
-        end = next((2 ** bits for bits in FLOAT_BITS if largest < 2 ** bits), largest)
     else:
-        end = 2 ** 16 if largest < 2 ** 16 else 2 ** 31
-    return Image.fromarray((values * (256 / end)).clip(0, 255).astype(np.uint8))
+        stored = tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0]  # 12 in some scans
+        depths = FLOAT_BITS if image.mode == 'F' else (min(stored, 16), 31, 32)
+        end = next((2 ** bits for bits in depths if largest < 2 ** bits), largest)
+    grey = (values * (256 / end)).clip(0, 255).astype(np.uint8)
+
+    # what Pillow does only to 8 bits: a TIFF may count from white to black, and a PNG may have a transparent grey
+    if tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
+        grey = 255 - grey
+    if 'transparency' in image.info:
+        grey[values == image.info['transparency']] = 255
+    return Image.fromarray(grey)
 
 
 def is_upright(image: Image.Image) -> bool:

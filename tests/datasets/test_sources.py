@@ -37,21 +37,23 @@ def test_links_are_followed_loops_end_and_what_has_two_names_is_converted_once(t
     assert reasons_of(found, source) == {
         'part2': f'a second name: of {source}/part1', 'loop': f'a second name: of {source}',
         'b.tar': f'a second name: of {source}/a.tar', 'b.jpg': f'a second name: of {source}/a.jpg',
-        'part1/itself': 'no file: a broken link, a pipe, a socket or a device'}
+        'part1/itself': 'no file: it is gone, or a broken link'}
 
 
-def test_of_two_names_the_one_with_a_caption_counts_or_else_the_one_that_is_no_link(tmp_path):
-    make(tmp_path, 'real/captioned.jpg', 'real/captioned.txt', 'real/bare.jpg', 'real/alone.jpg', 'real/x.tar',
-         'a/bare.txt')
-    links = {'0.jpg': 'captioned.jpg', 'bare.jpg': 'bare.jpg', '1.jpg': 'alone.jpg', 'x.tar': 'x.tar'}
-    for link, real in links.items():
-        (tmp_path / 'a' / link).symlink_to(f'../real/{real}')
+def test_of_several_names_one_that_is_no_link_counts_with_the_captions_beside_each(tmp_path):
+    make(tmp_path, 'real/captioned.jpg', 'real/captioned.txt', 'real/bare.jpg', 'real/x.tar', 'a/bare.txt',
+         'real/two.jpg')
+    for link, real in {'a/0.jpg': 'captioned.jpg', 'a/bare.jpg': 'bare.jpg', 'a/x.tar': 'x.tar', 'b': ''}.items():
+        (tmp_path / link).symlink_to(tmp_path / 'real' / real)
+    (tmp_path / 'real/two.jpeg').hardlink_to(tmp_path / 'real/two.jpg')  # one image, not two of one name
     found = find_files([str(tmp_path)])
-    assert names_of(found, tmp_path) == ['a/bare.jpg', 'real/alone.jpg', 'real/captioned.jpg', 'real/x.tar']
-    second = f'a second name: of {tmp_path}'
+    assert {os.path.relpath(file.name, tmp_path): file.captions for file in found.files} == {
+        'real/bare.jpg': (f'{tmp_path}/a/bare.txt',), 'real/captioned.jpg': ('captioned.txt',), 'real/two.jpeg': (),
+        'real/x.tar': ()}
+    second = {'a/0.jpg': 'real/captioned.jpg', 'a/bare.jpg': 'real/bare.jpg', 'a/x.tar': 'real/x.tar', 'b': 'real',
+              'real/two.jpg': 'real/two.jpeg'}
     assert reasons_of(found, tmp_path) == {
-        'a/0.jpg': f'{second}/real/captioned.jpg', 'real/bare.jpg': f'{second}/a/bare.jpg',
-        'a/1.jpg': f'{second}/real/alone.jpg', 'a/x.tar': f'{second}/real/x.tar'}
+        name: f'a second name: of {tmp_path}/{first}' for name, first in second.items()}
 
 
 def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
@@ -77,7 +79,7 @@ def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
         'IMG.heic': f'{other}.heic needs a package (pip install pillow-heif)', 'photo.txt': 'no image',
         'README': f'{other}a file without a suffix is not read', 'two.jpg': two, 'two.png': two, '._x.jpg': 'hidden',
         '.Trash': 'hidden', 'closed': 'cannot be opened: Permission denied',
-        'pipe.tar': 'no file: a broken link, a pipe, a socket or a device'}
+        'pipe.tar': 'no file: a pipe, a socket or a device'}
 
 
 def test_a_glob_takes_what_it_names_with_the_captions_beside(tmp_path):

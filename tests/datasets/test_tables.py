@@ -136,7 +136,7 @@ def test_a_table_in_parquet_is_read_once_and_is_no_source_of_images(tmp_path, ca
         assert convert.main(argv) == 0
         assert captions(tmp_path / 'out') == ['one']
         printed = capsys.readouterr().out
-        assert 'skipped    1 no image at the path of a row, 1 no image in a row; listed in' in printed
+        assert 'skipped    1 no image in a row, 1 no image at the path of a row; listed in' in printed
     assert printed.startswith('done already: OUT out holds 1 sample of this SOURCE\n')
 
 
