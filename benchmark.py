@@ -66,7 +66,7 @@ class StableDiffusion(ComposerModel):
         files: of `model_name`, where they have been found already.
         snr_gamma: the gamma of Min-SNR, by which `loss` weights each image; None: all count alike.
 
-    Raises ValueError if the model is not there, or its scheduler predicts neither epsilon nor v_prediction.
+    Raises ValueError if the model is not there, or is no Stable Diffusion.
     """
 
     def __init__(self, model_name: str = SD2_BASE, image_size: int = 512, pretrained: bool = False,
@@ -84,9 +84,6 @@ class StableDiffusion(ComposerModel):
             self.scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
         self.noise_scheduler = self.scheduler  # as the original calls it
         self.prediction_type = self.scheduler.config.prediction_type
-        if self.prediction_type not in ('epsilon', 'v_prediction'):
-            raise ValueError(f'--model_name {model_name} has a scheduler with prediction_type {self.prediction_type}; '
-                             'only epsilon and v_prediction can be trained here')
 
         # its parts
         self.unet = UNet2DConditionModel.from_config(files.configs['unet'])

@@ -203,6 +203,11 @@ def test_a_share_is_held_out_by_the_images_and_the_seed_alone(tmp_path, capsys):
     write_sample_tar(tmp_path / 'tars/9.tar', [{'jpg': encoded(picture(900 + index)), 'caption': 'x'} for index in
                                                range(50)])
     assert sides('other')[1] & set(images[50:]) == held_out & set(images[50:])
+    for tar in sorted((tmp_path / 'tars').iterdir()):
+        tar.unlink()
+    write_sample_tar(tmp_path / 'tars/5.tar', [{'jpg': image, 'caption': 'x'} for image in kept])
+    assert convert.main(['tars', 'other', '--held_out', '0.2']) == 0
+    assert not read_index(f'{tmp_path}/other-held-out')['shards']  # of images that are gone none is held out any more
 
 
 @pytest.mark.long

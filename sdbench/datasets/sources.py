@@ -340,7 +340,11 @@ class Search:
         for entry in entries:
             if is_image(entry.suffix):
                 images[split_name(entry.name)[0]].append(entry)
-        with_image = {name for key in images for name in names[key].values()}
+        with_image = set()  # names that an image has beside it, also one that cannot be opened
+        for name in folder.named:
+            key, suffix = split_name(name)
+            if is_image(suffix):
+                with_image.update(names[key].values())
 
         paired = []
         for entry in entries:
@@ -353,7 +357,7 @@ class Search:
                 continue
             key = split_name(entry.name)[0]
             of_key = images[key]
-            if len({image.identity for image in of_key}) > 1 and not tables.have(entry.identity):
+            if len({image.identity for image in of_key}) > 1 and entry.identity not in tables.rows:
                 listed = ', '.join(image.name for image in of_key)  # one may be a mask of the other
                 self.leave_out(entry.file.name, f'more than one image: {listed}')
                 continue
@@ -455,15 +459,11 @@ def join_keys_alike(files: dict[str, dict[str, Any]]) -> None:
         files: of a folder or a tar, by key and suffix.
     """
     for keys in names_by_form(files).values():
-        images = []
-        captions = []
-        for key in keys if len(keys) > 1 else ():
-            has_image = any(map(is_image, files[key]))
-            has_caption = any(map(is_caption, files[key]))
-            if has_image and not has_caption:
-                images.append(key)
-            if has_caption and not has_image:
-                captions.append(key)
+        if len(keys) == 1:
+            continue
+        with_image = {key for key in keys if any(map(is_image, files[key]))}
+        with_caption = {key for key in keys if any(map(is_caption, files[key]))}
+        images, captions = [*(with_image - with_caption)], [*(with_caption - with_image)]
         if len(images) == len(captions) == 1:
             files[images[0]].update(files.pop(captions[0]))
 

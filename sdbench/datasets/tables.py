@@ -256,10 +256,6 @@ class Captions:
             self.listings[folder] = names_by_form(os.listdir(folder) if os.path.isdir(folder) else ())
         return self.listings[folder].get(form_of_name(name), [])
 
-    def have(self, image: FileIdentity) -> bool:
-        """Tell whether a table names an image."""
-        return image in self.rows
-
     def take(self, image: FileIdentity) -> list[str] | None:
         """Return the captions that a table has for an image; None if no table names it."""
         if image not in self.rows:

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoTokenizer, CLIPTextModel, PreTrainedTokenizerBase
 
 from sdbench.errors import one_line
-from sdbench.models.loading import load_weights
+from sdbench.models.loading import load_weights, read_configs
 
 SAMPLER = 'DDIM'
 STEPS = 50
@@ -41,16 +41,16 @@ def load_pipeline(folder: str, label: str) -> StableDiffusionPipeline:
 
     Raises ValueError, which calls it `label`, if there is none that loads.
     """
+    configs = read_configs(Path(folder), label)
     unet = load_weights(UNet2DConditionModel, Path(folder, 'unet'), label)
     vae = load_weights(AutoencoderKL, Path(folder, 'vae'), label)
     text_encoder = load_weights(CLIPTextModel, Path(folder, 'text_encoder'), label)
     try:
-        scheduler_config = DDIMScheduler.load_config(Path(folder, 'scheduler'), local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(os.path.join(folder, 'tokenizer'), local_files_only=True,
                                                   trust_remote_code=False)  # else it may ask on the terminal
     except Exception as error:  # transformers raises many kinds
-        raise ValueError(f'{label} has no scheduler or tokenizer that loads ({one_line(error, 300)})') from None
-    return build_pipeline(unet, vae, scheduler_config, text_encoder, tokenizer)
+        raise ValueError(f'{label} has no tokenizer that loads ({one_line(error, 300)})') from None
+    return build_pipeline(unet, vae, configs['scheduler'], text_encoder, tokenizer)
 
 
 def seeded(seeds: Iterable[int]) -> list[torch.Generator]:

@@ -3,25 +3,38 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, DDPMScheduler
 from tokenizers import Tokenizer
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.errors import one_line
 from sdbench.flags.train import SD2_BASE, TINY_MODEL
 from sdbench.hub import find_or_download
-from sdbench.inputs.tokenizer import build_tokenizer
+from sdbench.inputs.tokenizer import CAPTION_LENGTH, build_tokenizer
 
 # Random weights train as fast. These folders hold none, but those of tiny's VAE.
 BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', TINY_MODEL: Path(__file__).parent / 'tiny'}
 CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'config.json',
                 'scheduler': 'scheduler_config.json'}
+# What Stable Diffusion has in these files, the first where the key is missing. All of these samplers draw from a model
+# that DDPM trains, but for those of flows (use_flow_sigmas).
+STABLE_DIFFUSION = {
+    'unet': {'_class_name': ['UNet2DConditionModel'], 'in_channels': [4], 'out_channels': [4],
+             'class_embed_type': [None], 'num_class_embeds': [None], 'addition_embed_type': [None],
+             'encoder_hid_dim': [None], 'encoder_hid_dim_type': [None]},
+    'vae': {'_class_name': ['AutoencoderKL'], 'in_channels': [3], 'out_channels': [3], 'latent_channels': [4],
+            'shift_factor': [None, 0], 'latents_mean': [None], 'latents_std': [None]},
+    'text_encoder': {'model_type': ['clip_text_model']},
+    'scheduler': {'_class_name': [name for name in DDPMScheduler._compatibles if name != 'EDMEulerScheduler'],
+                  'prediction_type': ['epsilon', 'v_prediction'], 'use_flow_sigmas': [False]},
+}
 # such as model.safetensors, diffusion_pytorch_model.fp16.bin, model-00001-of-00002.safetensors
 WEIGHTS = re.compile(r'(diffusion_pytorch_|pytorch_)?model(\.\w+)?(-\d+-of-\d+)?(\.\w+)?\.(safetensors|bin)')
 PRETRAINED_PARTS = ('vae', 'text_encoder')  # whose weights --pretrained takes
@@ -97,18 +110,51 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
         folder = find_or_download('--model_name', name, patterns)
 
     # what its files say
-    configs = {}
-    for part, file in CONFIG_FILES.items():
-        try:
-            configs[part] = dict(json.loads((folder / part / file).read_bytes()))
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f'--model_name {name} is not a diffusers model ({one_line(error, 300)}); it needs the '
-                             'folders unet, vae, text_encoder and scheduler') from None
+    configs = read_configs(folder, f'--model_name {name}')
     for part in with_weights:
         if not weight_files(folder / part):
             raise ValueError(f'--model_name {name} has no weights in its folder {part}; leave out --pretrained for '
                              'random ones')
     return ModelFiles(name, folder, configs, pretrained)
+
+
+def read_configs(folder: Path, label: str) -> dict[str, dict]:
+    """Return the content of each part's configuration file in a folder of diffusers.
+
+    Raises ValueError, in one line with `label` and the file, if it is no Stable Diffusion that is trained here.
+    """
+    # the files
+    configs = {}
+    for part, file in CONFIG_FILES.items():
+        try:
+            configs[part] = dict(json.loads((folder / part / file).read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f'{label} is not a diffusers model ({one_line(error, 300)}); it needs the '
+                             'folders unet, vae, text_encoder and scheduler') from None
+
+    # classes, channels and the conditions of the UNet; a key that is missing has the value of diffusers or transformers
+    def require(part: str, key: str, value: Any, allowed: Sequence) -> None:
+        if value not in allowed:
+            raise ValueError(f'{label}: {part}/{CONFIG_FILES[part]} has {key} {value}, where Stable Diffusion has '
+                             f'{" or ".join(map(str, allowed))}; no other is trained here')
+    for part, keys in STABLE_DIFFUSION.items():
+        for key, allowed in keys.items():
+            require(part, key, configs[part].get(key, allowed[0]), allowed)
+    text_config = CLIPTextConfig(**configs['text_encoder'])
+    widths = configs['unet'].get('cross_attention_dim', 1280)  # also one for each block
+    for width in widths if isinstance(widths, list) else [widths]:
+        require('unet', 'cross_attention_dim', width, [text_config.hidden_size])
+    if text_config.max_position_embeddings < CAPTION_LENGTH:
+        require('text_encoder', 'max_position_embeddings', text_config.max_position_embeddings, [CAPTION_LENGTH])
+
+    # the schedule of noise
+    try:
+        scheduler = DDPMScheduler.from_config(configs['scheduler'])
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f'{label}: scheduler/{CONFIG_FILES["scheduler"]} has no schedule of noise that is trained '
+                         f'here ({one_line(error, 300)})') from None
+    require('scheduler', 'trained_betas of length', len(scheduler.betas), [len(scheduler)])
+    return configs
 
 
 def weight_files(folder: Path) -> dict[str | None, list[Path]]:

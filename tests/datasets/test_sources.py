@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+import convert
 from sdbench.datasets.sources import File, find_files, join_neighbours
 from sdbench.errors import DataError
+from tests.samples import read_back, skipped, write_photos
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -54,6 +56,28 @@ def test_of_several_names_one_that_is_no_link_counts_with_the_captions_beside_ea
               'real/two.jpg': 'real/two.jpeg'}
     assert reasons_of(found, tmp_path) == {
         name: f'a second name: of {tmp_path}/{first}' for name, first in second.items()}
+
+
+def test_an_image_has_the_caption_beside_its_other_name_and_what_may_not_be_opened_is_listed(tmp_path, monkeypatch):
+    photos = write_photos(tmp_path / 'in', 3)
+    (photos / '0.txt').write_text('\n')
+    (photos / 'linked.jpg').symlink_to('0.jpg')
+    (photos / 'linked.txt').write_text('beside the link')
+    access = os.access
+    monkeypatch.setattr('os.access', lambda path, mode: access(path, mode) and not str(path).endswith('1.txt'))
+    status = os.lstat
+
+    def refuse(path, **options):
+        if str(path).endswith('2.jpg'):
+            raise PermissionError(13, 'Permission denied', path)
+        return status(path, **options)
+    monkeypatch.setattr('os.lstat', refuse)
+    assert convert.main(['in', 'out', '--num_workers', '1']) == 0
+    assert [caption for _, caption in read_back(tmp_path / 'out')] == ['beside the link']
+    reasons = {os.path.basename(line['source']): line['reason'] for line in skipped(tmp_path / 'out')}
+    closed = 'cannot be opened: Permission denied'
+    assert reasons == {'1.txt': closed, '2.jpg': closed, '1.jpg': 'no caption', 'linked.jpg':
+                       f'a second name: of {photos}/0.jpg'}
 
 
 def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):

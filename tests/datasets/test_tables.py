@@ -173,22 +173,28 @@ def test_the_only_other_column_has_the_captions_only_where_a_flag_names_it(tmp_p
 
 
 def test_a_cell_of_a_csv_may_be_a_list_in_json_and_what_is_no_such_list_or_no_row_as_its_header_is_listed(tmp_path):
-    folder = photos(tmp_path / 'in', *(f'{name}.jpg' for name in 'abcdef'))
+    folder = photos(tmp_path / 'in', *(f'{name}.jpg' for name in 'abcdefgh'))
     rows = ['', 'file_name,text', 'a.jpg,"[""one"", ""two""]"', 'b.jpg,"[\'three\' \'four\']"', 'c.jpg,[sic] five',
-            'd.jpg,a cat, asleep', 'e.jpg', '', 'f.jpg,"a cat, awake"', ',x', '']
+            'd.jpg,a cat, asleep', 'e.jpg', '', 'f.jpg,"a cat, awake"', ',x', 'g.jpg,[]', 'h.jpg,"[ ""six"",',
+            'null ]"']
     (folder / 'metadata.csv').write_text('\n'.join(rows))
     assert convert.main([str(folder), 'out']) == 0
-    assert captions(tmp_path / 'out') == ['one', 'two', '[sic] five', 'a cat, awake']
+    assert captions(tmp_path / 'out') == ['one', 'two', '[sic] five', 'a cat, awake', 'six']
     reason = "no row as long as the header: it has {} cells instead of 2; a cell with ',' in it stands in quotes"
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.csv'] == [
         ('metadata.csv', 4, "no caption: the row has a list that is not JSON, \"['three' 'four']\" for b.jpg"),
         ('metadata.csv', 6, reason.format(3)), ('metadata.csv', 7, reason.format(1)),
-        ('metadata.csv', 10, 'no image in a row: it has no path in column file_name')]
+        ('metadata.csv', 10, 'no image in a row: it has no path in column file_name'),
+        ('metadata.csv', 11, 'no caption: the row has [] for g.jpg'),
+        ('metadata.csv', 12, 'no caption: the row has None for h.jpg')]
 
 
 @pytest.mark.parametrize('name, content, words', [
     ('metadata.csv', b'file_name,text\na.jpg,"one\nb.jpg,two\n',
      'the table {} cannot be read up to line 3 (unexpected end of data)'),
+    ('metadata.csv', b'file_name\ttext\na.jpg\t"one\nb.jpg\ttwo"\n', 'a cell that begins with a quote in line 2 has'),
+    ('metadata.csv', b'file_name,Text,caption\na.jpg,one,two\n', 'has the columns Text and caption; name one of them'),
+    ('metadata.csv', b'FileName,file_name,text\na.jpg,b.jpg,1\n', 'has the columns FileName and file_name; name one'),
     ('metadata.csv', b'file_name,text\ncaf\xe9.jpg,one\n', 'the table {} is not UTF-8; save it as "CSV UTF-8"'),
     ('metadata.jsonl', b'{"file_name": "a.jpg", "text": "one"}\n{\n', 'line 2 of the table {} cannot be read')])
 @pytest.mark.parametrize('flags', [[], ['--captions', '{}']])
@@ -200,3 +206,27 @@ def test_a_table_that_cannot_be_read_to_its_end_is_refused(tmp_path, capsys, nam
     argv = [folder, tmp_path / 'out', *(flag.format(table) for flag in flags)]
     assert words.format(table) in one_error_line(argv, capsys, convert.main)
     assert not (tmp_path / 'out').exists()
+
+
+def test_a_row_of_another_form_takes_an_image_only_where_one_name_and_one_image_are_left_over(tmp_path):
+    folder = photos(tmp_path / 'in', 'abc.jpg', 'one.JPG', 'twice.jpg')
+    rows = ['aBc.jpg,not of it', 'abc.jpg,its own', 'One.jpg,a', 'One.jpg,b', 'TWICE.jpg,c', 'Twice.jpg,d']
+    (folder / 'metadata.csv').write_text('\n'.join(['file_name,text', *rows]))
+    assert convert.main([str(folder), 'out']) == 0
+    assert captions(tmp_path / 'out') == ['its own', 'a', 'b']
+    assert [line[1:] for line in listed(tmp_path / 'out') if line[0] == 'metadata.csv'] == [
+        (line, f'no image at the path of a row: there is no {folder}/{name}, and {why}') for line, name, why in (
+            (2, 'aBc.jpg', f'{folder}/abc.jpg has rows of its own'),
+            (6, 'TWICE.jpg', f'rows of several names may be of {folder}/twice.jpg'),
+            (7, 'Twice.jpg', f'rows of several names may be of {folder}/twice.jpg'))]
+
+
+def test_a_table_that_is_linked_into_two_folders_is_read_in_each_and_one_of_no_image_is_refused(tmp_path, capsys):
+    folder = photos(tmp_path / 'in', 'a/x.jpg', 'b/x.jpg')
+    (folder / 'a/captions.csv').write_text('file_name,text\nx.jpg,one\n')
+    (folder / 'b/captions.csv').symlink_to(folder / 'a/captions.csv')
+    assert convert.main([str(folder), 'out']) == 0
+    assert captions(tmp_path / 'out') == ['one', 'one']
+    (tmp_path / 'list.csv').write_text('file_name,text\nx.jpg,one\n')
+    line = one_error_line([folder, 'other', '--captions', 'list.csv'], capsys, convert.main)
+    assert f'--captions {tmp_path}/list.csv: none of its rows names an image of SOURCE' in line

@@ -17,7 +17,7 @@ from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models import flops
 from sdbench.models.drawing import load_pipeline
 from sdbench.models.loading import SD2_BASE, build_text_encoder, build_vae, find_model
-from tests.runs import TINY, settings_of
+from tests.runs import SMALLEST, TINY, settings_of
 from tests.samples import picture
 
 
@@ -121,7 +121,7 @@ def test_code_in_a_model_folder_is_not_run_and_nobody_is_asked_about_it(tmp_path
             load()
     config = folder / 'tokenizer/tokenizer_config.json'
     config.write_text(json.dumps(json.loads(config.read_text()) | {'tokenizer_class': 'Hostile'}))
-    with pytest.raises(ValueError, match='no scheduler or tokenizer that loads'):
+    with pytest.raises(ValueError, match='no tokenizer that loads'):
         load_pipeline(str(folder), 'MODEL')
     assert not asked
     assert not trace.exists()
@@ -171,11 +171,39 @@ def test_a_folder_without_weights_or_with_a_configuration_that_cannot_be_is_one_
     folder = shutil.copytree(smallest_model, tmp_path / 'model', ignore=shutil.ignore_patterns('*.safetensors'))
     with pytest.raises(ValueError, match='model has no weights in its folder vae; leave out --pretrained'):
         find_model(str(folder), pretrained=True)
-    scheduler = folder / 'scheduler/scheduler_config.json'
-    scheduler.write_text(scheduler.read_text().replace('epsilon', 'sample'))
-    with pytest.raises(ValueError, match='--model_name .* has a scheduler with prediction_type sample; '):
-        StableDiffusion(str(folder), 16)
     for content in ('', 'null', '{"a":'):
         (folder / 'unet/config.json').write_text(content)
         with pytest.raises(ValueError, match='--model_name .* is not a diffusers model'):
             find_model(str(folder))
+
+
+@pytest.mark.parametrize('part, change', [
+    ('scheduler', {'_class_name': 'FlowMatchEulerDiscreteScheduler'}), ('scheduler', {'_class_name': 'LCMScheduler'}),
+    ('scheduler', {'_class_name': 'EDMEulerScheduler'}), ('scheduler', {'prediction_type': 'sample'}),
+    ('scheduler', {'_class_name': 'UniPCMultistepScheduler', 'use_flow_sigmas': True}),
+    ('scheduler', {'trained_betas': [0.01] * 10}), ('scheduler', {'beta_schedule': 'cosine'}),
+    ('vae', {'_class_name': 'AutoencoderTiny'}), ('vae', {'latent_channels': 16}), ('vae', {'shift_factor': 0.1}),
+    ('unet', {'in_channels': 9}), ('unet', {'out_channels': 8}), ('unet', {'addition_embed_type': 'text_time'}),
+    ('unet', {'class_embed_type': 'timestep'}), ('unet', {'cross_attention_dim': [16, 100]}),
+    ('text_encoder', {'model_type': 't5'}), ('text_encoder', {'max_position_embeddings': 64})])
+def test_a_model_of_another_kind_is_refused_in_a_line_with_its_part_file_and_value(tmp_path, part, change):
+    folder = shutil.copytree(SMALLEST, tmp_path / 'model')
+    file = folder / part / ('scheduler_config.json' if part == 'scheduler' else 'config.json')
+    config = json.loads(file.read_text())
+    if change == {'_class_name': 'AutoencoderTiny'}:
+        config = {}
+    file.write_text(json.dumps(config | change))
+    for find, label in ((partial(find_model, str(folder)), f'--model_name {folder}'),
+                        (partial(load_pipeline, str(folder), 'MODEL'), 'MODEL')):
+        with pytest.raises(ValueError, match=f'^{label}: {part}/{file.name} has .*; no other|no schedule') as refused:
+            find()
+        assert '\n' not in str(refused.value)
+
+
+@pytest.mark.parametrize('sampler', ['PNDMScheduler', 'DDIMScheduler', 'EulerDiscreteScheduler',
+                                     'DPMSolverMultistepScheduler', 'UniPCMultistepScheduler'])
+def test_a_model_of_another_sampler_of_the_same_noise_stays(tmp_path, sampler):
+    folder = shutil.copytree(SMALLEST, tmp_path / 'model')
+    file = folder / 'scheduler/scheduler_config.json'
+    file.write_text(json.dumps(json.loads(file.read_text()) | {'_class_name': sampler, 'use_flow_sigmas': False}))
+    assert find_model(str(folder)).configs['scheduler']['_class_name'] == sampler
