@@ -126,7 +126,7 @@ class EMA(composers.EMA):
         else:
             update_interval = update_interval or '1ba'
         super().__init__(half_life, smoothing, ema_start, update_interval)
-        self._given_half_life = half_life  # kept in checkpoints, so that export.py can tell a young average
+        self._given_half_life = half_life
         self.ema_model = composers.EMAParameters(None)  # until the model is there
         self._pairs: tuple | None = None  # a model, the averages, and in the same order its tensors
 
@@ -134,8 +134,11 @@ class EMA(composers.EMA):
         return f'EMA(smoothing={self.smoothing}, ema_start={self.ema_start}, update_interval={self.update_interval})'
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with the half-life, which is not taken over where it is loaded: `smoothing` stays."""
-        return super().state_dict() | {'half_life': self._given_half_life}
+        """Return the state with what tells a young average: its half-life, and whether it is there from the start.
+
+        A run that loads them keeps its own.
+        """
+        return super().state_dict() | {'half_life': self._given_half_life, 'from_start': self.ema_start.value == 0}
 
     def match(self, event: Event, state: State) -> bool:
         """Tell whether `apply` has something to do at an event.

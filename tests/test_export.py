@@ -166,15 +166,15 @@ def test_another_model_or_tokenizer_than_the_trained_one_is_refused(
 
 
 def test_the_average_of_a_young_training_and_of_one_without_pretrained_is_exported_with_a_warning(capfd):
-    for half_life in ('2ba', '1ba'):
-        main(['--use_synth_data', *TINY, '--max_duration', '4ba', '--use_ema', '--ema_half_life', half_life,
-              '--save_folder', half_life])
-        export([half_life, f'{half_life}-out'])
+    for folder, half_life, start in (('2ba', '2ba', []), ('1ba', '1ba', []), ('late', '2ba', ['--ema_start', '3ba'])):
+        main(['--use_synth_data', *TINY, '--max_duration', '4ba', '--use_ema', '--ema_half_life', half_life, *start,
+              '--save_folder', folder])
+        export([folder, f'{folder}-out'])
     errors = capfd.readouterr().err
     [warning] = [line for line in errors.splitlines() if 'average is still near' in line]
     assert 'since its half-life is 2ba, and CHECKPOINT 2ba is of batch 4; --live' in warning
-    assert errors.count('warning: without --pretrained the VAE and the text encoder are random') == 2
-    assert errors.count('was trained without --pretrained') == 2
+    assert errors.count('warning: without --pretrained the VAE and the text encoder are random') == 3
+    assert errors.count('was trained without --pretrained') == 3
 
 
 def test_an_export_into_the_folder_of_another_is_done_already_or_made_anew_beside_it(checkpoints, tmp_path, capfd):

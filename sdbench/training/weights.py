@@ -96,27 +96,31 @@ def trained_model_of(state: dict) -> TrainedModel:
             spent = callback
     timestamp = state.get('timestamp', {}).get('Timestamp', {})
 
-    # The weights, and their average where it has started, this program's or Composer's own. That saves while the
-    # average is in the model and the live weights are in its shadow, whose names have DDP's prefix of a run on several
-    # devices.
+    # the average where it has started, this program's or Composer's own
     ema = dict(state.get('algorithms', ())).get('EMA')
     averaged = None
     average = None
     young_half_life = None
     if ema is not None and ema['ema_started']:
         shadow = {}
-        for group, tensors in ema['ema_model'].items():  # parameters and buffers
+        for group, tensors in ema['ema_model'].items():  # parameters and buffers, with DDP's prefix of several devices
             shadow[group] = {name.removeprefix(DDP_PREFIX): tensor for name, tensor in tensors.items()}
-            if ema['ema_weights_active']:
-                for name in shadow[group].keys() & model.keys():
-                    model[name], shadow[group][name] = shadow[group][name], model[name]
+
+        # Composer saves while the average is in the model, and the live weights are in its shadow
+        if ema['ema_weights_active']:
+            for group, live in shadow.items():
+                shadow[group] = {name: model.get(name, tensor) for name, tensor in live.items()}
+                model |= {name: tensor for name, tensor in live.items() if name in model}
         averaged = with_prefix_removed(model | shadow['named_parameters_dict'], 'unet.')
         average = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False}
 
-        # an average is young as long as much of it is still what the training started from
+        # It is young as long as much of it is still what the training started from. One that started later began as a
+        # copy of trained weights.
         half_life = ema.get('half_life')
-        if half_life and 4 * int(half_life[:-2]) > timestamp['batch' if half_life.endswith('ba') else 'epoch']:
-            young_half_life = half_life
+        if half_life and ema.get('from_start', True):
+            passed = timestamp['batch' if half_life.endswith('ba') else 'epoch']
+            if 4 * int(half_life[:-2]) > passed:
+                young_half_life = half_life
     return TrainedModel(timestamp.get('batch'), timestamp.get('sample'), flags, spent, facts,
                         with_prefix_removed(model, 'unet.'), averaged, young_half_life, average,
                         with_prefix_removed(model, 'vae.') or None, with_prefix_removed(model, 'text_encoder.'))
