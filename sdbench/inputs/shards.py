@@ -50,8 +50,10 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
         index = json.loads(content)
         for shard in index['shards']:
             check_shard(shard, 'latents' in index, label)
+        hash_of_images(index)
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError):
-        raise ValueError(f'{label} has an {INDEX} that is not one of MDS shards; convert the data again') from None
+        raise ValueError(f'{label} has an {INDEX} that is not one of convert.py or encode.py; make the data again'
+                          ) from None
     return index
 
 

@@ -15,7 +15,7 @@ SHARD = {'samples': 1, 'format': 'mds', 'raw_data': {'basename': 'a', 'bytes': 1
 
 @pytest.mark.parametrize('content, words', [
     ('not json', 'index.json'), ('{}', 'index.json'), ('[]', 'index.json'), ('{"shards": [{}]}', 'index.json'),
-    ('{"shards": 3}', 'index.json'),
+    ('{"shards": 3}', 'index.json'), ('{"shards": [], "latents": {}}', 'not one of convert.py or encode.py'),
     (json.dumps({'shards': [SHARD | {'format': 'jsonl'}]}), 'has a shard of format jsonl, which is not read')])
 def test_an_index_that_cannot_be_read_says_why(tmp_path, content, words):
     (tmp_path / 'index.json').write_text(content)
