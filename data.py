@@ -5,7 +5,9 @@ int64 (B, 77). Images travel as bytes at the size they were stored in; `normaliz
 size and to [-1, 1] once it is on the device.
 """
 import math
+import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -37,6 +39,7 @@ from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
 from sdbench.paths import INDEX
+from sdbench.process import end_with_parent
 from sdbench.training.evaluation import LABEL, NOISE, TIMESTEP, HeldOutSamples
 
 DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
@@ -269,9 +272,16 @@ def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[
     return batch
 
 
-def leave_process_group(worker: int) -> None:
-    """Move a loader process into its own process group, so that Ctrl-C reaches the run before its loaders."""
+def begin_worker(worker: int) -> None:
+    """Let a loader's process end when the run is gone, and move it into a process group of its own.
+
+    So Ctrl-C reaches the run before its loaders. Without the first, the processes of a run whose ranks were all killed
+    at the start of an epoch wait for one another forever.
+    """
     os.setpgrp()
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != multiprocessing.parent_process().pid:  # it was gone before
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer: Tokenizer | None = None,
@@ -294,7 +304,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     if tokenizer is None and isinstance(dataset, StreamingLAIONDataset):
         tokenizer = dataset.tokenizer
     make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
-    workers = {'num_workers': num_workers, 'worker_init_fn': leave_process_group,
+    workers = {'num_workers': num_workers, 'worker_init_fn': begin_worker,
                'pin_memory': torch.cuda.is_available()}
 
     # random data, held-out samples, or shards
@@ -344,6 +354,7 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
                                     cache_limit=settings.cache_limit, batch_size=settings.device_batch_size,
+                                    epoch_size=settings.batches_per_epoch * settings.batch_size,
                                     shuffle=True, shuffle_seed=seed)
     return build_loader(dataset, settings.device_batch_size, settings.num_workers, tokenizer, settings.max_bad_samples)
 

@@ -135,8 +135,7 @@ def batches_per_epoch(settings: Train, index: dict | None) -> int:
     if samples < settings.batch_size and settings.dry_run is None:
         raise ValueError(f'--remote {settings.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
                          f'{settings.batch_size}; use a smaller batch')
-    samples_of_device = math.ceil(samples / settings.num_devices)  # Streaming repeats some, so that each has as many
-    return max(1, samples_of_device // settings.device_batch_size)
+    return max(1, samples // settings.batch_size)
 
 
 def best_precision(is_for_gpus: bool) -> str:

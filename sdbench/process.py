@@ -41,10 +41,16 @@ def begin() -> None:
     if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # torch 2.9 has the second as well
         os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'
 
-    # When the launcher that started this process is gone, SIGTERM comes, so that no rank runs on alone (Linux).
-    if os.environ.get('LOCAL_RANK') and sys.platform == 'linux':
+    # When the launcher that started this process is gone, no rank runs on alone.
+    if os.environ.get('LOCAL_RANK'):
+        end_with_parent(signal.SIGTERM)
+
+
+def end_with_parent(number: int) -> None:
+    """Let this signal come to the process when the one that started it is gone (Linux)."""
+    if sys.platform == 'linux':
         import ctypes
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def of_launcher(name: str) -> int | None:

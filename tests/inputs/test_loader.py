@@ -1,12 +1,17 @@
 """What a loader says of itself: how long it was waited for, and what lies ready."""
+import multiprocessing
 import os
 import signal
+from pathlib import Path
 
+import psutil
 import pytest
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
+from data import begin_worker
 from sdbench.errors import known_reason
 from sdbench.inputs.loader import TimedDataLoader
+from tests.runs import wait_until
 
 
 class Numbers(Dataset):
@@ -43,3 +48,30 @@ def test_a_killed_process_of_a_loader_is_one_line_with_the_remedy(number, words,
     assert words in line and '--num_workers' in line and '--shm-size' in line
     assert '\n' not in line
     assert 'Traceback' not in capfd.readouterr().err
+
+
+def wait_in_a_worker(note: Path) -> None:
+    multiprocessing.set_start_method('fork', force=True)
+
+    def wait(_):
+        note.write_text(str(os.getpid()))
+        signal.pause()
+    list(DataLoader(Numbers(), num_workers=1, worker_init_fn=begin_worker, collate_fn=wait))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_loaders_process_that_waits_ends_when_its_rank_is_killed(server, tmp_path):
+    note = tmp_path / 'pid'
+    rank = server.Process(target=wait_in_a_worker, args=(note,))
+    rank.start()
+    wait_until(lambda: note.exists() and note.read_text())
+    worker = int(note.read_text())
+    assert is_alive(worker)
+    rank.kill()
+    wait_until(lambda: not is_alive(worker))
