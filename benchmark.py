@@ -30,10 +30,9 @@ from torchmetrics import MeanSquaredError
 from data import build_data, build_evaluator, normalize, open_held_out
 from ema import EMA
 from sdbench.complete import complete, index_of_data
-from sdbench.forecast.dry_run import forecast_training
 from sdbench.gpus import peak_of
 from sdbench.inputs.shards import MOMENTS
-from sdbench.measuring.clock import Measurement, build_profiler, measure_loader
+from sdbench.measuring.clock import Measurement, Trace, measure_loader
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
@@ -45,8 +44,8 @@ from sdbench.training.loggers import build_loggers, kept_name, name_of_run
 from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import FiniteSteps, build_schedule, min_snr_weights
 from sdbench.training.progress import Progress
-from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks, on_rank_0
-from sdbench.training.run import begin_run, finish_run, fit, log_config, training_record
+from sdbench.training.ranks import GracefulStop, destroy_nccl_group, join_ranks, on_rank_0
+from sdbench.training.run import announce_build, begin_run, finish_run, fit, training_record
 from sdbench.training.safeguard import Safeguard
 from sdbench.training.sampling import Sampling, read_prompts
 from sdbench.training.spending import Spending
@@ -232,37 +231,39 @@ def build_algorithms(settings: Train, files: ModelFiles | None = None,
     return algorithms
 
 
-def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, stop: StopAtSignal,
+def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, stop: GracefulStop,
                     prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
     """Build what watches a run and keeps it alive, in the order in which Composer calls them at each event."""
     # Composer's own curves of speed. It is told the GPU's peak, which it would look up by a name that it may not know.
     window = min(10, settings.measure_batches or 10)  # batches
     peak = peak_of(torch.cuda.get_device_name(), settings.precision) if torch.cuda.is_available() else None
-
-    # around each batch
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
-    callbacks = [
-        SpeedMonitor(window, (peak or 0) * 1e12),
-        *more,                  # what they do counts as part of the batch
-        measurement,            # the clock stops here, before anything is drawn or saved
-        Progress(settings.batch_size),
-        Safeguard(settings.seed, flags_to_keep(settings, files, dataset)),
-        FiniteSteps(settings.on_nan, settings.clip_grad_norm),
-        Evaluations(),
-        LRMonitor(),
-        stop,                   # decides whether this batch is the last, which is drawn and saved
-    ]
-
-    # between two batches: drawing, then saving
+    trace = drawings = saver = None
+    if settings.profile:
+        trace = Trace(settings.profile, settings.warmup_batches)
     if prompts:
-        callbacks.append(Sampling(settings, prompts, model, files, measurement.stopwatch, stop))
+        drawings = Sampling(settings, prompts, model, files, measurement.stopwatch, stop)
     if settings.save_folder:
-        callbacks.append(AtomicCheckpointSaver(settings.save_folder, settings.save_interval,
-                                               settings.save_num_checkpoints_to_keep))
-    return callbacks
+        saver = AtomicCheckpointSaver(settings.save_folder, settings.save_interval,
+                                      settings.save_num_checkpoints_to_keep)
+    callbacks = [
+        SpeedMonitor(window, (peak or 0) * 1e12),  # curves of speed
+        *more,          # what they do counts as part of the batch
+        measurement,    # the clock stops here, before anything is drawn or saved
+        trace,
+        Progress(settings.batch_size),
+        Safeguard(settings.seed, flags_to_keep(settings, files, dataset)),  # a resume goes on exactly
+        FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
+        Evaluations(),  # what the record says of them
+        LRMonitor(),    # the curve of the learning rate
+        stop,           # decides whether this batch is the last, before it is drawn and saved
+        drawings,
+        saver,          # comes last, when all else that belongs to the batch is done
+    ]
+    return [callback for callback in callbacks if callback is not None]
 
 
-def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: StopAtSignal,
+def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: GracefulStop,
                    callbacks: Sequence[Callback] = (), checkpoint: str | None = None
                    ) -> tuple[Train, StableDiffusion, Trainer]:
     """Build the model, and its training at its start or at the checkpoint to resume from.
@@ -319,7 +320,6 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
             load_progress_bar=False,
             seed=settings.seed,
             dist_timeout=settings.dist_timeout,
-            profiler=build_profiler(settings),
         )
     switch_allreduce(trainer.state.model, settings)
     return settings, model, trainer
@@ -331,16 +331,16 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
     Raises DataError if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
     """
     # What is trained, and from where on.
-    log_config(settings)
+    announce_build(settings)
     checkpoint = newest_checkpoint(settings.save_folder) if settings.autoresume else None
 
     # The training. A signal ends it, or its budget, and lets the record be kept.
-    with StopAtSignal() as stop:
+    with GracefulStop() as stop:
         spending = Spending(settings, stop)
         settings, model, trainer = build_training(settings, files, data, stop, [*callbacks, spending], checkpoint)
-        spending.require_money()
         begin_run(settings, model, trainer, checkpoint)
-        outcome = fit(trainer, stop)
+        spending.require_money()
+        outcome = fit(settings, trainer, stop)
         record = training_record(settings, model, data, trainer, outcome)
         finish_run(settings, trainer, record)
         return record
@@ -359,6 +359,7 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
         index = index_of_data(settings)
         settings = complete(settings, index)
         if settings.dry_run is not None:
+            from sdbench.forecast.dry_run import forecast_training  # a training needs nothing of it
             return forecast_training(settings, build_model)
 
         with locked_save_folder(settings.save_folder, settings.autoresume), process_switches(settings):
@@ -374,4 +375,4 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
 
 if __name__ == '__main__':
     main()
-    leave_ranks()
+    destroy_nccl_group()

@@ -34,7 +34,7 @@ from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, 
 from sdbench.models.flops import flops_of_latents
 from sdbench.models.loading import find_model
 from sdbench.records.figures import OF_AN_ENCODING, summary_lines
-from sdbench.records.keys import why_unreliable
+from sdbench.records.keys import COMPLETE, why_unreliable
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import training_command
 
@@ -99,6 +99,7 @@ def encode(settings: Encode) -> dict | None:
     # keep the record: throughput over all devices, and what is stored for an image
     speed = sum(worker['measured'] for worker in figures) / sum(worker['seconds'] for worker in figures)
     found = {
+        'status': COMPLETE,
         'num_devices': devices,
         'num_nodes': len({worker['machine'] for worker in figures}),
         'images_per_sec': speed * devices,

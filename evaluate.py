@@ -58,11 +58,11 @@ from sdbench.models.feature_extractors import (
 )
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.process import progress_bar
-from sdbench.records.keys import FEWEST_FOR_FID
+from sdbench.records.keys import COMPLETE, FEWEST_FOR_FID
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import evaluation_summary
 from sdbench.training.compatibility import was_trained_on
-from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
+from sdbench.training.ranks import destroy_nccl_group, join_ranks, on_rank_0
 from sdbench.training.weights import about_training, read_exported, read_trained_model, trained_pipeline
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
@@ -297,8 +297,8 @@ def evaluate(settings: Evaluate) -> dict:
         scores = [scores_at(settings, guidance, captions, metrics) for guidance in settings.guidance]
 
     # The record.
-    found = {'image_size': image_size, 'sampler': SAMPLER, 'scores': scores, **about_model, **about_metrics, **drawn,
-             'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
+    found = {'status': COMPLETE, 'image_size': image_size, 'sampler': SAMPLER, 'scores': scores, **about_model,
+             **about_metrics, **drawn, 'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
     if settings.inception:
         found['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
         found['fid_is_biased'] = settings.samples < FEWEST_FOR_FID
@@ -321,4 +321,4 @@ def main(argv: list[str] | None = None) -> dict:
 
 if __name__ == '__main__':
     main()
-    leave_ranks()
+    destroy_nccl_group()

@@ -9,19 +9,19 @@ import pytest
 from sdbench import process
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import answer_early
-from sdbench.training.run import log_config
+from sdbench.training.run import announce_build
 from tests.runs import settings_of
 
 
 def test_a_cpu_is_told_what_stable_diffusion_takes_there_and_what_takes_less(capsys, monkeypatch):
     monkeypatch.setattr('os.sysconf', {'SC_PAGE_SIZE': 1, 'SC_PHYS_PAGES': 23e9}.get)
-    log_config(settings_of('--use_synth_data', '--device_train_microbatch_size', '4'))
+    announce_build(settings_of('--use_synth_data', '--device_train_microbatch_size', '4'))
     warning, _ = capsys.readouterr().err.splitlines()
     assert '23 GB of memory for 4 images at once' in warning and '2,048 images' in warning
     with pytest.raises(ValueError, match='26 GB of memory for 4 images at once, and this machine has 23 GB; give'):
-        log_config(settings_of('--use_synth_data', '--use_ema', '--device_train_microbatch_size', '4'))
+        announce_build(settings_of('--use_synth_data', '--use_ema', '--device_train_microbatch_size', '4'))
     command = warning.partition('python benchmark.py ')[2].split()
-    log_config(settings_of(*command))
+    announce_build(settings_of(*command))
     assert 'warning' not in capsys.readouterr().err
 
 

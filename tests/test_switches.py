@@ -57,10 +57,10 @@ def test_a_step_whose_scaled_gradients_overflow_is_left_out_and_the_scale_halved
     witness = Weights(2, value=float('inf'))
     files = find_model(smallest_with_attention)
     data = benchmark.build_data(settings, files, None)
-    with norms_in_float32(), benchmark.StopAtSignal() as stop:
+    with norms_in_float32(), benchmark.GracefulStop() as stop:
         _, _, training = benchmark.build_training(settings, files, data, stop, [witness])
-        outcome = benchmark.fit(training, stop)
-    assert outcome == {'status': 'complete'}  # its loss was finite
+        outcome = benchmark.fit(settings, training, stop)
+    assert outcome['status'] == 'complete'  # its loss was finite
     assert training.state.scaler.get_scale() == 2. ** 15  # torch begins with twice that
     assert torch.equal(witness.weights[1], witness.weights[2])
     assert not torch.equal(witness.weights[0], witness.weights[1])

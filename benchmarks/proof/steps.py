@@ -235,4 +235,4 @@ def main() -> None:
 if __name__ == '__main__':
     main()
     if torch.distributed.is_initialized():
-        benchmark.leave_ranks()
+        benchmark.destroy_nccl_group()

@@ -43,3 +43,6 @@ def to_batches(time: str, batches_per_epoch: int | None = None, batches_of_run: 
     return max(1, math.floor(number * batches_of_run))
 
 
+def is_due(batch: int, interval: str, end: str) -> bool:
+    """Tell whether what is done at each interval and at the end is due after a batch; both times are in batches."""
+    return batch % to_batches(interval) == 0 or batch >= to_batches(end)

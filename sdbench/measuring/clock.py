@@ -15,6 +15,7 @@ queue holds have been taken. What the queue loses in the window was not made in 
 """
 import itertools
 import math
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -25,15 +26,14 @@ import numpy as np
 import torch
 from composer import Callback
 from composer.core import DataSpec, State
-from composer.profiler import JSONTraceHandler, Profiler, cyclic_schedule
 from composer.utils import dist, get_device
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from sdbench.flags.train import Train
 from sdbench.gpus import GIB
 from sdbench.measuring.power import GpuMonitor, gather_gpu_figures
-from sdbench.paths import without_placeholders
 from sdbench.records.figures import OF_A_LOADER, summary_lines
-from sdbench.records.keys import QUEUES_IN_WINDOW, caution_about
+from sdbench.records.keys import COMPLETE, QUEUES_IN_WINDOW, caution_about
 from sdbench.records.record import append_record, make_record
 
 EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
@@ -124,6 +124,12 @@ class Measurement(Callback):
         self.stopwatch = Stopwatch(EXCLUDED)
         self._previous_end = 0.0  # of a batch, by the clock
         self._queued_at_start = 0  # batches in the loader's queue when the window began
+
+    def state_dict(self) -> dict:
+        return {'loss': self.loss}  # for a run that resumes where nothing is left to train
+
+    def load_state_dict(self, state: dict) -> None:
+        self.loss = state['loss']
 
     def fit_start(self, state: State, logger) -> None:
         # between warm-up and window the loader's queue turns over, if the run is long enough for it
@@ -292,7 +298,7 @@ def measure_loader(settings: Train, data: DataSpec) -> dict:
     mine = (images * made / measured, seconds, data.batch_transforms.found)
     images, seconds, bad = zip(*dist.all_gather_object(mine), strict=True)
     record = make_record('loader', settings, {
-        'loader_images_per_sec': sum(images) / max(seconds), 'measured_batches': measured,
+        'status': COMPLETE, 'loader_images_per_sec': sum(images) / max(seconds), 'measured_batches': measured,
         'bad_samples': len(set.union(*bad))})
     summary = summary_lines(OF_A_LOADER, record | {'caution': caution_about(record)})
     return append_record(record, '\n'.join(summary), settings.results_file)
@@ -307,18 +313,28 @@ def peak_memory_gib() -> float:
     return int(peak) * 1024 / GIB
 
 
-def build_profiler(settings: Train) -> Profiler | None:
-    """Build Composer's profiler for --profile DIR; None without the flag.
+class Trace(Callback):
+    """Traces TRACED_BATCHES batches of a run, on each rank, by torch's profiler: what the CPU and the GPU did in them.
 
-    Each rank writes `DIR/torch/rank0.N.pt.trace.json`, with what the CPU and the GPU did, and under `DIR/composer` the
-    same with the events of Composer's loop; N is the last batch that was traced. It does so in each epoch.
+    They follow the warm-up, from where the run starts or resumes, and TRACE_WARMUP batches of the profiler's own. The
+    file is `rankN.TIME.pt.trace.json`, so that it is never written over.
+
+    Args:
+        folder: for the file.
+        warmup_batches: of the run.
     """
-    if not settings.profile:
-        return None
-    folder = Path(without_placeholders(settings.profile))
-    events = JSONTraceHandler(folder=str(folder / 'composer'), remote_file_name=None, merged_trace_filename=None,
-                              merged_trace_remote_file_name=None)
-    schedule = cyclic_schedule(skip_first=settings.warmup_batches, warmup=TRACE_WARMUP, active=TRACED_BATCHES)
-    return Profiler(schedule=schedule, trace_handlers=[events], sys_prof_cpu=False,
-                    torch_prof_folder=str(folder / 'torch'), torch_prof_remote_file_name=None,
-                    torch_prof_memory_remote_file_name=None)
+
+    def __init__(self, folder: str, warmup_batches: int):
+        os.makedirs(folder, exist_ok=True)  # where that is refused, it is before the run
+        steps = schedule(skip_first=warmup_batches, wait=0, warmup=TRACE_WARMUP, active=TRACED_BATCHES, repeat=1)
+        self.profiler = profile(schedule=steps, profile_memory=True, with_flops=True,
+                                on_trace_ready=tensorboard_trace_handler(folder, f'rank{dist.get_global_rank()}'))
+
+    def fit_start(self, state: State, logger) -> None:
+        self.profiler.start()
+
+    def batch_end(self, state: State, logger) -> None:
+        self.profiler.step()
+
+    def fit_end(self, state: State, logger) -> None:
+        self.profiler.stop()

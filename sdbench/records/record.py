@@ -16,7 +16,6 @@ from composer.utils.collect_env import get_cpu_model
 from sdbench.errors import DataError, redacted
 from sdbench.flags.train import DataLoading
 from sdbench.gpus import peak_of
-from sdbench.records.keys import COMPLETE
 from sdbench.records.versions import git_commit, package_versions
 
 
@@ -26,14 +25,13 @@ def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, A
     Args:
         stage: `train`, `loader`, `encode` or `evaluate`.
         settings: of the command. Passwords and the like are left out.
-        found: its figures, by the keys of sdbench/records/keys.py, and what else the run says. It counts where a flag
-            or a line below has the same name.
+        found: its figures, by the keys of sdbench/records/keys.py, and what else the run says: of one that has ended,
+            its `status`. It counts where a flag or a line below has the same name.
     """
     # when, how and where
     on_gpu = torch.cuda.is_available()
     record = {
         'stage': stage,
-        'status': COMPLETE,
         'date': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
         'command': shlex.join(map(redacted, sys.argv)),
         'git_commit': git_commit(),

@@ -41,6 +41,7 @@ UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.([0-9a-f]+\.)?unfinishe
 LOCK_FILE = '.lock'  # in a --save_folder
 RUN_NAME = 'run-name.txt'  # in a --save_folder; it is there before the first checkpoint
 TRIAL = '.credentials_validated_successfully'  # in a --save_folder of a store, as Composer calls what it tries
+RECORD = 'record.json'  # in a --save_folder: the record of the training, once it is over
 SECONDS_FOR_LOCK = 10  # that another run has to let go of it, as one that is ending
 PLAIN_TYPES = [  # that Composer's checkpoints hold, apart from tensors and Python's own types
     datetime.timedelta, TorchVersion,
@@ -83,7 +84,7 @@ def require_own(folder: str, autoresume: bool) -> None:
     others = []
     for path in names_in(folder):
         name = os.path.basename(path)
-        if not name.startswith('.') and name != RUN_NAME:
+        if not name.startswith('.') and name not in (RUN_NAME, RECORD):
             others.append(path)
     if others and not autoresume:
         raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
@@ -108,6 +109,45 @@ def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
         return [os.path.join(folder, name) for name in os.listdir(folder)]
     except OSError as error:
         raise ValueError(f'{flag} {folder} cannot be read ({one_line(error)}); check its name and your permissions'
+                         ) from None
+
+
+def read_beside(folder: str, name: str) -> str | None:
+    """Read a text that lies beside the checkpoints of a folder or a store; None if it is not there.
+
+    Raises ValueError if it cannot be read.
+    """
+    path = os.path.join(folder, name)
+    if path not in names_in(folder):
+        return None
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            copy = path
+            if '://' in folder:
+                copy = os.path.join(temporary, name)
+                download(path, copy, path)
+            return Path(copy).read_text(encoding='utf-8')
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f'--save_folder {folder}: {name} cannot be read ({one_line(error)})') from None
+
+
+def write_beside(folder: str, name: str, text: str) -> None:
+    """Write a text beside the checkpoints of a folder or a store, whole or not at all.
+
+    Raises OSError as `upload` does, or ValueError if a folder cannot be written to.
+    """
+    path = os.path.join(folder, name)
+    if '://' in folder:
+        with tempfile.TemporaryDirectory() as temporary:
+            copy = Path(temporary, name)
+            copy.write_text(text, encoding='utf-8')
+            upload(str(copy), path, f'--save_folder {folder}')
+        return
+    try:
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise ValueError(f'--save_folder {folder} cannot be written to ({one_line(error)}); check your permissions'
                          ) from None
 
 

@@ -93,7 +93,6 @@ def require_same_run(before: dict, now: dict) -> None:
     A flag that a checkpoint does not hold is a newer one, and had its default.
     """
     # the flags that decide what is learned: with another value the losses would go on as those of no run
-    before = {'ema_half_life': now['ema_half_life']} | before  # checkpoints once had it with the average alone
     for field in SAME_ON_RESUME:
         flag = field.name
         was = before.get(flag, field.default)

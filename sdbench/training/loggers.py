@@ -5,18 +5,14 @@ The name is drawn once and kept with the checkpoints: no two runs share one, and
 import os
 import re
 import secrets
-import tempfile
 from functools import partial
-from pathlib import Path
 
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
 
 from sdbench.errors import DataError, one_line
-from sdbench.files import atomic_write
 from sdbench.flags.train import Train
-from sdbench.stores import download, upload
-from sdbench.training.checkpoints import RUN_NAME, names_in
+from sdbench.training.checkpoints import RUN_NAME, read_beside, write_beside
 from sdbench.training.ranks import on_rank_0
 
 SEPARATOR = '-'  # between the beginning, by which people know the run, and what was drawn
@@ -32,13 +28,23 @@ def build_loggers(settings: Train, name: str | None) -> list[LoggerDestination]:
     """
     loggers = []
     if settings.tensorboard:
-        loggers.append(TensorboardLogger(settings.tensorboard))
+        loggers.append(TensorBoard(settings.tensorboard))
     if settings.wandb_name or settings.wandb_project:
         options = {'settings': {'quiet': True}}  # else 70 lines at the end push the result out of sight
         if name is not None:
             options |= {'id': name, 'resume': 'allow'}
         loggers.append(WandB(settings.wandb_project, name=settings.wandb_name, init_kwargs=options))
     return loggers
+
+
+class TensorBoard(TensorboardLogger):
+    """Composer's logger of TensorBoard. A run that resumes takes the place of what was lost after its checkpoint."""
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """Let TensorBoard forget the batches that are trained again: else its curves have them twice, and run back."""
+        if self.writer is not None and state.timestamp.batch.value > 0:
+            self.writer.close()
+            self.writer.purge_step = state.timestamp.batch.value  # it says so in the next file that it opens
 
 
 class WandB(WandBLogger):
@@ -79,46 +85,17 @@ def name_of_run(settings: Train, kept: str | None) -> str | None:
 def kept_name(folder: str | None) -> str | None:
     """Return the name that a --save_folder keeps; None if it keeps none, or there is no folder.
 
-    Raises ValueError if it cannot be read, or is no name.
+    Raises ValueError if it cannot be read.
     """
     if folder is None:
         return None
-    path = os.path.join(folder, RUN_NAME)
-    if path not in names_in(folder):
-        return None
-    try:
-        with tempfile.TemporaryDirectory() as temporary:
-            copy = path
-            if '://' in path:
-                copy = os.path.join(temporary, RUN_NAME)
-                download(path, copy, path)
-            name = Path(copy).read_text(encoding='utf-8').strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f'--save_folder {folder}: {RUN_NAME} cannot be read ({one_line(error)})') from None
-    if not re.fullmatch(r'\w[\w.-]*', name):  # it names a folder of curves
-        raise ValueError(f'--save_folder {folder}: {RUN_NAME} holds no name of a run; remove it, and one is drawn')
-    return name
+    text = read_beside(folder, RUN_NAME)
+    return text and text.strip()
 
 
 def draw_name(beginning: str, folder: str | None) -> str:
     """Draw a name that no other run has, and keep it in a --save_folder. Raises ValueError if that fails."""
     name = f'{beginning}{SEPARATOR}{secrets.token_hex(4)}'
-    if folder is None:
-        return name
-
-    # kept before the first checkpoint, so that a run that is lost until then finds its curves again
-    path = os.path.join(folder, RUN_NAME)
-    content = f'{name}\n'.encode()
-    if '://' in folder:
-        with tempfile.TemporaryDirectory() as temporary:
-            copy = Path(temporary, RUN_NAME)
-            copy.write_bytes(content)
-            upload(str(copy), path, f'--save_folder {folder}')
-        return name
-    try:
-        with atomic_write(path) as file:
-            file.write(content)
-    except OSError as error:
-        raise ValueError(f'--save_folder {folder} cannot be written to ({one_line(error)}); check your permissions'
-                         ) from None
+    if folder is not None:  # kept before the first checkpoint, so that a run that is lost until then finds its curves
+        write_beside(folder, RUN_NAME, f'{name}\n')
     return name

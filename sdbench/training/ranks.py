@@ -11,7 +11,7 @@ from composer.core import State
 from composer.loggers import Logger
 from composer.utils import dist, get_device
 
-from sdbench.errors import one_line
+from sdbench.errors import DataError, one_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ENDING = b'\na signal came: the run ends with this batch; a launcher waits 30 seconds for it (Ctrl-C again: at once)\n'
@@ -47,7 +47,7 @@ def join_ranks(timeout: int) -> None:
                          ) from None
 
 
-def leave_ranks() -> None:
+def destroy_nccl_group() -> None:
     """Destroy the process group of a run that completed on several GPUs; torch warns if a process ends without.
 
     Gloo's group is not destroyed. Up to torch 2.7 that can deadlock: it holds Python's GIL while it waits for a thread,
@@ -67,7 +67,7 @@ def print_on_rank_0(text: str) -> None:
 def on_rank_0(function: Callable[[], Any]) -> Any:
     """Call a function on rank 0 alone, and return its result on all ranks.
 
-    Raises ValueError on all ranks, so that none waits for another, if the function raises ValueError or OSError.
+    Raises what `on_every_rank` does.
     """
     def on_this_rank() -> Any:
         return function() if dist.get_global_rank() == 0 else None
@@ -77,25 +77,29 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 def on_every_rank(function: Callable[[], Any]) -> list[Any]:
     """Call a function on each rank, and return the results of all ranks, in their order.
 
-    Raises ValueError on all ranks, so that none waits for another, if the function raises ValueError or OSError on one.
+    An error on one rank ends all, so that none waits for another in its next collective operation. There it is raised
+    as it is, and on the others as ValueError or DataError, by whose fault it is, with the same words.
     """
-    # what it returns or says here
+    # what it returns or raises here
     value = None
-    message = None
+    failure = None
     try:
         value = function()
-    except (ValueError, OSError) as error:
-        message = one_line(error)
+    except Exception as error:  # also what nobody foresaw
+        failure = error
 
-    # on all ranks the same error, or none: one that ends alone leaves the others in their next collective operation
-    answers = dist.all_gather_object((value, message))
-    for _, message in answers:
+    # what it did on the others
+    kind = ValueError if isinstance(failure, ValueError) else DataError
+    answers = dist.all_gather_object((value, kind, failure and one_line(failure)))
+    if failure is not None:
+        raise failure
+    for _, kind, message in answers:
         if message is not None:
-            raise ValueError(message)
-    return [value for value, _ in answers]
+            raise kind(message)
+    return [value for value, _, _ in answers]
 
 
-class StopAtSignal(Callback):
+class GracefulStop(Callback):
     """Ends the training on all ranks at the end of the batch in which SIGINT or SIGTERM comes to one of them, or `end`.
 
     It must come before the callbacks that save. It is also a context manager, around all that is to be finished after a
@@ -112,7 +116,7 @@ class StopAtSignal(Callback):
         self._has_come = False  # to this rank
         self._handlers_before: dict = {}
 
-    def __enter__(self) -> 'StopAtSignal':
+    def __enter__(self) -> 'GracefulStop':
         return self
 
     def __exit__(self, *_) -> None:

@@ -1,10 +1,13 @@
 """How a training begins, ends and is recorded."""
+import json
 import math
 import os
 import sys
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from composer import ComposerModel, Trainer
@@ -12,19 +15,23 @@ from composer.core import DataSpec
 from composer.utils import dist
 
 from sdbench.errors import DataError, known_reason, one_line, plural, redacted
+from sdbench.flags.times import is_due, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
+from sdbench.measuring.clock import TRACE_WARMUP, TRACED_BATCHES
 from sdbench.models.loading import weight_files
 from sdbench.records.keys import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
+from sdbench.training.checkpoints import RECORD, read_beside, write_beside
 from sdbench.training.progress import Progress
-from sdbench.training.ranks import StopAtSignal, print_on_rank_0
+from sdbench.training.ranks import GracefulStop, on_rank_0, print_on_rank_0
+from sdbench.training.sampling import Sampling
 
 # what Composer warns of where nothing is wrong: the smaller last batch of an evaluation, a resume at an epoch's end
 COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
 
 
-def log_config(settings: Train) -> None:
+def announce_build(settings: Train) -> None:
     """Say on rank 0 what is being built: that and the first batch can take minutes, or without a GPU hours.
 
     Raises ValueError where `require_memory_of_cpu` does.
@@ -58,7 +65,8 @@ def require_memory_of_cpu(settings: Train) -> None:
 def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
     """Log the settings, say on rank 0 what the run resumes or starts from, and warn of what will not come of it.
 
-    Raises SystemExit if the checkpoint that it resumes from is its last.
+    Raises SystemExit if it resumes a training that is over: one that has all of its batches, and its record. Raises
+    ValueError if the run is too short for --profile.
     """
     # FLOPs are counted here, before the clock runs: Composer's SpeedMonitor asks for them between two batches.
     state = trainer.state
@@ -66,11 +74,19 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
     trainer.logger.log_hyperparameters(make_record('train', settings, flops))
 
     # Where there is nothing left to do, a cluster that starts the command again is told by the status that it is done.
-    if state.timestamp >= state.max_duration:
+    batch = state.timestamp.batch.value
+    if batch >= to_batches(settings.max_duration) and on_rank_0(partial(is_recorded, settings.save_folder, batch)):
         if dist.get_global_rank() == 0:
-            print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}: nothing '
-                  'left to do; a longer --max_duration goes on')
+            print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}, and the '
+                  'record: nothing left to do; a longer --max_duration goes on')
         sys.exit(0)
+
+    # a trace that would not come
+    needed = settings.warmup_batches + TRACE_WARMUP + TRACED_BATCHES
+    left = to_batches(settings.max_duration) - batch
+    if settings.profile and left < needed:
+        raise ValueError(f'--profile needs {needed} batches, of which it traces the last {TRACED_BATCHES}, and {left} '
+                         'are left of the run; give a longer one, or leave it out')
 
     # where it starts
     if dist.get_global_rank():
@@ -81,7 +97,7 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
         print('the UNet starts from random weights: --pretrained is for the VAE and the text encoder; to start from '
               f'trained ones, give --load_weights {settings.model_name}')
     if checkpoint:
-        print(f'resuming from {checkpoint}, batch {state.timestamp.batch.value} of {state.max_duration.value}')
+        print(f'resuming from {checkpoint}, batch {batch} of {state.max_duration.value}')
     elif settings.autoresume:
         print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting from the first batch')
     elif not settings.measures and not settings.save_folder:
@@ -93,37 +109,59 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
               'and its loss says nothing of one that does; give --model_name FOLDER --pretrained', file=sys.stderr)
 
 
-def fit(trainer: Trainer, stop: StopAtSignal) -> dict[str, str]:
+def is_recorded(folder: str, batches: int) -> bool:
+    """Tell whether --save_folder has the record of a training of so many batches, which is the last that it keeps."""
+    text = read_beside(folder, RECORD)
+    return text is not None and json.loads(text)['trained_batches'] == batches
+
+
+def make_up(settings: Train, trainer: Trainer) -> None:
+    """Evaluate and draw what is due after the batch of the checkpoint, before a training goes on from there.
+
+    A signal or a crash may have come before it. Where it was done already, it comes out as it did.
+    """
+    state = trainer.state
+    if state.evaluators and is_due(state.timestamp.batch.value, settings.eval_interval, settings.max_duration):
+        trainer.eval()
+    for callback in state.callbacks:
+        if isinstance(callback, Sampling):
+            callback.draw_if_due(state, trainer.logger)
+
+
+def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]:
     """Train to the end, and return how that was.
 
-    It is a `status`: complete, interrupted (Ctrl-C or SIGTERM, as `stop` has noted) or failed; and where the training
-    failed the `error` in one line.
+    It is a `status`: complete, interrupted (Ctrl-C or SIGTERM, as `stop` has noted) or failed; where the training
+    failed the `error` in one line; and the `first_batch`, after which it began.
     """
-    # the training
+    # the training, which may have nothing but its last evaluation and drawing left
+    first_batch = trainer.state.timestamp.batch.value
+    outcome = {'first_batch': first_batch, 'status': COMPLETE}
     try:
         with warnings.catch_warnings():
             for words in COMPOSERS_WARNINGS:
                 warnings.filterwarnings('ignore', words)
-            trainer.fit()
+            if first_batch > 0:
+                make_up(settings, trainer)
+            if first_batch < to_batches(settings.max_duration):
+                trainer.fit()
     except Exception as error:
         reason = known_reason(error, f'--device_train_microbatch_size {trainer.state.device_train_microbatch_size}')
         if reason is None:  # nobody foresaw it: its traceback says where it was
             traceback.print_exception(error)
             reason = f'{type(error).__name__}: {one_line(error, 500)}'
-        return {'status': FAILED, 'error': redacted(reason)}
+        outcome |= {'status': FAILED, 'error': redacted(reason)}
     finally:
         for callback in trainer.state.callbacks:
             if isinstance(callback, Progress):
                 callback.stop()
-
-    # how it ended
-    if stop.interrupted:
-        return {'status': INTERRUPTED}
-    return {'status': COMPLETE}
+    if stop.interrupted and outcome['status'] != FAILED:
+        outcome['status'] = INTERRUPTED
+    return outcome
 
 
 def training_record(settings: Train, model: ComposerModel, data: DataSpec, trainer: Trainer,
-                    outcome: dict[str, str]) -> dict:
+                    outcome: dict[str, Any]) -> dict:
     """Return the record of a training that ended as `outcome` of `fit` says."""
     # what was trained, and how it ended
     batches = trainer.state.timestamp.batch.value
@@ -181,6 +219,10 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         trainer.logger.log_metrics(numbers)  # each is a curve of one point
         trainer.close()
     append_record(record, text, settings.results_file)
+
+    # With it a training is over. What lies beside the checkpoints is there for whoever starts the command again.
+    if settings.save_folder and record['status'] not in (FAILED, INTERRUPTED) and dist.get_global_rank() == 0:
+        write_beside(settings.save_folder, RECORD, json.dumps(record))
 
     # the end of the process
     if record['status'] == INTERRUPTED:

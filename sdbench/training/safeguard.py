@@ -25,7 +25,6 @@ class Safeguard(Callback):
     def __init__(self, seed: int, flags: dict | None = None):
         self.seed = seed
         self.flags = flags or {}
-        self.first_batch = 0  # of this process: more than 0 where it resumed
 
     def before_load(self, state, logger) -> None:
         for optimizer in state.optimizers:
@@ -33,9 +32,8 @@ class Safeguard(Callback):
 
     def fit_start(self, state, logger) -> None:
         """Let the data and the optimizer go on where the weights are."""
-        self.first_batch = state.timestamp.batch.value
         dataset = state.train_dataloader.dataset
-        if self.first_batch and isinstance(dataset, VerifiedDataset):
+        if state.timestamp.batch.value and isinstance(dataset, VerifiedDataset):
             dataset.resume_at(state.timestamp.epoch.value, state.timestamp.sample_in_epoch.value)
 
         # A checkpoint has moments in the memory format of its run, and a fused optimizer pairs weights and moments as
@@ -54,10 +52,6 @@ class Safeguard(Callback):
         """Seed the batch's noise and timesteps."""
         seeds = np.random.SeedSequence((self.seed, state.timestamp.batch.value, dist.get_global_rank()))
         torch.manual_seed(int(seeds.generate_state(1)[0]))
-
-    def figures(self, all_ranks: bool) -> dict:
-        """Return the record's figure of where this process began, which all ranks know."""
-        return {'first_batch': self.first_batch}
 
     def state_dict(self) -> dict:
         return {'flags': self.flags}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 from composer import Callback, ComposerModel
-from composer.core import Event, State, get_precision_context
+from composer.core import State, get_precision_context
 from composer.loggers import Logger
-from composer.utils import create_interval_scheduler, dist
+from composer.utils import dist
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
@@ -18,11 +18,12 @@ from tqdm import tqdm
 
 from sdbench.errors import one_line
 from sdbench.files import atomic_write, read_text
+from sdbench.flags.times import is_due
 from sdbench.flags.train import Train
 from sdbench.measuring.clock import Stopwatch
 from sdbench.models.drawing import GUIDANCE, STEPS, build_pipeline, decode, seeded
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer, build_vae
-from sdbench.training.ranks import StopAtSignal
+from sdbench.training.ranks import GracefulStop
 
 CAPTION_LINES = 3  # below a picture
 LEAST_WIDTH = 256  # of a picture in its grid, in pixels
@@ -71,8 +72,8 @@ class Sampling(Callback):
 
     The pictures stand in rows in the order of their prompts, which stand below them and in the PNG's text. Rank 0 draws
     between two batches, with the averaged weights where there are any, and from the same noise each time. The other
-    ranks wait for it. A drawing that fails is warned of, and the training goes on; a run that a signal ends is not
-    drawn.
+    ranks wait for it. A drawing that fails is warned of, and the training goes on. What is due in a
+    batch that a signal ends is drawn when the run is resumed.
 
     Training stays as it is to the bit: nothing here takes from torch's random state, and what is compiled for training
     is neither run nor compiled again.
@@ -87,16 +88,15 @@ class Sampling(Callback):
     """
 
     def __init__(self, settings: Train, prompts: list[str], model: ComposerModel, files: ModelFiles,
-                 stopwatch: Stopwatch, stop: StopAtSignal):
+                 stopwatch: Stopwatch, stop: GracefulStop):
         self.settings = settings
         self.prompts = prompts
         self.model = model
         self.files = files
         self.stopwatch = stopwatch
         self.stop = stop
-        self._is_due = create_interval_scheduler(settings.sample_interval)
 
-    def fit_start(self, state: State, logger: Logger) -> None:
+    def after_load(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
             device = next(self.model.unet.parameters()).device
             tokenizer = build_fitting_tokenizer(self.settings.tokenizer, self.files)
@@ -108,7 +108,12 @@ class Sampling(Callback):
                 self._vae = build_vae(self.files, self.settings.encoder_precision).to(device)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        if self.stop.interrupted or not self._is_due(state, Event.BATCH_CHECKPOINT):
+        if not self.stop.interrupted:
+            self.draw_if_due(state, logger)
+
+    def draw_if_due(self, state: State, logger: Logger) -> None:
+        """Draw and keep the pictures, where the batch that has ended is one of the interval, or the last."""
+        if not is_due(state.timestamp.batch.value, self.settings.sample_interval, self.settings.max_duration):
             return
         # on rank 0; the seconds of all ranks count apart, until that one is through
         self.stopwatch.count_as('sampling')

@@ -10,7 +10,7 @@ from composer.utils import dist
 
 from sdbench.costs import price_of
 from sdbench.flags.train import Train
-from sdbench.training.ranks import StopAtSignal
+from sdbench.training.ranks import GracefulStop
 
 SECONDS_PER_HOUR = 3600
 
@@ -29,7 +29,7 @@ class Spending(Callback):
     Raises ValueError if there is a budget, and no price for this device.
     """
 
-    def __init__(self, settings: Train, stop: StopAtSignal):
+    def __init__(self, settings: Train, stop: GracefulStop):
         self.budget = settings.budget
         self.price = None  # dollars of an hour of each device
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'

@@ -13,7 +13,7 @@ from benchmark import main
 from sdbench.errors import DataError, redacted
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
-from tests.runs import SMALLEST, TINY, check_keys, settings_of
+from tests.runs import SMALLEST, TINY, check_keys, one_error_line, settings_of
 
 LENGTH = ['--max_duration', '3ba']
 
@@ -175,17 +175,26 @@ def test_a_measurement_on_a_gpu_ends_with_the_commands_that_correct_a_plan_by_it
     assert plan.endswith(f"'{tmp_path}/my results' @recipes/plan.txt @recipes/prices-on-demand.txt")
 
 
-def test_a_trace_holds_three_batches_and_its_run_is_in_no_figure(tmp_path, results, capfd):
+def test_a_record_without_an_outcome_has_no_status():
+    """So it is logged before the first batch."""
+    assert 'status' not in make_record('train', settings_of('--use_synth_data'), {})
+
+
+def test_a_trace_holds_three_batches_wherever_they_lie_and_its_run_is_in_no_figure(tmp_path, shards, results, capfd):
+    """Epochs have three batches, and a run resumes in the middle of one; the trace is of its last three of five."""
+    argv = ['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--save_folder', 'kept',
+            '--autoresume', '--max_duration']
     folder = tmp_path / 'trace'
-    record = main(['--use_synth_latents', *TINY, '--measure_batches', '5', '--profile', str(folder)])
-    [torchs] = (folder / 'torch').iterdir()
-    [composers] = (folder / 'composer').iterdir()
-    assert torchs.name == 'rank0.5.pt.trace.json'  # the suffix by which TensorBoard knows a trace
-    names = {event['name'] for event in json.loads(torchs.read_text())['traceEvents']}
+    for number, duration in enumerate(['1ba', '6ba', '11ba']):
+        record = main([*argv, duration, *(['--profile', str(folder)] if number else [])])
+        traces = list(folder.glob('rank0.*.pt.trace.json'))  # the suffix by which TensorBoard knows a trace
+        assert len(traces) == number
+    names = {event['name'] for event in json.loads(traces[0].read_text())['traceEvents']}
     assert len([name for name in names if name.startswith('ProfilerStep#')]) == 3
     assert {'aten::convolution', 'Optimizer.step#AdamW.step'} <= names
-    assert any('train_batch' in event.get('name', '') for event in json.loads(composers.read_text()))
     assert record['status'] == 'profiled'
     assert 'no report counts them' in capfd.readouterr().out
     report.main([str(results)])
     assert 'profiled' in capfd.readouterr().out
+    assert '--profile needs 5 batches, of which it traces the last 3, and 4 are left' in one_error_line(
+        [*argv, '15ba', '--profile', folder], capfd)

@@ -14,6 +14,7 @@ from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.training.checkpoints import (
     LOCK_FILE,
+    RECORD,
     checkpoints_in,
     load_checkpoint,
     locked_save_folder,
@@ -156,7 +157,8 @@ def test_only_what_a_run_or_the_one_that_it_resumes_has_written_is_removed_left_
     for name in others:
         (folder / name).write_text('mine')
     main([*argv, str(folder), '--max_duration', '8ba', '--save_num_checkpoints_to_keep', '1'], [User()])
-    assert {path.name for path in folder.iterdir()} == others | {'ep0-ba8-rank0.pt', 'latest-rank0.pt', LOCK_FILE}
+    own = {'ep0-ba8-rank0.pt', 'latest-rank0.pt', LOCK_FILE, RECORD}
+    assert {path.name for path in folder.iterdir()} == others | own
     assert all((folder / name).read_text() == 'mine' for name in others)
     assert (tmp_path / 'mine.pt').exists()
 

@@ -12,8 +12,8 @@ from composer.devices import DeviceCPU
 
 from benchmark import StableDiffusion, main
 from data import SyntheticImageCaptionDataset, build_loader
-from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
-from sdbench.training.ranks import SIGNALS, StopAtSignal
+from sdbench.training.checkpoints import RECORD, checkpoints_in, load_checkpoint
+from sdbench.training.ranks import SIGNALS, GracefulStop
 from tests.runs import TINY, Signalled, assert_same_training, one_error_line, start, wait_until
 
 
@@ -42,6 +42,34 @@ def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_a
     assert_same_training(tmp_path / 'stopped', tmp_path / 'whole')
 
 
+@pytest.mark.parametrize('length', ['4ba', '5ba'])
+def test_what_a_signal_left_out_of_its_batch_is_made_up_for_and_a_training_is_over_when_its_record_is_kept(
+        length, results, tmp_path, shards, held_out, smallest_model, capfd):
+    """The signal comes in the fourth batch."""
+    (tmp_path / 'prompts').write_text('a cat')
+    argv = ['--remote', shards, *TINY, '--model_name', smallest_model, '--pretrained', '--num_workers', '0',
+            '--max_duration', length, '--eval_remote', held_out, '--eval_interval', '4ba', '--sample_prompts',
+            'prompts', '--sample_interval', '4ba', '--autoresume', '--save_folder']
+    whole = main([*argv, 'whole'])
+    with pytest.raises(SystemExit):
+        main([*argv, 'stopped'], [Signalled(signal.SIGTERM)])
+    record = main([*argv, 'stopped'])
+    assert record['evaluations'] == whole['evaluations']
+    drawn, drawn_at_once = ({path.name: path.read_bytes() for path in Path(f'{folder}-samples').iterdir()}
+                            for folder in ('stopped', 'whole'))
+    assert drawn == drawn_at_once
+
+    results.unlink()
+    with pytest.raises(SystemExit) as exit:
+        main([*argv, 'stopped'])
+    assert exit.value.code == 0
+    assert 'and the record: nothing left to do' in capfd.readouterr().out
+    Path('stopped', RECORD).unlink()  # as if it had been killed in its last evaluation
+    again = main([*argv, 'stopped'])
+    assert (again['evaluations'], again['loss']) == (whole['evaluations'][-1:], whole['loss'])
+    assert [json.loads(line)['first_batch'] for line in results.read_text().splitlines()] == [whole['trained_batches']]
+
+
 def test_a_training_ends_where_its_budget_is_spent_and_counts_what_it_has_cost_when_it_goes_on(results, monkeypatch,
                                                                                                      capfd):
     monkeypatch.setattr('sdbench.process.SECONDS_BETWEEN_LINES', 0)
@@ -67,7 +95,7 @@ def test_a_signal_in_one_of_a_programs_trainings_ends_those_after_it_and_the_han
     model = StableDiffusion(smallest_model, image_size=16)
     loader = build_loader(SyntheticImageCaptionDataset(16, num_samples=64), 2, num_workers=0)
     batches = []
-    with StopAtSignal() as stop:
+    with GracefulStop() as stop:
         trainer = Trainer(model=model, optimizers=torch.optim.SGD(model.unet.parameters(), 0.1), max_duration='1ep',
                           train_dataloader=loader, callbacks=[stop, Signalled(signal.SIGTERM)], progress_bar=False)
         for _ in range(3):
@@ -78,7 +106,7 @@ def test_a_signal_in_one_of_a_programs_trainings_ends_those_after_it_and_the_han
 
 
 def interrupt_twice(note: Path) -> None:
-    StopAtSignal().fit_start(SimpleNamespace(device=DeviceCPU()), None)
+    GracefulStop().fit_start(SimpleNamespace(device=DeviceCPU()), None)
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # a cluster and the launcher both send SIGTERM
         os.kill(os.getpid(), number)
     note.touch()
