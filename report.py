@@ -27,13 +27,16 @@ import textwrap
 
 import pandas as pd
 
-from sdbench.costs import TRAINING_IMAGES, prices_in_words
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, costs_in_words
 from sdbench.records.figures import COLUMNS, WIDTH
-from sdbench.records.read import EVALUATED, SETTINGS, join_resumed, read_records
+from sdbench.records.read import EVALUATED, SETTINGS, read_all
 from sdbench.report.markdown import in_common, markdown
 from sdbench.report.pictures import draw_days, draw_learned, draw_plan, draw_quality
 from sdbench.report.plans import plan_blocks, plan_table
 from sdbench.report.speeds import score_table, speed_table
+
+WRITTEN = {'figure': 'days over the number of GPUs', 'learned': 'eval loss of each training',
+           'quality': 'FID and CLIP score', 'csv': 'all rows'}  # what is in the file of each flag
 
 
 def main(argv=None):
@@ -49,13 +52,7 @@ def report(settings: Report) -> str:
     Raises ValueError if a record cannot be calculated with, or what was asked for does not follow from the records.
     """
     # the records, and those that a flag needs
-    rows = []
-    for path in settings.records:
-        found = read_records(path)
-        if not found:
-            raise ValueError(f'{path}: no records in it; give a file of --results, not a plan of --csv')
-        rows += found
-    rows = join_resumed(rows)
+    rows = read_all(settings.records)
     records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])
     evaluations = pd.DataFrame([row for row in rows if row['stage'] == 'evaluate'])
     if records.empty or (records['stage'] != 'train').all():
@@ -65,52 +62,68 @@ def report(settings: Report) -> str:
     if settings.quality and evaluations.empty:
         raise ValueError('--quality needs records of evaluate.py, and there are none')
 
-    # a plan, or else a table for each kind of record, with what its rows agree in above it, and sentences below it
-    tables = []
-    blocks = []
-    drawings = {}  # by path what was drawn
+    # a plan, or else a table for each kind of record
+    parts = []  # each a table and its blocks
     if settings.phase:
-        plans, title, sentences = plan_table(records, settings)
-        tables.append(plans)
-        blocks += [title, *plan_blocks(plans), *sentences]
-        blocks = [block if block.startswith('|') else textwrap.fill(block, WIDTH) for block in blocks]
-        if settings.figure:
-            draw_plan(settings.figure, plans, title)
-            drawings[settings.figure] = f'GPU-hours of {len(plans)} plans'
+        parts.append(plan_report(records, settings))
     elif len(records):
-        speeds, sentences = speed_table(records, settings)
-        tables.append(speeds)
-        keys = [*SETTINGS, 'num_nodes']
-        if settings.compare:
-            keys = ['run', *keys, 'date', 'git_commit']
-        blocks += [in_common(speeds, keys), markdown(speeds, keys), *sentences]
-        if settings.figure:
-            trainings = speeds[speeds['stage'] == 'train']
-            draw_days(settings.figure, trainings, settings.training_images or TRAINING_IMAGES)
-            drawings[settings.figure] = 'days over the number of GPUs'
+        parts.append(speed_report(records, settings))
     if settings.learned:
         draw_learned(settings.learned, records, settings.dollars_per_gpu_hour)
-        drawings[settings.learned] = 'eval loss of each training'
     if len(evaluations) and not settings.phase:
-        scores = score_table(evaluations, settings.dollars_per_gpu_hour)
-        tables.append(scores)
-        common = in_common(scores, EVALUATED)
-        blocks += [common, markdown(scores, EVALUATED)]
-        if settings.quality:
-            draw_quality(settings.quality, scores, common)
-            drawings[settings.quality] = 'FID and CLIP score'
+        parts.append(score_report(evaluations, settings))
+    tables = [table for table, _ in parts]
+    blocks = [block for _, found in parts for block in found]
 
     # by which prices, and which files
-    priced = [row['device'] for table in tables for _, row in table.iterrows() if row.get('total_gpu_hours', 0) > 0]
-    if priced:
-        blocks.append(f'Costs: {prices_in_words(priced, settings.dollars_per_gpu_hour)} (--dollars_per_gpu_hour).')
+    priced = pd.concat([table[table['total_gpu_hours'] > 0][['device', 'price']] for table in tables])
+    if len(priced):
+        whose = '--dollars_per_gpu_hour'
+        if not settings.dollars_per_gpu_hour and (priced['price'] != DOLLARS_PER_GPU_HOUR).any():
+            whose = 'of the records; --dollars_per_gpu_hour gives others'
+        blocks.append(f'Costs: {costs_in_words(zip(priced["device"], priced["price"], strict=True))} ({whose}).')
     if settings.csv:
         write_csv(settings.csv, tables)
-        drawings[settings.csv] = 'all rows'
-    if drawings:
-        written = ', '.join(f'{path} ({what})' for path, what in drawings.items())
-        blocks.append(f'Written: {written}')
+    written = []
+    for flag, what in WRITTEN.items():
+        path = getattr(settings, flag)
+        if path:
+            if flag == 'figure' and settings.phase:
+                what = f'GPU-hours of {len(tables[0])} plans'
+            written.append(f'{path} ({what})')
+    if written:
+        blocks.append(f'Written: {", ".join(written)}')
     return '\n\n'.join(blocks)
+
+
+def plan_report(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
+    """Return the table of plans and its blocks of Markdown, and draw it for --figure."""
+    plans, title, sentences = plan_table(records, settings)
+    if settings.figure:
+        draw_plan(settings.figure, plans, title)
+    blocks = [title, *plan_blocks(plans), *sentences]
+    return plans, [block if block.startswith('|') else textwrap.fill(block, WIDTH) for block in blocks]
+
+
+def speed_report(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
+    """Return the table of speeds and its blocks, what rows agree in above it, and draw it for --figure."""
+    speeds, sentences = speed_table(records, settings)
+    if settings.figure:
+        trainings = speeds[speeds['stage'] == 'train']
+        draw_days(settings.figure, trainings, settings.training_images or TRAINING_IMAGES)
+    keys = [*SETTINGS, 'num_nodes']
+    if settings.compare:
+        keys = ['run', *keys, 'date', 'git_commit']
+    return speeds, [in_common(speeds, keys), markdown(speeds, keys), *sentences]
+
+
+def score_report(evaluations: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
+    """Return the table of scores and its blocks, what rows agree in above it, and draw it for --quality."""
+    scores = score_table(evaluations, settings.dollars_per_gpu_hour)
+    common = in_common(scores, list(EVALUATED))
+    if settings.quality:
+        draw_quality(settings.quality, scores, common)
+    return scores, [common, markdown(scores, list(EVALUATED))]
 
 
 def write_csv(path: str, tables: list[pd.DataFrame]) -> None:

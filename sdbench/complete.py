@@ -28,6 +28,8 @@ SYNTHETIC_SAMPLES = 100_000  # of an epoch, or those of a larger batch
 
 # each interval, and the flag without which nothing happens at it
 INTERVALS = {'save_interval': 'save_folder', 'eval_interval': 'eval_remote', 'sample_interval': 'sample_prompts'}
+# flags that are left open follow from the machine, the number of devices, or what is measured: no settings of a user
+FOLLOW = ('num_workers', 'device_train_microbatch_size', 'compile_blocks', 'max_duration')
 TIMES = ('max_duration', *INTERVALS, 'lr_warmup', 'ema_half_life', 'ema_start')
 
 
@@ -52,7 +54,7 @@ def complete(settings: Train, index: dict | None) -> Train:
     Raises ValueError for what these ranks, this machine or this data cannot serve.
     """
     # Number of devices: needs the flags alone. A dry run is of as many GPUs as it says, whether any are here or not.
-    settings = replace(settings, num_devices=settings.dry_run or dist.get_world_size())
+    settings = replace(noting_what_follows(settings), num_devices=settings.dry_run or dist.get_world_size())
     is_for_gpus = torch.cuda.is_available() or settings.dry_run is not None
 
     # The data: needs num_devices for the length of an epoch. A dry run without data is of random images.
@@ -110,9 +112,16 @@ def complete_encoding(settings: Encode) -> Encode:
     if settings.ray and settings.encoder_precision is None and not is_for_gpus:
         raise ValueError(f'--ray {settings.ray} needs --encoder_precision, since no GPU of this machine says what '
                          'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
-    settings = with_workers(with_local_in_place(settings), cores_of_device(torch.cuda.device_count()))
+    settings = noting_what_follows(with_local_in_place(settings))
+    settings = with_workers(settings, cores_of_device(torch.cuda.device_count()))
     return with_defaults(settings, encoder_precision=ENCODER_PRECISIONS[best_precision(is_for_gpus)],
                          channels_last=not settings.cpu if settings.ray else is_for_gpus)
+
+
+def noting_what_follows(settings: Train | Encode) -> Train | Encode:
+    """Return the settings with the names of those flags that are left open to what they follow from."""
+    names = [name for name in FOLLOW if getattr(settings, name, True) in (None, 'auto')]
+    return replace(settings, by_default=tuple(names))
 
 
 def with_defaults(settings: Any, **defaults: Any) -> Any:
@@ -157,7 +166,7 @@ def with_workers(settings: Train | Encode, cores: int) -> Train | Encode:
     if settings.num_workers is not None:
         return settings
     workers = min(MOST_WORKERS, cores) if settings.remote else 0
-    return replace(settings, num_workers=workers, num_workers_by_default=True)
+    return replace(settings, num_workers=workers)
 
 
 def with_length(settings: Train) -> Train:

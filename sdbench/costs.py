@@ -51,11 +51,15 @@ def price_of(device: str, prices: Prices) -> float:
 
 def prices_in_words(devices: Iterable[str], prices: Prices) -> str:
     """Return the prices that count for some GPUs, such as '$2 a GPU-hour' or '$2 for A100 80GB, $3 for H100 80GB'."""
+    return costs_in_words((device, price_of(device, prices)) for device in devices)
+
+
+def costs_in_words(prices: Iterable[tuple[str, float]]) -> str:
+    """Return in words what an hour costs of GPUs, by their names."""
     names_at = {}  # of GPUs, by price
-    for device in dict.fromkeys(devices):
-        price = price_of(device, prices)
+    for device, price in dict.fromkeys(prices):
         words = 'no price' if math.isnan(price) else f'${price:g}'
-        names_at.setdefault(words, []).append(short_name(device))
+        names_at.setdefault(words, {})[short_name(device)] = None
     if len(names_at) == 1:
         return f'{next(iter(names_at))} a GPU-hour'
     return 'a GPU-hour ' + ', '.join(f'{words} for {" and ".join(names)}' for words, names in names_at.items())

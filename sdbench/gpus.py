@@ -108,16 +108,23 @@ def peak_of(device_name: str, precision: str) -> float | None:
     return CARDS[device_name].tflops
 
 
+# How clouds call the form of cards whose names do not have it: H100 SXM, H100 SXM5
+FORMS = {'NVIDIA H100 80GB HBM3': 'SXM5', 'NVIDIA H200': 'SXM5', 'NVIDIA B200': 'SXM6'}
+
+
 def words_in(text: str) -> list[str]:
-    """Return the words of a GPU's name, in capitals, which spaces or hyphens part."""
-    return re.findall('[A-Z0-9]+', text.upper())
+    """Return the words of a GPU's name, in capitals, which spaces or hyphens part; 80 GB is 80GB."""
+    return re.findall('[A-Z0-9]+', re.sub('([0-9]) GB', r'\1GB', text.upper()))
 
 
 def has_words(device_name: str, words: str) -> bool:
-    """Tell whether a GPU's name has all of some words, whatever their capitals, spaces and hyphens."""
+    """Tell whether a GPU's name has all of some words, whatever their capitals, spaces and hyphens; SXM is any SXM."""
+    name = f'{device_name} {FORMS.get(device_name, "")}'.upper()
     for word in words_in(words):
         pattern = rf'\b{"[ -]?".join(word)}\b'  # RTX4090 for RTX 4090, but not A10 for A100
-        if not re.search(pattern, device_name.upper()):
+        if word == 'SXM':
+            pattern = r'\bSXM[0-9]?\b'
+        if not re.search(pattern, name):
             return False
     return True
 

@@ -118,13 +118,14 @@ def test_several_settings_are_predicted_each_from_its_own_runs(printed, write):
     [table] = tables(text)
     predicted = [row for row in table if row['notes'] == 'extrapolated']
     assert columns(predicted, 'use_ema', 'GPUs', 'images/s') == [('yes', '64', '640.0'), ('no', '64', '1,280.0')]
-    assert re.findall('(.*EMA): step_seconds', text) == ['EMA', 'no EMA']
+    assert re.findall('(.*EMA): image_seconds', text) == ['EMA', 'no EMA']
 
 
 # One table of what was measured
 
 def test_records_of_different_settings_are_rows_of_one_table_with_the_setting_as_a_column(printed, write):
-    first, second = ({'date': n, 'seed': n, 'command': n, 'measure_batches': 20} for n in (1, 2))  # not of its speed
+    first, second = ({'date': f'2026-01-0{n}', 'seed': n, 'command': n, 'measure_batches': 20}
+                     for n in (1, 2))  # not of its speed
     [table] = tables(printed(write({'compile': True} | first, {'compile': 'reduce-overhead'},
                                    {'compile': True} | second)))
     assert not {'date', 'seed', 'command'} & table[0].keys()
@@ -149,23 +150,25 @@ def test_gpus_on_fewer_nodes_are_another_row_and_enter_the_fit_alone(printed, wr
 
 def test_workers_that_the_program_chose_are_one_setting_and_others_are_not(printed, write):
     runs = [{'num_devices': n, 'num_workers': workers} for n, workers in ((1, 8), (2, 4))]
-    [table] = tables(printed(write(*(run | {'num_workers_by_default': True} for run in runs))))
+    [table] = tables(printed(write(*(run | {'by_default': ['num_workers']} for run in runs))))
     assert columns(table, 'efficiency') == [('100.0 %',), ('50.0 %',)]
-    [table] = tables(printed(write(*(run | {'num_workers_by_default': False} for run in runs))))
+    [table] = tables(printed(write(*runs)))
     assert columns(table, 'num_workers') == [('8',), ('4',)]
     assert 'efficiency' not in table[0]
 
 
-LEARNED = {'trained_batches': 100, 'eval_loss': 0.38, 'loss': 0.4, 'learning_rate': 1e-4, 'eval_remote': 'held-out'}
+LEARNED = {'trained_batches': 100, 'eval_loss': 0.38, 'eval_batch': 100, 'loss': 0.4, 'learning_rate': 1e-4,
+           'eval_remote': 'held-out'}
 
 
 def test_trainings_of_other_flags_of_learning_are_rows_of_their_own_and_show_what_they_learned(printed, write):
     better = LEARNED | {'learning_rate': 1e-3, 'eval_loss': 0.29, 'loss': 0.3, 'eval_samples': 5}
-    longer = LEARNED | {'trained_batches': 200, 'eval_loss': 0.37, 'date': '1'}
+    longer = LEARNED | {'trained_batches': 200, 'eval_loss': 0.37, 'date': '2026-01-01'}
     measured = {'measure_batches': 20, 'learning_rate': 1e-2, 'loss': 9.0}  # which learns nothing
     text = printed(write(longer, LEARNED, better, measured, measured | {'learning_rate': 1e-1}))
     assert sorted(columns(tables(text)[0], 'learning_rate', 'eval loss', 'loss', 'batches')) == [
-        ('', '', '', ''), ('0.0001', '0.3700', '0.400', '200'), ('0.001', '0.2900', '0.300', '100')]
+        ('', '', '', ''), ('0.0001', '0.3700', '0.400', '200'), ('0.0001', '0.3800', '0.400', '100'),
+        ('0.001', '0.2900', '0.300', '100')]
     assert 'Lowest eval loss: 0.29 on 5 samples after 100 batches, with learning rate 0.001.' in text
 
 
@@ -176,7 +179,7 @@ def test_losses_of_other_latents_are_ranked_and_drawn_apart_and_the_best_has_its
     of_noise = LEARNED | {'pretrained': False, 'eval_loss': 0.25, 'evaluations': [[100, 0.25]]}
     path = write(worse, of_noise, better)
     figure = drawn(path, '--learned', 'learned.png')
-    assert [axes.get_title() for axes in figure.axes] == ['pretrained', 'pretrained', 'no pretrained', 'no pretrained']
+    assert [axes.get_title() for axes in figure.axes] == ['pretrained', 'no pretrained']
     text = printed(path, '--learned', 'learned.png')
     assert columns(tables(text)[0], 'pretrained', 'eval loss') == [
         ('no', '0.2500'), ('yes', '0.6000'), ('yes', '0.7000')]
@@ -192,7 +195,7 @@ def test_a_training_that_was_resumed_is_one_row_up_to_its_end(printed, write):
     third = run | {'max_duration': '80ba', 'first_batch': 60, 'trained_batches': 80, 'eval_loss': 0.5,
                    'evaluations': [[80, 0.5]], 'measured_batches': 5, 'images_per_sec': 1.0}
     other = run | {'save_folder': 'runs/b', 'learning_rate': 1e-3, 'trained_batches': 60}
-    again = run | {'trained_batches': 60, 'date': '2'}  # in the same folder, emptied
+    again = run | {'trained_batches': 60, 'date': '2026-01-02'}  # in the same folder, emptied
     for flags in ([], ['--compare']):
         text = printed(write(first, other, second, third, again), *flags)
         assert columns(tables(text)[0], 'learning_rate', 'max_duration', 'images/s', 'batches', 'eval loss') == [
@@ -286,10 +289,11 @@ def test_phases_add_up_the_days_of_each_size_and_nothing_else_is_printed(printed
 
 def test_a_phase_trains_on_the_images_of_its_newest_forecast_or_else_training_and_of_no_measurement(printed, write):
     at_256 = OF_A_PHASE | AT_256
-    training = {'batch_size': 2048, 'max_duration': '9ba', 'date': '4'}
+    training = {'batch_size': 2048, 'max_duration': '9ba', 'date': '2026-01-04'}
     path = write(OF_A_PHASE | {'max_duration': '850000ba'}, training,
-                 at_256 | {'max_duration': '550000ba', 'date': '2'}, at_256 | {'max_duration': '5ba', 'date': '1'},
-                 OF_A_PHASE | {'max_duration': '23ba', 'measure_batches': 20, 'date': '3'})
+                 at_256 | {'max_duration': '550000ba', 'date': '2026-01-02'},
+                 at_256 | {'max_duration': '5ba', 'date': '2026-01-01'},
+                 OF_A_PHASE | {'max_duration': '23ba', 'by_default': ['max_duration'], 'date': '2026-01-03'})
     assert printed(path, '--phase', 256, '--phase', 512).startswith(
         'Plan: train on 1,126,400,000 images at 256 px, then 1,740,800,000 images at 512 px\n')
 
@@ -297,25 +301,26 @@ def test_a_phase_trains_on_the_images_of_its_newest_forecast_or_else_training_an
 @pytest.mark.parametrize('order', [1, -1])
 def test_a_plan_takes_what_was_measured_before_what_was_forecast_and_the_newest_before_older(printed, write, order):
     """Whatever the order of the lines; of measurements the fastest microbatch."""
-    measured = {'device_train_microbatch_size': 4, 'date': '2', 'images_per_sec': 450.0, 'model_name': 'sd2'}
-    records = [FORECAST | {'date': '8', 'images_per_sec': 5000.0}, measured,
-               measured | {'date': '1', 'images_per_sec': 5000.0},
+    measured = {'device_train_microbatch_size': 4, 'date': '2026-01-02', 'images_per_sec': 450.0, 'model_name': 'sd2'}
+    records = [FORECAST | {'date': '2026-01-08', 'images_per_sec': 5000.0}, measured,
+               measured | {'date': '2026-01-01', 'images_per_sec': 5000.0},
                measured | {'device_train_microbatch_size': 8, 'images_per_sec': 900.0},
                measured | {'images_per_sec': 5000.0, 'extrapolated': True},
                measured | {'images_per_sec': 5000.0, 'status': 'interrupted'},
-               FORECAST | {'device': 'H100', 'date': '1', 'images_per_sec': 5000.0},
-               FORECAST | {'device': 'H100', 'date': '2', 'device_train_microbatch_size': 8, 'images_per_sec': 450.0}]
+               FORECAST | {'device': 'H100', 'date': '2026-01-01', 'images_per_sec': 5000.0},
+               FORECAST | {'device': 'H100', 'date': '2026-01-02', 'device_train_microbatch_size': 8,
+                           'images_per_sec': 450.0}]
     [rows] = tables(printed(write(*records[::order]), '--phase', '77760000@512'))
     assert columns(rows, 'GPUs', 'days') == [('8 x H200', '1.00'), ('8 x H100', '2.00')]
 
 
 def test_a_plan_on_latents_has_their_encoding_in_it_or_says_at_which_size_it_has_not(printed, write):
     latents = {'encoders': 'text_in_loop', 'model_name': 'sd2', 'images_per_sec': 1000}
-    encoded = ENCODE | {'model_name': 'sd2', 'num_devices': 2, 'images_per_sec': 1250, 'date': '1'}
+    encoded = ENCODE | {'model_name': 'sd2', 'num_devices': 2, 'images_per_sec': 1250, 'date': '2026-01-01'}
     others = [encoded | {'images_per_sec': 10 ** 9} | changes for changes in (
-        {'model_name': 'tiny'}, {'device': 'H100'}, {'image_size': 128}, {'status': 'failed'}, {'date': '0'})]
-    forecast = FORECAST | latents | {'encode_images_per_sec': 2500, 'image_size': 256, 'date': '2'}
-    others.append(forecast | {'encode_images_per_sec': 10 ** 9, 'encoder_precision': 'fp32', 'date': '3'})
+        {'model_name': 'tiny'}, {'device': 'H100'}, {'image_size': 128}, {'status': 'failed'}, {'date': '2025-12-31'})]
+    forecast = FORECAST | latents | {'encode_images_per_sec': 2500, 'image_size': 256, 'date': '2026-01-02'}
+    others.append(forecast | {'encode_images_per_sec': 10 ** 9, 'encoder_precision': 'fp32', 'date': '2026-01-03'})
     text = printed(write(latents, *others, encoded, forecast),
                    '--phase', '86400000@256', '--phase', '86400000@512', '--phase', '86400000@256',
                    '--encode', '216000000@256', '--encode', '864000000@512')
@@ -434,7 +439,7 @@ def test_the_csv_holds_the_rows_of_all_tables_unrounded(tmp_path, printed):
     rows = list(csv.DictReader((tmp_path / 'table.csv').open()))[:7]
     assert float(rows[3]['days']) == 2_867_200_000 / 912.2 / 86_400
     assert float(rows[3]['scaling_efficiency']) == pytest.approx(912.2 / 64 / (128.2 / 8), rel=1e-14)
-    assert [row['extrapolated'] for row in rows] == ['no'] * 5 + ['yes', 'true']
+    assert [row['extrapolated'] for row in rows] == ['false'] * 5 + ['true', 'true']
 
 
 def test_the_csv_is_read_as_the_records_were(tmp_path, printed, write):
@@ -514,7 +519,8 @@ def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measu
     original = tmp_path / 'original.csv'  # the rows of the original's authors, one setting on several numbers of GPUs
     original.write_text(''.join(Path(PUBLISHED).read_text().splitlines(keepends=True)[:7]))
     forecast = FORECAST | {'device': 'NVIDIA H100 80GB HBM3', 'images_per_sec': 500.0, 'images_per_sec_least': 400.0,
-                           'images_per_sec_most': 625.0, 'device_train_microbatch_size': 32}
+                           'images_per_sec_most': 625.0, 'device_train_microbatch_size': 32,
+                           'by_default': ['device_train_microbatch_size']}
     path = write(forecast, forecast | {'num_devices': 16, 'images_per_sec': 1000.0, 'device_train_microbatch_size': 16,
                                        'images_per_sec_least': None})
     [axes] = drawn(original, path, '--figure', 'days.png').axes
@@ -552,16 +558,21 @@ def test_the_picture_of_a_plan_has_a_bar_a_gpu_in_its_parts_hatched_as_they_were
 
 
 def test_the_picture_of_what_was_learned_has_a_line_a_run_over_images_and_over_dollars(drawn, write):
-    """Of 8 GPUs at $3 that train 800 images/s; a resumed run goes on with its line."""
-    stopped = LEARNED | {'status': 'interrupted', 'evaluations': [[0, 0.5], [360_000, 0.4]]}
-    resumed = LEARNED | {'evaluations': [[360_000, 0.41], [720_000, 0.38]]}
-    faster = LEARNED | {'learning_rate': 1e-3, 'evaluations': [[360_000, 0.35], [720_000, None]]}
-    path = write(stopped, resumed, faster)
+    """Stopped at batch 45 after 2 GPU-hours on 8 GPUs, and gone on from 40 to 80 on 16 in 3 more, at $3 an hour."""
+    run = LEARNED | {'save_folder': 'runs/a', 'batch_size': 1000, 'drift': 0.5}  # dollars follow from no speed
+    stopped = run | {'status': 'interrupted', 'trained_batches': 45, 'gpu_hours': 1.8, 'evaluations': [
+        [0, 0.5], [20_000, 0.45], [40_000, 0.4]]}
+    resumed = run | {'num_devices': 16, 'first_batch': 40, 'trained_batches': 80, 'gpu_hours': 4.6,
+                     'evaluations': [[40_000, 0.41], [60_000, None], [80_000, 0.38]]}
+    faster = run | {'learning_rate': 1e-3, 'trained_batches': 40, 'gpu_hours': 1.0, 'evaluations': [[40_000, 0.35]]}
+    other = faster | {'save_folder': 'runs/b', 'evaluations': [[40_000, 0.36]]}
+    path = write(stopped, resumed, faster, other)
     images, dollars = drawn(path, '--learned', 'learned.png', '--dollars_per_gpu_hour', 3).axes
     assert [line.get_xydata().tolist() for line in images.lines] == [
-        [[0, 0.5], [360_000, 0.41], [720_000, 0.38]], [[360_000, 0.35]]]
-    assert list(dollars.lines[0].get_xdata()) == pytest.approx([0, 3, 6])
-    assert legend(images) == ['learning rate 0.0001', 'learning rate 0.001']
+        [[0, 0.5], [20_000, 0.45], [40_000, 0.41], [80_000, 0.38]], [[40_000, 0.35]], [[40_000, 0.36]]]
+    assert list(dollars.lines[0].get_xdata()) == pytest.approx([0, 3 * 0.8, 3 * 1.6, 3 * 4.6])
+    assert legend(images) == [f'learning rate {line}' for line in (
+        '0.0001, in runs/a', '0.001, in runs/a', '0.001, in runs/b')]
 
 
 def test_the_picture_of_quality_has_both_scores_over_guidance_and_over_images_a_line_a_network(drawn, write):

@@ -67,7 +67,7 @@ class DataLoading:
                              'object store; a folder is read in place); without --remote, the folder with the shards')
     num_workers: int | None = flag(None, 'processes that load and decode samples, for each device (default: one for '
                                    'each of its CPU cores, up to 8)', converter=whole_number)
-    num_workers_by_default: bool = False  # no flag: complete.py tells whether it chose num_workers
+    by_default: tuple[str, ...] = ()  # no flag: those that complete.py fills in by the machine or the run's length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,14 +303,12 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
         encoders: which encoders run in the loop, by a name of ENCODERS in records/keys.py.
         num_devices: number of devices of the run, or the number given to --dry_run.
         batches_per_epoch: length of the loader.
-        microbatch_search: whether trials have found the microbatch.
 
-    These four are no flags: they are None or False until the settings are complete.
+    These three are no flags: they are None or False until the settings are complete.
     """
     encoders: str | None = None
     num_devices: int | None = None
     batches_per_epoch: int | None = None
-    microbatch_search: bool = False
 
     def check(self) -> None:
         """Raise ValueError for flags of several groups that do not go together; each group checks its own flags."""
@@ -364,5 +362,9 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
 # The flags of these groups decide what is learned: a resumed run has the same ones, except those that may change.
 LEARNING = (TrainingSamples, Model, Optimizer)
 SAME_ON_RESUME = tuple(field for group in LEARNING for field in fields(group) if not field.metadata['may_change'])
+# Flags of these groups that take no time in a step: measurements with other values of them are of one speed. A new flag
+# is not among them until somebody has looked.
+TAKE_NO_TIME = ('random_flip', 'caption_drop', 'pretrained', 'seed', 'snr_gamma', 'learning_rate', 'lr_warmup',
+                'lr_schedule', 'lr_final', 'weight_decay', 'adam_betas', 'ema_half_life')
 ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # the default for each --precision
 SWITCHES = tuple(field.name for group in (Encoders, Speed) for field in fields(group))

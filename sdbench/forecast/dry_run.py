@@ -9,7 +9,6 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 
 import pandas as pd
 from composer.utils import dist
@@ -22,12 +21,11 @@ from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate, is_stable_diffusio
 from sdbench.gpus import CARDS, GIB, Card, cards_named
 from sdbench.records.figures import WIDTH, rounded
 from sdbench.records.keys import ENCODERS, FORECAST, NOT_IN_A_FORECAST
-from sdbench.records.read import INPUTS, MEASURED, read_records, words
+from sdbench.records.read import INPUTS, MEASURED, PUBLISHED, read_published, read_records, words
 from sdbench.records.record import append_line, make_record
 from sdbench.training.microbatch import sizes_to_try
 
 GPUS_A_NODE = 8
-PUBLISHED = Path(__file__).parents[2] / 'published.csv'
 RANGE = f"""\
 In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on speeds of sources that it had not seen.
 A figure without brackets is not tested: no published run had this model, size and GPU, and was compiled alike."""
@@ -288,12 +286,11 @@ def measured_speeds(settings: Train, unet_config: dict, card: Card, rows: list[d
         card: that it is forecast for.
         rows: of the records of --results, as `read_records` returns them.
     """
-    # published.csv names no model, and leaves out the maker of a GPU
+    # published.csv names no model
     found = []
     if is_stable_diffusion_2(unet_config):
-        for row in read_records(str(PUBLISHED)):
-            found.append(row | {'file': PUBLISHED.name, 'model_name': settings.model_name,
-                                'device': f'NVIDIA {row["device"]}'})
+        for row in read_published():
+            found.append(row | {'file': PUBLISHED.name, 'model_name': settings.model_name})
     found += [row | {'file': settings.results_file} for row in rows]
 
     # those of such a run

@@ -18,12 +18,15 @@ def rounded(value: float, decimals: int = 0) -> str:
 
 
 def days_in_words(days: float, unit: str = '') -> str:
-    """Write days with two decimals and `unit`, or what is below one as hours and minutes."""
+    """Write days with two decimals and `unit`, or what is below one as hours and minutes, as minutes, or as seconds."""
     if days >= 1:
         return rounded(days, 2) + unit
-    minutes = round(days * 24 * 60)
+    seconds = days * 24 * 60 * 60
+    if seconds < 60:
+        return f'{rounded(seconds)} s'
+    minutes = round(seconds / 60)
     if minutes < 60:
-        return f'{max(1, minutes)} min'
+        return f'{minutes} min'
     return f'{minutes // 60} h {minutes % 60} min'
 
 
@@ -108,9 +111,11 @@ COLUMNS = {
     'scaling_efficiency': Column('efficiency', '{} %'),
     'speed_over_first': Column('over the first', '{} x', 2),
     'data_wait_fraction': Column('wait for data', '{} %', of_a_run=True),
+    'microbatch': Column('microbatch', decimals=None),
     'peak_memory_gib': Column('peak memory', '{} GiB', of_a_run=True),
     'mfu': Column('of the peak', '{} %', of_a_run=True),
     'eval_loss': Column('eval loss', decimals=4),
+    'eval_batch': Column('eval batch', decimals=None),
     'loss': Column('loss', decimals=3),
     'guidance': Column('guidance'),
     'fid': Column('FID', decimals=2),

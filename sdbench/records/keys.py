@@ -32,8 +32,8 @@ KEYS = {
     'Python, CUDA and the libraries',
     'device device_type num_devices num_nodes': 'name of the GPU or CPU; `cuda` or `cpu`; on how many of them, and on '
     'how many machines',
-    'num_workers_by_default dataset': 'whether the number of loader processes is that which follows from the '
-    'machine; `streaming` or `synthetic`',
+    'by_default dataset': 'flags that were left open and follow from the machine, the number of devices or the '
+    'measured batches, such as the microbatch that was found; `streaming` or `synthetic`',
 
     # of its speed
     'images_per_sec images_per_sec_per_device': 'images divided by the wall clock of the measured batches on the '
@@ -55,8 +55,7 @@ KEYS = {
     'loader_images_per_sec': 'of the loader alone',
 
     # of a training
-    'encoders microbatch_search tf32': '`in_loop`, or `text_in_loop` on latents; whether trials found the microbatch; '
-    'whether fp32 multiplies as TF32',
+    'encoders tf32': '`in_loop`, or `text_in_loop` on latents; whether fp32 multiplies as TF32',
     'first_batch trained_batches trained_epochs batches_per_epoch': 'the batch that this run resumed after, the last '
     'batch of the whole training, its whole epochs, and how long one is',
     'gpu_hours dollars': 'of this training so far, with the runs that it resumed; dollars where a price is given',
@@ -79,6 +78,16 @@ KEYS = {
     'network inception_sha256 fid_of_published_weights resize fid_is_biased': 'what FID was found by, whether it '
     'compares with published ones, and whether it is of fewer than 10,000 pictures',
     'clip clip_sha256': 'what the CLIP score was found by',
+}
+
+# What a value of each of these keys is. Those of flags are as the flag takes them, and all others are numbers.
+KEYS_OF_TYPE = {
+    str: 'stage status error date command git_commit device device_type dataset encoders model model_name model_sha256 '
+    'weights data sampler network inception_sha256 resize clip clip_sha256',
+    bool: 'extrapolated tf32 eval_held_out trained_on_data fid_of_published_weights fid_is_biased',
+    int: 'num_devices num_nodes',
+    list: 'by_default evaluations scores',
+    dict: 'versions training',
 }
 
 

@@ -1,37 +1,83 @@
-"""Read records, as the commands write them or a CSV file has them, as the rows of a report."""
+"""Read records, as the commands write them or a CSV file has them, as the rows of a report.
+
+Two tables say what the keys of a record are: KINDS, as what its value is read, and SETTINGS, what it tells apart. Both
+follow from the flags, so that a new flag is in reports on the day that it is a flag.
+"""
+import contextlib
 import csv
+import datetime
 import io
 import json
 import math
 import os
 import textwrap
+import types
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from sdbench.flags.train import SAME_ON_RESUME, SWITCHES
+from sdbench.costs import Prices
+from sdbench.flags.commands import Encode, Evaluate
+from sdbench.flags.train import SAME_ON_RESUME, SWITCHES, TAKE_NO_TIME, Train
 from sdbench.records.figures import OF_A_RUN
-from sdbench.records.keys import COMPLETE, ENCODERS, FORECAST, why_unreliable
+from sdbench.records.keys import COMPLETE, ENCODERS, FORECAST, KEYS, KEYS_OF_TYPE, why_unreliable
 from sdbench.records.versions import PACKAGES
 
-# What bears on speed. A loader has nothing of a model.
-OF_A_MODEL = ['model_name', *SWITCHES, 'use_ema', 'clip_grad_norm', 'ema_start']
+PUBLISHED = Path(__file__).parents[2] / 'published.csv'
 VERSIONS = ['python', 'cuda', *PACKAGES]
-OF_SPEED = ['stage', 'device', 'image_size', 'input', 'dataset', 'batch_size', *OF_A_MODEL, 'num_workers', *VERSIONS]
-# What bears on what a training learns, beside those. Measurements and forecasts learn nothing.
-OF_LEARNING = [field.name for field in SAME_ON_RESUME
-               if field.name not in (*OF_SPEED, 'use_synth_data', 'use_synth_latents')]  # which `dataset` says
-OF_LEARNING += ['max_duration', 'load_weights', 'remote', 'eval_remote']
-# Records are averaged and fitted together only where all of these agree; a missing value differs from any other.
-SETTINGS = [*OF_SPEED, *OF_LEARNING]
-LEARNED = ['eval_loss', 'loss', 'trained_batches']
-# Losses on --eval_remote are ranked and drawn together only where these agree: others are of other latents or samples.
-COMPARABLE = ['model_name', 'image_size', 'pretrained', 'input', 'eval_remote']
-# What a run says of the whole training, with the runs that it resumed; another --max_duration may be given to each.
-OF_A_WHOLE_TRAINING = [*LEARNED, 'trained_epochs', 'eval_batch', 'gpu_hours', 'dollars', 'max_duration']
-# Scores are on one line of a picture only where these agree, and those of the network that the score is from.
-CONDITIONS = ['model', 'weights', 'data', 'samples', 'image_size', 'steps']
-NETWORKS = {'fid': ['network', 'inception_sha256'], 'clip_score': ['clip', 'clip_sha256']}
-EVALUATED = [*CONDITIONS, *NETWORKS['fid'], *NETWORKS['clip_score']]
-HASHES = ['inception_sha256', 'clip_sha256']  # shown by their beginning
+
+# What a setting bears on. A loader has nothing of a model. Measurements and forecasts learn nothing.
+LOADER = 'the speed of a loader, and of a model'
+MODEL = 'the speed of a model'
+LEARNING = 'what is learned'
+
+
+class Setting(NamedTuple):
+    """What a key of a record tells apart. Records are averaged and fitted together only where all settings agree.
+
+    Attributes:
+        bears_on: LOADER, MODEL or LEARNING.
+        of_losses: whether losses on --eval_remote are ranked and drawn together only where it agrees: others are of
+            other latents or samples.
+    """
+    bears_on: str
+    of_losses: bool = False
+
+
+def settings_of_rows() -> dict[str, Setting]:
+    """Return the settings of a record of speed by their keys, in the order in which a table has them."""
+    # what is shown first
+    table = {'stage': Setting(LOADER), 'device': Setting(LOADER), 'image_size': Setting(LOADER, True),
+             'input': Setting(LOADER, True), 'dataset': Setting(LOADER), 'batch_size': Setting(LOADER),
+             'model_name': Setting(MODEL, True)}
+    table |= dict.fromkeys(SWITCHES, Setting(MODEL))
+
+    # flags that decide what is learned, of which some take time; `dataset` says whether the data is synthetic
+    flags = [field.name for field in SAME_ON_RESUME
+             if field.name not in (*table, 'use_synth_data', 'use_synth_latents')]
+    table |= {name: Setting(MODEL) for name in flags if name not in TAKE_NO_TIME}
+    table |= dict.fromkeys(('num_workers', *VERSIONS), Setting(LOADER))
+    table |= {name: Setting(LEARNING) for name in flags if name in TAKE_NO_TIME}
+    table |= dict.fromkeys(('max_duration', 'load_weights', 'remote'), Setting(LEARNING))
+    return table | {'pretrained': Setting(LEARNING, True), 'eval_remote': Setting(LEARNING, True)}
+
+
+SETTINGS = settings_of_rows()
+OF_SPEED = [key for key, setting in SETTINGS.items() if setting.bears_on != LEARNING]
+OF_LOSSES = [key for key, setting in SETTINGS.items() if setting.of_losses]
+
+# The settings of an evaluation, and which scores are on one line of a picture only where they agree.
+SCORES = ('fid', 'clip_score')
+EVALUATED = dict.fromkeys(('model', 'weights', 'data', 'samples', 'image_size', 'steps'), SCORES) | {
+    'network': ('fid',), 'inception_sha256': ('fid',), 'clip': ('clip_score',), 'clip_sha256': ('clip_score',)}
+
+# What report.py --csv writes of its own into a record: the same run is one also where both files are given
+ADDED_BY_CSV = ('images_per_sec_per_device', 'guidance', 'scores')
+
+# What a run says of its evaluation at a batch, and of the whole training, with the runs that it resumed.
+OF_AN_EVALUATION = ('eval_loss', 'eval_batch', 'eval_samples', 'eval_held_out')
+OF_A_TRAINING = ('loss', 'trained_batches', 'trained_epochs', 'gpu_hours', 'dollars', 'max_duration')
+LEARNED = ['eval_loss', 'eval_batch', 'loss', 'trained_batches']  # in a table
 
 # The status of a row is what its figures are. Any other one is that of a run without a speed, such as failed.
 MEASURED = 'measured'
@@ -42,8 +88,63 @@ WITH_FIGURES = [MEASURED, EXTRAPOLATED, FORECAST]
 # What is said behind the name of data, by whether the model was trained on it.
 TRAINED_ON = {False: '', True: ' (the model was trained on it)', None: ' (not known to be held out)'}
 INPUTS = {ENCODERS[False]: 'images', ENCODERS[True]: 'latents'}  # of a training, by the encoders in its loop
-POSITIVE = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size', 'images_per_sec',
+POSITIVE = ('num_devices', 'num_nodes', 'image_size', 'batch_size', 'device_train_microbatch_size', 'images_per_sec',
             'loader_images_per_sec')
+
+
+def kinds_of_keys() -> dict[str, set[type]]:
+    """Return what the value of each key may be: bool, int, float, str, or list for all that only JSON can write."""
+    kinds = {key: {float} for names in KEYS for key in names.split()}
+    for kind, names in KEYS_OF_TYPE.items():
+        kinds |= {key: {kind} for key in names.split()}
+    for command in (Evaluate, Encode, Train):
+        for key, hint in get_type_hints(command).items():
+            kinds[key] = kinds_in(hint)
+    return kinds
+
+
+def kinds_in(hint: Any) -> set[type]:
+    """Return what a value may be by its type hint, such as bool and str for bool | Literal['max-autotune'] | None."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return set().union(*map(kinds_in, get_args(hint)))
+    if get_origin(hint) is Literal:
+        return {type(value) for value in get_args(hint)}
+    if hint is type(None):
+        return set()
+    return {hint} if hint in (bool, int, float, str) else {list}
+
+
+KINDS = kinds_of_keys()
+TRUTHS = {'true': True, 'yes': True, '1': True, '1.0': True, 'false': False, 'no': False, '0': False, '0.0': False}
+KINDS_IN_WORDS = {bool: 'yes or no', int: 'a whole number', float: 'a number', dict: 'a JSON object'}
+
+
+def read_value(key: str, value: Any) -> Any:
+    """Return a value of a record as what its key says that it is, from a cell of a CSV file or from JSON.
+
+    So FALSE and 512.0, as spreadsheets and pandas write them, are false and 512. What is not known, such as an empty
+    cell or NaN, is None; the value of a key that is not known stays as it is. Raises ValueError if it is another kind.
+    """
+    kinds = KINDS.get(key, set())
+    text = str(value).strip()
+    if text.lower() in ('', 'none', 'nan', 'null') or (text == 'auto' and int in kinds):
+        return None
+    if bool in kinds and text.lower() in TRUTHS:
+        return TRUTHS[text.lower()]
+    if kinds & {int, float} and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            number = float(text)
+            if math.isfinite(number) and (float in kinds or number.is_integer()):
+                return int(number) if number.is_integer() else number  # 512.0 is 512
+    if kinds & {list, dict} and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if str in kinds:
+        return str(value)
+    if not kinds or list in kinds or isinstance(value, dict):
+        return value
+    what = ' or '.join(words for kind, words in KINDS_IN_WORDS.items() if kind in kinds)
+    raise ValueError(f'{key} {value!r} is not {what}')
 
 
 def read_records(path: str) -> list[dict]:
@@ -73,17 +174,35 @@ def read_records(path: str) -> list[dict]:
     return rows
 
 
+def read_all(paths: Sequence[str]) -> list[dict]:
+    """Return the rows of several files, each run once.
+
+    A record that is there twice counts once, and a training that was resumed is joined. Raises ValueError as
+    `read_records` does, and for a file without records.
+    """
+    rows = {}  # by what makes it a run of its own
+    for path in paths:
+        found = read_records(path)
+        if not found:
+            raise ValueError(f'{path}: no records in it; give a file of --results, not a plan of --csv')
+        for row in found:
+            known = {key: value for key, value in row['record'].items() if key in KINDS and key not in ADDED_BY_CSV}
+            scores = [row.get(key) for key in ('guidance', *SCORES)]
+            rows.setdefault(json.dumps([known, scores], sort_keys=True), row)
+
+    return join_resumed(list(rows.values()))
+
+
+def read_published() -> list[dict]:
+    """Return the rows of published.csv, which leaves out the maker of a GPU, with the names that torch has."""
+    return [row | {'device': f'NVIDIA {row["device"]}'} for row in read_records(str(PUBLISHED))]
+
+
 def record_of_cells(cells: dict[str | None, str]) -> dict:
-    """Return a row of a CSV file as a record: what JSON can read is that, and all else is text."""
+    """Return a row of a CSV file as a record. Raises ValueError if it has more cells than there are columns."""
     if None in cells:
         raise ValueError('more cells than columns; give numbers without commas')
-    record = {}
-    for key, cell in cells.items():
-        try:
-            record[key] = json.loads(cell)
-        except ValueError:
-            record[key] = cell
-    return record
+    return cells
 
 
 def rows_of(record: dict) -> list[dict]:
@@ -93,9 +212,13 @@ def rows_of(record: dict) -> list[dict]:
     """
     if not isinstance(record, dict):
         raise ValueError('not one JSON object')
-    stated = {key: value for key, value in record.items() if value not in (None, '', 'auto')}
-    if stated.get('stage') in ('proof', 'plan'):
+    if record.get('stage') in ('proof', 'plan'):
         return []
+    stated = {}
+    for key, value in record.items():
+        known = read_value(key, value)
+        if known is not None:
+            stated[key] = known
     if stated.get('stage') == 'evaluate':
         return score_rows(stated)
     return [speed_row(stated)]
@@ -116,77 +239,115 @@ def speed_row(record: dict) -> dict:
     if missing:
         raise ValueError(f'no {", ".join(missing)}; a record needs {", ".join(needed)}')
     for key in POSITIVE:
-        if key in record and (type(record[key]) not in (int, float) or not 0 < record[key] < math.inf):
+        if record.get(key, 1) <= 0:
             raise ValueError(f'{key} {record[key]!r} is not a positive number')
 
-    # settings, but for those that do nothing there
+    # settings, but for those that do nothing there, and what the program chose where it was left open
     stated = record | record.get('versions', {})
     row = {key: words(stated.get(key)) for key in (*SETTINGS, 'num_nodes')}
-    learns = record['stage'] == 'train' and record['status'] != FORECAST and 'measure_batches' not in record
-    if not learns:
-        row |= dict.fromkeys(OF_LEARNING, '')
-    if record['stage'] == 'loader':
-        row |= dict.fromkeys(OF_A_MODEL, '')
-    if record.get('num_workers_by_default') is True:  # it follows from the machine
-        row['num_workers'] = ''
+    by_default = record.get('by_default', ())
+    is_measurement = 'max_duration' in by_default or 'max_duration' not in record and 'measure_batches' in record
+    learns = record['stage'] == 'train' and record['status'] != FORECAST and not is_measurement
+    for key, setting in SETTINGS.items():
+        is_idle = (setting.bears_on == LEARNING and not learns
+                   or setting.bears_on == MODEL and record['stage'] == 'loader')
+        if is_idle or key in by_default:
+            row[key] = ''
     if record.get('eval_held_out') is False:
         row['eval_remote'] += TRAINED_ON[None]
     encoders = words(record.get('encoders'))
     row['input'] = INPUTS.get(encoders, encoders)
-    row['date'] = words(record.get('date'))[:19].replace('T', ' ')  # to the second
+    row['date'] = moment(record['date']) if 'date' in record else ''
     commit, dash, dirty = words(record.get('git_commit')).partition('-')
     row['git_commit'] = commit[:8] + dash + dirty
 
     # figures
     row['num_devices'] = record['num_devices']
+    row['microbatch'] = float(record.get('device_train_microbatch_size', math.nan))  # also one that was found
     for key in (*OF_A_RUN, 'images_per_sec_least', 'images_per_sec_most'):
         row[key] = float(record.get(key, math.nan))
     for key in LEARNED:
         row[key] = float(record.get(key, math.nan)) if learns else math.nan
     row['images_per_sec'] = float(record.get(speed, math.nan))
+    row['evaluations'] = []  # images seen and loss of each
+    for images, loss in record.get('evaluations', ()):
+        row['evaluations'].append((float(images), math.nan if loss is None else float(loss)))
     row['on_cpu'] = record.get('device_type') == 'cpu'
+    row['prices'] = prices_of(record)
     row['status'], row['notes'] = status_and_notes(record)
     row['record'] = record
     return row
 
 
+def moment(date: str) -> str:
+    """Return a date in UTC, which it is in where it does not say otherwise, so that later ones are larger as text.
+
+    Raises ValueError if it is no date as ISO 8601 has them.
+    """
+    try:
+        found = datetime.datetime.fromisoformat(date)
+    except ValueError:
+        raise ValueError(f'date {date!r} is not one such as 2026-11-20T10:00:00+00:00') from None
+    if found.tzinfo is not None:
+        found = found.astimezone(datetime.UTC)
+    return found.replace(tzinfo=None).isoformat(' ')
+
+
+def prices_of(record: dict) -> Prices:
+    """Return the prices that a record was given, as --dollars_per_gpu_hour takes them."""
+    given = record.get('dollars_per_gpu_hour', ())
+    if isinstance(given, (int, float)):  # of a CSV file
+        return ((None, float(given)),)
+    return tuple((name, float(dollars)) for name, dollars in given)
+
+
 def join_resumed(rows: list[dict]) -> list[dict]:
     """Join the rows of a training that was resumed: one for each setting of speed, with what it learned up to its end.
 
-    A run goes on with the last one before it of its --save_folder, --run_name and flags of learning. Of a setting the
-    last part counts whose speed may be relied on; one that was resumed and has no such speed is no row of its own.
+    A run goes on with the last one before it of its --save_folder, --run_name, --eval_remote and flags of learning. Of
+    a setting the last part counts whose speed may be relied on; one that was resumed and has no such speed is no row
+    of its own. Each row has the number of its `training`, and the rows of all `parts` of that.
     """
-    # the parts of each training
+    # the parts of each training, in the order of time; trainings stand in the order of the records
     trainings = []
     newest = {}  # training by what its parts agree in
-    flags = [key for key in OF_LEARNING if key not in ('max_duration', 'load_weights', 'remote')]
-    for row in rows:
+    for place, row in sorted(enumerate(rows), key=lambda pair: pair[1].get('date', '')):
         record = row['record']
-        of_training = (record.get('save_folder'), record.get('run_name'), *(row.get(key) for key in flags))
+        flags = [words(record.get(field.name)) for field in SAME_ON_RESUME]
+        of_training = (record.get('save_folder'), record.get('run_name'), row.get('eval_remote'), *flags)
         if record.get('first_batch') and of_training in newest:
-            newest[of_training].append(row)
+            newest[of_training].append((place, row))
         else:
-            newest[of_training] = [row]
+            newest[of_training] = [(place, row)]
             trainings.append(newest[of_training])
+    trainings.sort(key=lambda training: min(place for place, _ in training))
 
     joined = []
-    for parts in trainings:
-        if len(parts) == 1:
-            joined += parts
-            continue
-        learned = {}
-        evaluations = {}  # loss by images seen: of a batch that was evaluated again, the last counts
-        for part in parts:
-            learned |= {key: part['record'][key] for key in OF_A_WHOLE_TRAINING if key in part['record']}
-            evaluations |= dict(part['record'].get('evaluations', ()))
-        learned['evaluations'] = sorted(evaluations.items())
+    for number, training in enumerate(trainings):
+        parts = [part for _, part in training]
         kept = {}  # part by its setting of speed
         for part in parts:
-            setting = tuple(part[key] for key in (*OF_SPEED, 'num_devices', 'num_nodes'))
-            if part['status'] == MEASURED or (part is parts[-1] and setting not in kept):
+            setting = tuple(part.get(key) for key in (*OF_SPEED, 'num_devices', 'num_nodes'))
+            if len(parts) == 1 or part['status'] == MEASURED or (part is parts[-1] and setting not in kept):
                 kept[setting] = part
-        joined += [speed_row(part['record'] | learned) for part in kept.values()]
+        for part in kept.values():
+            if len(parts) > 1:
+                part = speed_row(learned_by_all(part, parts))
+            joined.append(part | {'training': number, 'parts': parts})
     return joined
+
+
+def learned_by_all(part: dict, parts: list[dict]) -> dict:
+    """Return the record of a part with what the whole training has learned: its end, and its last evaluation."""
+    evaluated = [each['record'] for each in parts if 'eval_batch' in each['record'] or 'eval_loss' in each['record']]
+    evaluations = {}  # loss by images seen: of a batch that was evaluated again, the last counts
+    for each in parts:
+        evaluations |= dict(each['record'].get('evaluations', ()))
+    record = {key: value for key, value in part['record'].items() if key not in (*OF_A_TRAINING, *OF_AN_EVALUATION)}
+    record |= {key: parts[-1]['record'][key] for key in OF_A_TRAINING if key in parts[-1]['record']}
+    if evaluated:
+        record |= {key: evaluated[-1][key] for key in OF_AN_EVALUATION if key in evaluated[-1]}
+    return record | {'evaluations': sorted(evaluations.items())}
 
 
 def status_and_notes(record: dict) -> tuple[str, str]:
@@ -205,7 +366,7 @@ def status_and_notes(record: dict) -> tuple[str, str]:
         return status, textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')
     if why_unreliable(record):
         return UNRELIABLE, f'images/s {UNRELIABLE}: {why_unreliable(record)}'
-    if words(record['extrapolated']) != 'no':
+    if record['extrapolated']:
         return EXTRAPOLATED, 'extrapolated by its source'
     return MEASURED, ''
 
@@ -214,15 +375,18 @@ def score_rows(record: dict) -> list[dict]:
     """Return a row for each guidance scale of an evaluation; a score that was not asked for is NaN."""
     row = {key: words(record.get(key)) for key in EVALUATED}
     row['data'] += TRAINED_ON[record.get('trained_on_data')]
-    for key in HASHES:
+    for key in ('inception_sha256', 'clip_sha256'):
         row[key] = row[key][:8]
     if row['model'].endswith('.pt'):
         row['model'] = row['model'].rpartition('/')[0] or row['model']  # checkpoints of one training are one model
-    row['trained_batches'] = float(record.get('trained_batches', math.nan))
-    row['images_seen'] = float(record.get('images_seen', math.nan))
+    for key in ('trained_batches', 'images_seen'):
+        row[key] = float(record.get(key, math.nan))
+
+    # what the training of the model took, but of one on a CPU
     training = record.get('training', {})
     row['device'] = training.get('device', 'CPU')
-    row['total_gpu_hours'] = math.nan if row['device'] == 'CPU' else training['gpu_hours']
+    row['total_gpu_hours'] = math.nan if row['device'] == 'CPU' else float(training['gpu_hours'])
+    row['dollars'] = math.nan if training.get('dollars') is None else float(training['dollars'])
 
     # what the scores cannot be compared with
     notes = []

@@ -10,7 +10,7 @@ from sdbench.records.figures import COLUMNS, WIDTH, cell
 IN_WORDS = {'device': '{}', 'device_train_microbatch_size': 'microbatch {}', 'image_size': '{} pixels',
             'input': 'on {}', 'model_name': '{}', 'batch_size': 'batch of {}', 'use_ema': 'EMA', 'model': '{}',
             'weights': '{}', 'guidance': 'guidance {:g}', 'trained_batches': 'batch {:,.0f}',
-            'num_nodes': 'machines {}'}
+            'num_nodes': 'machines {}', 'save_folder': 'in {}'}
 
 
 def differing(rows: pd.DataFrame, keys: Sequence[str], unstated: bool = True) -> list[str]:
@@ -37,9 +37,31 @@ def settings_in_words(row: pd.Series, keys: Sequence[str]) -> str:
         if value in ('yes', 'no'):
             name = IN_WORDS.get(key, name)
             settings.append(name if value == 'yes' else f'no {name}')
-        elif value != '':
+        elif value != '' and pd.notna(value):
             settings.append(IN_WORDS.get(key, f'{name} {{}}').format(value))
     return ', '.join(settings)
+
+
+def names_of_lines(firsts: pd.DataFrame, keys: Sequence[str], more: Sequence[str] = (), apart: Sequence[str] = ()
+                   ) -> list[str]:
+    """Return a name for each line of a picture, by the settings in which lines differ, so that no two have the same.
+
+    Args:
+        firsts: a row of each line.
+        keys: of the settings that name it where those that state one do not agree.
+        more: keys that name it only where lines are alike without them, as are settings that one alone states.
+        apart: keys by which lines are told apart elsewhere.
+    """
+    named = differing(firsts, keys, unstated=False)
+    told_apart = 1
+    if named or apart:
+        told_apart = firsts.groupby([*named, *apart], dropna=False).ngroups
+    for key in (*keys, *more):
+        with_key = firsts.groupby([*named, *apart, key], dropna=False).ngroups
+        if with_key > told_apart:
+            named.append(key)
+            told_apart = with_key
+    return [settings_in_words(first, named) for _, first in firsts.iterrows()]
 
 
 def in_common(rows: pd.DataFrame, keys: Sequence[str]) -> str:

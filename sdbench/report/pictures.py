@@ -2,18 +2,22 @@
 
 matplotlib is imported only when there is something to draw.
 """
+import math
 import textwrap
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
-from sdbench.costs import Prices, gpu_hours, price_of
+from sdbench.costs import Prices, days_to_train, price_of
 from sdbench.gpus import short_name
 from sdbench.records.figures import cell
 from sdbench.records.keys import FORECAST
-from sdbench.records.read import COMPARABLE, CONDITIONS, MEASURED, NETWORKS, SETTINGS, VERSIONS
-from sdbench.report.markdown import differing, settings_in_words
-from sdbench.report.plans import CORRECTED
+from sdbench.records.read import EVALUATED, EXTRAPOLATED, MEASURED, OF_LOSSES, SCORES, SETTINGS, VERSIONS
+from sdbench.report.markdown import differing, names_of_lines, settings_in_words
+from sdbench.report.plans import CORRECTED, told_apart_by
+from sdbench.report.speeds import one_point_each
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 LINE_INCHES = 0.2  # of text
@@ -22,6 +26,7 @@ TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen'
           'dollars': 'dollars'}
 PANEL_INCHES = 4.8
 BAR_INCHES = 0.75
+BAR_CHARACTERS = 40  # of a line beside a bar
 BIG_TEXT = 14  # points, in a picture that is shown at half its size
 HATCHES = {FORECAST: '///', CORRECTED: 'xxx', MEASURED: None}  # of a part of a plan
 PANEL_CHARACTERS = 60  # of a line of text above or below a panel
@@ -41,20 +46,21 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     Raises ValueError if no row has days.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-    # a line has one setting and one value at each number of GPUs. A forecast takes the largest microbatch, which gets
-    # smaller with more GPUs: its lines have any, unless there are several at one number of GPUs
-    rows = rows[rows['days'].notna()].sort_values('num_devices', kind='stable')
+    # a line has one setting, and one point at each number of GPUs: another on more machines, or extrapolated where it
+    # was measured, is of another line
+    rows = rows[rows['days'].notna()]
     if rows.empty:
         raise ValueError(f'--figure {path}: no training in these records has days; of the model tiny, '
                          '--training_images asks for them')
-    microbatch = 'device_train_microbatch_size'
-    others = [key for key in SETTINGS if key != microbatch]
-    is_one_line = (rows['status'] == FORECAST) & ~rows.duplicated(['status', *others, 'num_devices'], keep=False)
-    rows[microbatch] = rows[microbatch].mask(is_one_line, '')
-    rows['is_forecast'] = rows['status'] == FORECAST
-    lines = rows.groupby(['is_forecast', *SETTINGS], sort=False)
+    rows = one_point_each(rows, ['setting', 'status', 'num_devices', 'num_nodes'])
+    rows = rows.assign(days=days_to_train(rows['images_per_sec'], training_images),
+                       is_forecast=rows['status'] == FORECAST, is_extrapolated=rows['status'] == EXTRAPOLATED,
+                       nodes=pd.to_numeric(rows['num_nodes']))
+    rows = rows.sort_values(['num_devices', 'is_extrapolated', 'nodes'], kind='stable')
+    rows['line'] = rows.groupby(['setting', 'is_forecast', 'num_devices']).cumcount()
+    lines = [points for _, points in rows.groupby(['is_forecast', 'setting', 'line'], sort=False)]
 
     # a figure with a caption
     same = [key for key in SETTINGS if rows[key].nunique() == 1 and rows[key].iloc[0] != 'no']
@@ -66,13 +72,17 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     axes = figure.subplots()
 
     # the lines, and what their marks mean: filled if measured, else hollow. Days are in inverse proportion to the speed
-    keys = [key for key in differing(rows, SETTINGS, unstated=False) if key not in ('stage', 'device')]
-    for number, (_, points) in enumerate(lines):
+    firsts = pd.DataFrame([points.iloc[0] for points in lines])
+    what = np.select([firsts['is_forecast'], firsts['is_extrapolated'] & (firsts['line'] > 0)],
+                     [', forecast', ', extrapolated'], '')
+    firsts.loc[firsts['line'] == 0, 'num_nodes'] = ''  # only where there are others
+    firsts['line_of'] = firsts['device'].map(short_name) + what
+    keys = [key for key in SETTINGS if key not in ('stage', 'device')]
+    names = names_of_lines(firsts, keys, ['num_nodes', 'device'], ['line_of'])
+    for points, name, card, color in zip(lines, names, firsts['line_of'], colors_of(len(lines)), strict=True):
         first = points.iloc[0]
-        words = [short_name(first['device']), settings_in_words(first, keys)]
-        if first['is_forecast']:
-            words.append('forecast')
-        color = COLORS[number % len(COLORS)]
+        card, _, what = card.partition(', ')
+        words = [card, name, what]
         gpus, days, speeds = points['num_devices'], points['days'], points['images_per_sec']
         ideal = first['days'] * first['num_devices'] / gpus
         axes.plot(gpus, ideal, '--', color=color, linewidth=0.8, alpha=0.6)
@@ -95,7 +105,8 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     axes.set(xscale='log', yscale='log', xlabel='GPUs', ylabel=f'days for {training_images:,} images')
     axes.set_xticks(counts, counts)
     axes.minorticks_off()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    least, most = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if most > 10 * least else MaxNLocator(6))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda days, _: f'{days:g}'))
     axes.grid(alpha=0.3)
     axes.spines[['top', 'right']].set_visible(False)
@@ -122,10 +133,11 @@ def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
     plans = plans[plans['total_gpu_hours'].notna()]
     if plans.empty:
         raise ValueError(f'--figure {path}: a plan on CPUs has no GPU-hours')
-    named = [key for key in differing(plans, SETTINGS) if key in ('input', 'compile')]
+    named = told_apart_by(plans)
     names = []
     for _, plan in plans.iterrows():
-        names.append(f'{plan["num_devices"]} x {short_name(plan["device"])}\n{settings_in_words(plan, named)}'.strip())
+        how = wrapped(settings_in_words(plan, named), BAR_CHARACTERS)
+        names.append(f'{plan["num_devices"]} x {short_name(plan["device"])}\n{how}'.strip())
     figure = Figure(figsize=(10, 2.2 + BAR_INCHES * len(plans)), layout='constrained')
     axes = figure.subplots()
 
@@ -164,34 +176,71 @@ def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
 def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
     """Write a picture of the loss on --eval_remote over images seen, and over dollars where these are known.
 
-    Runs that resumed one another are one line. Those whose losses cannot be compared are in panels of their own.
-    Dollars follow from the images and a speed that may be relied on.
+    A training is one line, with the runs that resumed one another. Those whose losses cannot be compared are in panels
+    of their own.
 
     Args:
         path: of the picture.
         records: the rows of all records.
-        prices: of GPUs.
+        prices: of GPUs, instead of those of the records.
 
     Raises ValueError if no training has evaluations.
     """
     # a row for each evaluation; of a batch that was evaluated again, the last counts
     rows = []
-    for _, runs in records[records['stage'] == 'train'].groupby(SETTINGS, sort=False):
-        speed = runs.loc[(runs['status'] == MEASURED) & ~runs['on_cpu'], 'images_per_sec'].median()  # NaN of none
-        for _, run in runs.iterrows():
-            for images, loss in run['record'].get('evaluations', ()):
-                dollars = gpu_hours(speed, run['num_devices'], images) * price_of(run['device'], prices)
-                rows.append(run.to_dict() | {'images_seen': images, 'loss': loss, 'dollars': dollars})
+    for _, training in records[records['stage'] == 'train'].drop_duplicates('training').iterrows():
+        images_at, dollars_at = dollars_of_training(training['parts'], prices)
+        losses = {images: loss for part in training['parts'] for images, loss in part['evaluations']}
+        for images, loss in sorted(losses.items()):
+            dollars = np.interp(images, images_at, dollars_at)
+            rows.append(training.to_dict() | {'images_seen': images, 'loss': loss, 'dollars': dollars,
+                                              'save_folder': str(training['record'].get('save_folder', ''))})
     if not rows:
         raise ValueError(f'--learned {path}: no training in these records was evaluated; --eval_remote does it')
-    rows = pd.DataFrame(rows).drop_duplicates([*SETTINGS, 'images_seen'], keep='last').sort_values('images_seen')
+    rows = pd.DataFrame(rows)
     panels = []
-    for _, comparable in rows.groupby(COMPARABLE, sort=False):
-        title = settings_in_words(comparable.iloc[0], differing(rows, COMPARABLE))
+    for _, comparable in rows.groupby(OF_LOSSES, sort=False):
+        title = settings_in_words(comparable.iloc[0], differing(rows, OF_LOSSES))
         for across in ('images_seen', 'dollars'):
             if comparable[across].notna().any():
-                panels.append(Panel(comparable, across, 'loss', SETTINGS, title))
+                panels.append(Panel(comparable, across, 'loss', list(SETTINGS), title, ['save_folder', 'training']))
     draw_panels(path, panels, '')
+
+
+def dollars_of_training(parts: list[dict], prices: Prices) -> tuple[list[float], list[float]]:
+    """Return how many images a training had seen at some moments, and the dollars that it had cost by then.
+
+    Between the end of a run and that of the one that resumed it, dollars grow as images do. They are NaN where the
+    records have no GPU-hours, or none of GPUs.
+
+    Args:
+        parts: the rows of its runs, in the order of time.
+        prices: of GPUs; without any, the records' own.
+    """
+    images_at = [0.0]
+    dollars_at = [0.0]
+    hours_before = 0.0
+    for part in parts:
+        # what it cost
+        record = part['record']
+        hours = math.nan if part['on_cpu'] else record.get('gpu_hours', math.nan)
+        dollars = dollars_at[-1] + (hours - hours_before) * price_of(part['device'], prices or part['prices'])
+        if 'dollars' in record and not prices and not part['on_cpu']:
+            dollars = record['dollars']
+        hours_before = hours
+        if not {'batch_size', 'trained_batches'} <= record.keys():
+            return [0.0], [math.nan]
+
+        # what was trained behind the checkpoint from which it went on was in vain
+        first, last = (record.get(key, 0) * record['batch_size'] for key in ('first_batch', 'trained_batches'))
+        if first <= images_at[-1]:
+            at_checkpoint = float(np.interp(first, images_at, dollars_at))
+            kept = sum(images < first for images in images_at)
+            images_at[kept:] = [first]
+            dollars_at[kept:] = [at_checkpoint]
+        images_at.append(last)
+        dollars_at.append(dollars)
+    return images_at, dollars_at
 
 
 def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
@@ -199,7 +248,7 @@ def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
 
     One panel shows FID against CLIP score, a line for each checkpoint over its guidance scales. Two show FID and CLIP
     score against the images of the training, a line for each model and guidance scale. Scores that differ in one of
-    CONDITIONS, or in the columns of their NETWORKS, are never on one line. The notes of the scores stand below.
+    their settings in EVALUATED are never on one line. The notes of the scores stand below.
 
     Args:
         path: of the picture.
@@ -208,10 +257,10 @@ def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
 
     Raises ValueError if there is nothing to draw.
     """
-    networks = [*NETWORKS['fid'], *NETWORKS['clip_score']]
-    panels = [Panel(rows, 'clip_score', 'fid', [*CONDITIONS, *networks, 'trained_batches']),
-              Panel(rows, 'images_seen', 'fid', [*CONDITIONS, *NETWORKS['fid'], 'guidance']),
-              Panel(rows, 'images_seen', 'clip_score', [*CONDITIONS, *NETWORKS['clip_score'], 'guidance'])]
+    panels = [Panel(rows, 'clip_score', 'fid', [*EVALUATED, 'trained_batches'])]
+    for score in SCORES:
+        alike = [key for key, scores in EVALUATED.items() if score in scores]
+        panels.append(Panel(rows, 'images_seen', score, [*alike, 'guidance']))
     panels = [panel for panel in panels if len(rows.dropna(subset=[panel.across, panel.up]))]
     if not panels:
         raise ValueError(f'--quality {path}: no evaluation has both scores, or the images of its training')
@@ -227,12 +276,14 @@ class Panel(NamedTuple):
         up: the column up.
         line_keys: the columns that a line agrees in.
         title: text above it.
+        more_keys: more such columns, which name lines only where these are alike without them.
     """
     rows: pd.DataFrame
     across: str
     up: str
     line_keys: list[str]
     title: str = ''
+    more_keys: Sequence[str] = ()
 
 
 def draw_panels(path: str, panels: list[Panel], caption: str) -> None:
@@ -244,14 +295,16 @@ def draw_panels(path: str, panels: list[Panel], caption: str) -> None:
     figure.supxlabel(wrapped(caption, PANEL_CHARACTERS * len(panels)), x=0.01, ha='left', fontsize=9)
     most_lines = 0  # of a legend
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        rows, across, up, line_keys, title = panel
+        rows, across, up, line_keys, title, more_keys = panel
         # lines, named by what distinguishes them
-        named = differing(rows, line_keys, unstated=False)
-        for number, (_, points) in enumerate(rows.dropna(subset=[across, up]).groupby(line_keys, dropna=False)):
-            label = [settings_in_words(points.iloc[0], named)]
+        groups = rows.dropna(subset=[across, up]).groupby([*line_keys, *more_keys], dropna=False)
+        lines = [points for _, points in groups]
+        names = names_of_lines(pd.DataFrame([points.iloc[0] for points in lines]), line_keys, more_keys)
+        for points, name, color in zip(lines, names, colors_of(len(lines)), strict=True):
+            label = [name]
             if across == 'clip_score':
                 label.append('guidance ' + ', '.join(f'{scale:g}' for scale in points['guidance']))
-            axes.plot(points[across], points[up], marker='o', markersize=4, color=COLORS[number % len(COLORS)],
+            axes.plot(points[across], points[up], marker='o', markersize=4, color=color,
                       label=wrapped(', '.join(filter(None, label)), PANEL_CHARACTERS))
 
         # axes, and the legend below them
@@ -268,6 +321,14 @@ def draw_panels(path: str, panels: list[Panel], caption: str) -> None:
         axes.spines[['top', 'right']].set_visible(False)
     figure.set_size_inches(PANEL_INCHES * max(1.4, len(panels)), PANEL_INCHES + LINE_INCHES * most_lines)
     figure.savefig(path, dpi=160)
+
+
+def colors_of(lines: int) -> Sequence:
+    """Return a color for each line; those of more lines than COLORS has are all of a rainbow."""
+    if lines <= len(COLORS):
+        return COLORS[:lines]
+    from matplotlib import colormaps
+    return colormaps['turbo'](np.linspace(0.05, 0.95, lines))
 
 
 def wrapped(text: str, characters: int) -> str:

@@ -25,7 +25,7 @@ PLANNED = [key for key in OF_SPEED if key not in (
     'stage', 'image_size', 'device_train_microbatch_size', 'dataset', 'num_workers', *VERSIONS)]
 SAME_MODEL = ['device', 'model_name']
 SAME_SWITCHES = [key for key in PLANNED if key in SWITCHES]
-ALIKE = [*PLANNED, 'num_devices', 'image_size', 'device_train_microbatch_size']  # a measurement and its forecast
+ALIKE = [*PLANNED, 'num_devices', 'image_size', 'microbatch']  # a measurement and its forecast
 CORRECTED = 'forecast, corrected'  # status of a part of a plan, where a measurement corrects its forecast
 RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
 Corrections = dict[tuple[str, str], float]  # by GPU and --compile, what its forecasts are multiplied by
@@ -58,57 +58,66 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     A plan needs a speed that was measured, or forecast, at the size of every phase of --phase. A plan on latents has
     their encoding in it, as --encode says. Raises ValueError if there is no plan.
     """
-    # only speeds to rely on, in the order of time
+    # the speeds: only those to rely on, in the order of time
     records = records.sort_values('date', kind='stable')
-    left_out = []
     trained = records[records['stage'] == 'train']
     is_planned = trained['status'].isin([MEASURED, FORECAST])
-    for _, row in trained[~is_planned].iterrows():
-        left_out.append(f'a measurement of {row["num_devices"]} x {short_name(row["device"])}, {row["notes"]}')
+    unreliable = trained[~is_planned]
     trained = trained[is_planned]
-
-    # a plan for the runs of each setting on so many GPUs, with a speed for each phase
     phases = [(images or images_of_phase(trained, size), size) for images, size in settings.phase]
     sizes = [size for _, size in phases]
     of_settings = trained.groupby([*PLANNED, 'num_devices', 'num_nodes'], sort=False)
     corrections, sentences = corrections_of(trained, of_settings.filter(lambda runs: not sizes_without(runs, sizes)))
+
+    # the days: a plan for the runs of each setting on so many GPUs that have a speed for each phase
     plans = []
+    left_out = [f'a measurement of {row["num_devices"]} x {short_name(row["device"])}, {row["notes"]}'
+                for _, row in unreliable.iterrows()]
     for _, runs in of_settings:
         missing = sizes_without(runs, sizes)
-        if not missing:
+        if missing:
+            left_out += why_not_planned(runs, missing, trained, corrections)
+        else:
             plans.append(plan_row(runs, records, phases, settings, corrections))
-            continue
-        first = runs.iloc[0]
-        statuses = set(runs['status'])
-        kind = 'measurement' if MEASURED in statuses else 'forecast'
-        how = settings_in_words(first, ['compile'])
-        gpus = f'{first["num_devices"]} x {short_name(first["device"])}{how and f" ({how})"}'
-        why = f'a {kind} of {gpus}, no speed at {" and ".join(missing)} px'
-        if {MEASURED, FORECAST} <= statuses and (first['device'], first['compile']) in corrections:
-            continue  # it corrects the plans of its GPU
-        if MEASURED in statuses and FORECAST in set(trained.loc[trained['device'] == first['device'], 'status']):
-            why += (', and it corrects no plan: that takes a forecast of the same flags and microbatch, and a plan '
-                    'compiled alike')
-        left_out.append(why)
     if not plans:
         raise ValueError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
                          'px; measure or forecast each size with the same flags')
+    plans = pd.DataFrame(plans).sort_values(['cost_usd', 'total_gpu_hours'], kind='stable', ignore_index=True)
+    for key in differing(plans, [*PLANNED, 'num_nodes']):  # by which a reader of --csv tells them apart
+        for record, value in zip(plans['record'], plans[key], strict=True):
+            record[key] = value
 
-    # what is said of it
+    # the sentences
     title, unused = what_is_planned(phases, settings)
     sentences += unused
     if settings.hours_between_losses:
         sentences.append(f'Losses: one in {settings.hours_between_losses:g} hours, each of which costs half a '
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
-    if any(part.status != MEASURED for plan in plans for part in plan['parts']):
+    if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
         sentences.append(NOT_IN_A_FORECAST)
     if left_out:
         sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
-    plans = pd.DataFrame(plans).sort_values(['cost_usd', 'total_gpu_hours'], kind='stable', ignore_index=True)
-    for key in differing(plans, [*PLANNED, 'num_nodes']):  # by which a reader of --csv tells them apart
-        for record, value in zip(plans['record'], plans[key], strict=True):
-            record[key] = value
     return plans, title, sentences
+
+
+def why_not_planned(runs: pd.DataFrame, missing: list[str], trained: pd.DataFrame, corrections: Corrections
+                    ) -> list[str]:
+    """Return why the runs of a setting are no plan: which sizes are missing, and that they correct none.
+
+    Nothing is said of a measurement that corrects the plans of its GPU.
+    """
+    first = runs.iloc[0]
+    statuses = set(runs['status'])
+    if {MEASURED, FORECAST} <= statuses and (first['device'], first['compile']) in corrections:
+        return []
+    kind = 'measurement' if MEASURED in statuses else 'forecast'
+    how = settings_in_words(first, ['compile'])
+    gpus = f'{first["num_devices"]} x {short_name(first["device"])}{how and f" ({how})"}'
+    why = f'a {kind} of {gpus}, no speed at {" and ".join(missing)} px'
+    if MEASURED in statuses and FORECAST in set(trained.loc[trained['device'] == first['device'], 'status']):
+        why += (', and it corrects no plan: that takes a forecast of the same flags and microbatch, and a plan '
+                'compiled alike')
+    return [why]
 
 
 def what_is_planned(phases: list[tuple[int, str]], settings: Report) -> tuple[str, list[str]]:
@@ -150,7 +159,8 @@ def images_of_phase(trained: pd.DataFrame, size: str) -> int:
     is_forecast = of_size['status'] == FORECAST
     for record in [*of_size['record'][is_forecast][::-1], *of_size['record'][~is_forecast][::-1]]:
         duration = str(record.get('max_duration', ''))
-        if 'measure_batches' not in record and duration.endswith('ba') and 'batch_size' in record:
+        is_given = 'max_duration' not in record.get('by_default', ())
+        if is_given and duration.endswith('ba') and 'batch_size' in record:
             return to_batches(duration) * record['batch_size']
     raise ValueError(f'--phase {size}: no record of this size has a --max_duration in batches; give IMAGES@{size}')
 
@@ -193,10 +203,32 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
         settings: of the report.
         corrections: of forecasts.
     """
-    # its parts, and where their figures are from
+    # its parts, and what they take together
     first = runs.iloc[0]
     factor = corrections.get((first['device'], first['compile']))
     parts = parts_of_plan(runs, records, phases, settings, factor)
+    days = sum(part.days for part in parts)
+    hours = math.nan if first['on_cpu'] else days * 24 * first['num_devices']
+
+    # by the prices of the newest of its records that has some, unless the report is given others
+    of_records = [prices for prices in runs['prices'] if prices]
+    price = price_of(first['device'], settings.dollars_per_gpu_hour or (of_records[-1] if of_records else ()))
+
+    # --csv has what follows of it, for a spreadsheet
+    record = {'stage': 'plan', 'device': first['device'], 'num_devices': first['num_devices'], 'input': first['input'],
+              'dollars_per_gpu_hour': price, 'hours_between_losses': settings.hours_between_losses}
+    for part in parts:
+        for what, value in (('images', part.images), ('days', part.days)):
+            key = f'{what}_{part.name}_{part.size}'
+            record[key] = record.get(key, 0) + value
+    return first.to_dict() | UNKNOWN | {
+        'stage': 'plan', 'parts': parts, 'days': days, 'total_gpu_hours': hours, 'record': record, 'price': price,
+        'notes': ', '.join(notes_on_plan(parts, first['input'], phases, factor)), 'cost_usd': hours * price}
+
+
+def notes_on_plan(parts: list[PartOfPlan], input: str, phases: list[tuple[int, str]], factor: float | None
+                  ) -> list[str]:
+    """Return what is said of a plan: where its figures are from, their range, and what is not in it."""
     notes = []
     forecasts = [part for part in parts if part.status != MEASURED]
     if forecasts:
@@ -215,25 +247,11 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
         if is_measured and factor is None:
             notes.append('not corrected: what was measured has no forecast of the same flags and microbatch')
 
-    # what is not in it
     encoded = [part.size for part in parts if part.name == 'encode']
     without = dict.fromkeys(size for _, size in phases if size not in encoded)
-    if first['input'] == 'latents' and without:
+    if input == 'latents' and without:
         notes.append(f'without encoding at {" and ".join(without)} px')
-
-    # what it takes; --csv has what follows of it, for a spreadsheet
-    days = sum(part.days for part in parts)
-    hours = math.nan if first['on_cpu'] else days * 24 * first['num_devices']
-    price = price_of(first['device'], settings.dollars_per_gpu_hour)
-    record = {'stage': 'plan', 'device': first['device'], 'num_devices': first['num_devices'], 'input': first['input'],
-              'dollars_per_gpu_hour': price, 'hours_between_losses': settings.hours_between_losses}
-    for part in parts:
-        for what, value in (('images', part.images), ('days', part.days)):
-            key = f'{what}_{part.name}_{part.size}'
-            record[key] = record.get(key, 0) + value
-    return first.to_dict() | UNKNOWN | {
-        'stage': 'plan', 'parts': parts, 'days': days, 'total_gpu_hours': hours, 'record': record,
-        'notes': ', '.join(notes), 'cost_usd': hours * price}
+    return notes
 
 
 def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
@@ -253,7 +271,7 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
     for images, size in phases:
         # by the newest forecast; where there are measurements, by the fastest of the newest of each microbatch
         of_size = runs[runs['image_size'] == size]
-        measured = of_size[of_size['status'] == MEASURED].drop_duplicates('device_train_microbatch_size', keep='last')
+        measured = of_size[of_size['status'] == MEASURED].drop_duplicates('microbatch', keep='last')
         run = of_size.iloc[-1] if measured.empty else measured.loc[measured['images_per_sec'].idxmax()]
         speeds = run['images_per_sec'], run['images_per_sec_most'], run['images_per_sec_least']
         interval = str(run['record'].get('save_interval', ''))
@@ -270,12 +288,13 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
             speeds = speeds[0] * factor, math.nan, math.nan
             status = CORRECTED
         days = [days_to_train(speed, images) for speed in speeds]
-        if hours:
-            lost = RESTART_HOURS + unsaved / 2 / speeds[0] / 3600
-            if lost >= hours:
+        for number, speed in enumerate(speeds):
+            lost = RESTART_HOURS + unsaved / 2 / speed / 3600
+            if hours and lost >= hours:
                 raise ValueError(f'--hours_between_losses {hours:g}: {short_name(first["device"])} at {size} px loses '
                                  f'{lost:.1f} hours each time; plan with a shorter --save_interval')
-            days = [each * hours / (hours - lost) for each in days]
+            if hours:
+                days[number] *= hours / (hours - lost)
         parts.append(PartOfPlan(name, size, images, *days, status))
     return parts
 
@@ -302,6 +321,14 @@ def speed_of_encoding(run: pd.Series, records: pd.DataFrame, size: str) -> tuple
     return found
 
 
+def told_apart_by(plans: pd.DataFrame) -> list[str]:
+    """Return the settings by which plans of as many GPUs of a kind are told apart."""
+    keys = differing(plans, [key for key in PLANNED if key != 'device'])
+    if plans.groupby('num_devices')['num_nodes'].nunique().max() > 1:  # as many GPUs on another number of machines
+        keys.append('num_nodes')
+    return keys
+
+
 def plan_blocks(plans: pd.DataFrame) -> list[str]:
     """Return the tables of plans, one for each setting. No line is wider than WIDTH."""
     # a row for each plan, with the days of each of its parts; its notes have no room there
@@ -322,9 +349,7 @@ def plan_blocks(plans: pd.DataFrame) -> list[str]:
     parts = sorted(column for column in cells if column not in ends)  # what is encoded stands before what is trained
 
     # plans that differ in other settings stand apart; where there is no room, the parts are in the picture and in --csv
-    others = differing(plans, [key for key in PLANNED if key not in ('device', 'input')])
-    if plans.groupby('num_devices')['num_nodes'].nunique().max() > 1:  # as many GPUs on another number of machines
-        others.append('num_nodes')
+    others = [key for key in told_apart_by(plans) if key != 'input']
     blocks = []
     for _, alike in plans.groupby(others or ['stage'], sort=False):
         if others:

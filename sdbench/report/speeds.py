@@ -11,10 +11,10 @@ from sdbench.errors import plural
 from sdbench.flags.commands import Report
 from sdbench.records.figures import OF_A_RUN
 from sdbench.records.keys import FORECAST
-from sdbench.records.read import COMPARABLE, EXTRAPOLATED, LEARNED, MEASURED, SETTINGS, WITH_FIGURES
+from sdbench.records.read import EXTRAPOLATED, LEARNED, MEASURED, OF_LOSSES, SETTINGS, WITH_FIGURES
 from sdbench.report.markdown import differing, settings_in_words
 
-UNKNOWN = dict.fromkeys((*OF_A_RUN, *LEARNED), math.nan)  # the figures of a row that no run has
+UNKNOWN = dict.fromkeys((*OF_A_RUN, *LEARNED, 'microbatch'), math.nan)  # the figures of a row that no run has
 TINY_NOTE = 'The model tiny is for trying things out and has no days and no cost; --training_images asks for them.'
 
 
@@ -23,8 +23,13 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
 
     With --compare there is a row for each training, and with --learned those that learned best come first.
     """
-    # the rows, and which of them are of one setting
-    rows = records.assign(setting=records.groupby(SETTINGS, sort=False).ngroup())
+    # the rows, of forecasts that agree in all settings the newest, and which of them are of one setting
+    newest = records.sort_values('date', kind='stable').drop_duplicates(
+        ['status', *SETTINGS, 'num_devices', 'num_nodes'], keep='last')
+    rows = records[(records['status'] != FORECAST) | records.index.isin(newest.index)]
+    rows = rows.assign(setting=rows.groupby(list(SETTINGS), sort=False).ngroup())
+    is_found = rows['device_train_microbatch_size'] == ''
+    rows['microbatch'] = rows['microbatch'].where(is_found)  # else it is a setting
     sentences = []
     if settings.compare:
         rows = rows[rows['stage'] == 'train'].reset_index(drop=True)
@@ -37,11 +42,24 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
             rows = pd.concat([rows, predicted])
         rows = rows.sort_values(['setting', 'num_devices'], kind='stable', ignore_index=True)
 
-    # what follows from a speed: efficiency, and of a training days and dollars
+    # what follows from a speed
+    rows, of_days = with_days(rows, settings)
+    sentences += [*of_days, *lowest_losses(rows)]
+    if settings.learned:
+        rows = rows.sort_values([*OF_LOSSES, 'eval_loss'], kind='stable', ignore_index=True)
+    return rows, sentences
+
+
+def with_days(rows: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
+    """Return the rows with what follows from their speed, and sentences on that: efficiency, days and dollars."""
+    # the speed of each device, and of trainings on several numbers of them the efficiency
+    sentences = []
     rows['images_per_sec_per_device'] = rows['images_per_sec'] / rows['num_devices']
     if not settings.compare:
         several = rows.groupby('setting')['num_devices'].transform('nunique') > 1
         rows['scaling_efficiency'] = over_first(rows, 'images_per_sec_per_device', ['setting']).where(several)
+
+    # the days of a training, or what some days buy
     has_days = (rows['stage'] == 'train') & rows['status'].isin(WITH_FIGURES)
     if settings.training_images is None and (rows['model_name'] == 'tiny').any():
         has_days &= rows['model_name'] != 'tiny'
@@ -54,42 +72,54 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
         rows['images_in_days'] = (rows['images_per_sec'] * settings.days * SECONDS_PER_DAY).where(has_days)
         sentences.append(f'The last column is how many images {settings.days:g} days buy.')
 
-    # which training learned best, of each several whose losses can be compared
-    judged = rows[rows['eval_loss'].notna()]
-    for _, runs in judged.groupby(COMPARABLE, sort=False):
-        if len(runs) > 1:
-            best = runs.loc[runs['eval_loss'].idxmin()]
-            which = settings_in_words(best, differing(judged, COMPARABLE))
-            how = settings_in_words(best, differing(runs, SETTINGS))
-            where = best['record'].get('save_folder')
-            samples = best['record'].get('eval_samples')  # few tell little
-            on_samples = f' on {plural(samples, "sample")}' if samples else ''
-            sentences.append(f'Lowest eval loss{which and f" ({which})"}: {best["eval_loss"]:.4g}{on_samples} after '
-                             f'{best["trained_batches"]:,.0f} batches{how and ", with " + how}'
-                             f'{f", in {where}" if where else ""}.')
-
-    # what the days cost, where they are those of GPUs
+    # what they cost, where they are those of GPUs
     hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
-    dollars = rows['device'].map(lambda device: price_of(device, settings.dollars_per_gpu_hour))
-    rows = rows.assign(days=days, total_gpu_hours=hours, cost_usd=hours * dollars)
-    if settings.learned:
-        rows = rows.sort_values([*COMPARABLE, 'eval_loss'], kind='stable', ignore_index=True)
-    return rows, sentences
+    rows = rows.assign(days=days, total_gpu_hours=hours, price=prices_of_rows(rows, settings.dollars_per_gpu_hour))
+    return rows.assign(cost_usd=hours * rows['price']), sentences
+
+
+def prices_of_rows(rows: pd.DataFrame, given: Prices) -> list[float]:
+    """Return the dollars of a GPU-hour of each row: by the prices that the report is given, or else by its record's."""
+    return [price_of(device, given or prices) for device, prices in zip(rows['device'], rows['prices'], strict=True)]
+
+
+def lowest_losses(rows: pd.DataFrame) -> list[str]:
+    """Return sentences on which training learned best, of each several whose losses can be compared."""
+    sentences = []
+    judged = rows[rows['eval_loss'].notna()]
+    for _, runs in judged.groupby(OF_LOSSES, sort=False):
+        if runs['training'].nunique() < 2:
+            continue
+        best = runs.loc[runs['eval_loss'].idxmin()]
+        which = settings_in_words(best, differing(judged, OF_LOSSES))
+        how = settings_in_words(best, differing(runs, SETTINGS))
+        where = best['record'].get('save_folder')
+        samples = best['record'].get('eval_samples')  # few tell little
+        batch = best['eval_batch']
+        sentences.append(''.join([
+            'Lowest eval loss', f' ({which})' if which else '', f': {best["eval_loss"]:.4g}',
+            f' on {plural(samples, "sample")}' if samples else '',
+            '' if math.isnan(batch) else f' after {batch:,.0f} batches',
+            f', with {how}' if how else '', f', in {where}' if where else '', '.']))
+    return sentences
 
 
 def medians(rows: pd.DataFrame) -> pd.DataFrame:
     """Return a row with the median of the measured runs of each setting on so many devices and nodes.
 
-    What was learned is that of the run that went furthest. Each other record has a row of its own.
+    A training with a loss on --eval_remote has a row of its own, and so has each record that was not measured.
     """
     is_measured = rows['status'] == MEASURED
+    trained = rows['training'].where(rows['eval_loss'].notna(), -1)
     merged = []
-    for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes']):
+    for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes', trained]):
         runs = runs.sort_values('trained_batches', kind='stable', na_position='first')
-        row = runs.iloc[[-1]].assign(**{key: runs[key].median() for key in OF_A_RUN})
+        row = runs.iloc[[-1]].assign(**{key: runs[key].median() for key in OF_A_RUN})  # what went furthest
         if len(runs) > 1:
             speeds = runs['images_per_sec']
             row['notes'] = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
+        if runs['microbatch'].nunique() > 1:
+            row['microbatch'] = math.nan
         merged.append(row)
     return pd.concat([*merged, rows[~is_measured]])
 
@@ -103,51 +133,64 @@ def over_first(rows: pd.DataFrame, key: str, group: list[str]) -> pd.Series:
     return rows[key].where(rows['status'].isin(WITH_FIGURES)) / bases
 
 
+def one_point_each(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Return the rows with the median of the images/s of those that agree in some keys, one row of each."""
+    speeds = rows.groupby(list(keys))['images_per_sec'].transform('median')
+    return rows.assign(images_per_sec=speeds).drop_duplicates(keys)
+
+
 def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame, list[str]]:
     """Return rows for `counts` GPUs at the same batch in each setting that allows it, and sentences that say from what.
 
     A number of GPUs that was measured on several numbers of nodes counts with the fewest. Raises ValueError if no
     setting allows a prediction.
     """
-    counts = sorted(set(counts))
     predicted = []
     sentences = []
     # one run of each setting on so many GPUs
     trained = rows[(rows['status'] == MEASURED) & (rows['stage'] == 'train')]
+    trained = one_point_each(trained, ['setting', 'num_devices', 'num_nodes'])
     trained = trained.sort_values(['num_devices', 'num_nodes'], key=pd.to_numeric).drop_duplicates(
         ['setting', 'num_devices'])
     different = differing(rows[rows['stage'] == 'train'], SETTINGS)  # tell a setting from the others
     for _, runs in trained.groupby('setting'):
-        first = runs.iloc[0]
-        batch = int(first['batch_size'] or 1)  # a batch that is not stated cancels out, as long as it is fixed
-        if len(runs) < 3 or 1 < batch < counts[-1]:
+        if len(runs) < 3:
             continue
+        first = runs.iloc[0]
+        which = settings_in_words(first, different)
+        batch = int(first['batch_size'] or 0)
+        possible = [count for count in sorted(set(counts)) if not 0 < batch < count]
+        if len(possible) < len(set(counts)):
+            more = ' and '.join(str(count) for count in sorted(set(counts)) if count not in possible)
+            sentences.append(f'{which or "Extrapolated"}: not to {more} GPUs, which are more than the '
+                             f'{plural(batch, "image")} of a batch.')
 
         # the a, b >= 0 for which a / n + b is closest to the seconds of a step on n devices: closest by relative
-        # errors, since the long steps on few devices would outweigh all others in absolute ones
-        seconds = (batch / runs['images_per_sec']).to_numpy()
+        # errors, since the long steps on few devices would outweigh all others in absolute ones. Of a batch that is not
+        # stated they are those of an image: it cancels out, as long as it is fixed
+        images = batch or 1
+        seconds = (images / runs['images_per_sec']).to_numpy()
         terms = np.stack([1 / runs['num_devices'].to_numpy(), np.ones(len(runs))], axis=1)  # (measurements, 2)
         (a, b), _ = nnls(terms / seconds[:, None], np.ones(len(runs)))
-
-        # a row for each of `counts`
-        for count in counts:
+        for count in possible:
             note = 'extrapolated'
-            if batch > 1 and batch / count < int(first['device_train_microbatch_size'] or 1):
+            if images / count < int(first['device_train_microbatch_size'] or 0) and batch:
                 note += f'; {batch / count:.3g} images a GPU: a smaller microbatch'
             predicted.append(first.to_dict() | UNKNOWN | {
-                'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
+                'num_devices': count, 'num_nodes': '', 'images_per_sec': images / (a / count + b),
                 'status': EXTRAPOLATED, 'notes': note, 'record': first['record'] | {'extrapolated': True}})
 
         # how well the fit meets what was measured
-        words = settings_in_words(first, different)
-        residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
+        of_what = f'step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of {plural(batch, "image")}'
+        if batch == 0:
+            of_what = f'image_seconds(n) = {a:.5g} / n + {b:.5g} for a batch that is not stated'
+        residuals = images / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
         worst = residuals.abs().argmax()
         sentences.append(
-            f'{words or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of '
-            f'{plural(batch, "image")}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
-            f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
+            f'{which or "Extrapolated"}: {of_what}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst '
+            f'residual {residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
     if not predicted:
-        raise ValueError(f'--extrapolate {counts[-1]} needs complete and reliable trainings of one setting on three '
+        raise ValueError(f'--extrapolate {max(counts)} needs complete and reliable trainings of one setting on three '
                          'numbers of GPUs, and a batch of as many images as GPUs')
     return pd.DataFrame(predicted), sentences
 
@@ -155,4 +198,7 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
 def score_table(evaluations: pd.DataFrame, prices: Prices) -> pd.DataFrame:
     """Return a row for each guidance scale of each evaluation, checkpoints in order, and what the training took."""
     rows = evaluations.sort_values(['model', 'trained_batches', 'guidance'], kind='stable', ignore_index=True)
-    return rows.assign(cost_usd=rows['total_gpu_hours'] * rows['device'].map(lambda device: price_of(device, prices)))
+    rows = rows.assign(price=[price_of(device, prices) for device in rows['device']])
+    if not prices:  # what the training has cost by its own
+        rows['price'] = (rows['dollars'] / rows['total_gpu_hours']).fillna(rows['price'])
+    return rows.assign(cost_usd=rows['total_gpu_hours'] * rows['price'])

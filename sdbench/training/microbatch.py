@@ -66,7 +66,7 @@ def with_found_microbatch(settings: Train, model: ComposerModel, data: DataSpec)
         raise ValueError(f'not even one image of --image_size {model.image_size} fits into the memory of this device; '
                          'use --gradient_checkpointing, a smaller image, or a smaller --batch_size')
     print_on_rank_0(f'{plural(largest, "image")} at once: the largest power of two that fits')
-    return dataclasses.replace(settings, device_train_microbatch_size=largest, microbatch_search=True)
+    return dataclasses.replace(settings, device_train_microbatch_size=largest)
 
 
 def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int) -> bool:

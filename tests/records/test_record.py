@@ -30,7 +30,7 @@ def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file_and_
     record = json.loads(file.read_text())
     check_keys(record, 'benchmark.py')
     assert record.keys() >= {'date', 'command', 'git_commit', 'device', 'num_nodes', 'encoders', 'trained_epochs'}
-    expected = {'dataset': 'synthetic', 'use_ema': True, 'num_devices': 1, 'num_workers_by_default': True, 'mfu': None,
+    expected = {'dataset': 'synthetic', 'use_ema': True, 'num_devices': 1, 'mfu': None,
                 'device_type': 'cpu', 'warmup_batches': 1, 'measured_batches': 3}
     assert {key: record[key] for key in expected} == expected
     assert record['versions']['torch'] == torch.__version__.split('+')[0]
