@@ -2,9 +2,11 @@
 
 import csv
 import json
+import math
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import matplotlib.figure
@@ -15,6 +17,8 @@ import report
 from sdbench.costs import price_of
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import parse
+from sdbench.flags.train import SAME_ON_RESUME, SWITCHES, TAKE_NO_TIME, Optimizer
+from sdbench.records.read import OF_SPEED, SETTINGS
 from tests.runs import ROOT, one_error_line
 
 PUBLISHED = str(ROOT / 'published.csv')
@@ -191,16 +195,17 @@ def test_a_training_that_was_resumed_is_one_row_up_to_its_end(printed, write):
     """Stopped at batch 29, done at 60, and extended to 80 in too few batches for a speed."""
     run = LEARNED | {'save_folder': 'runs/a', 'max_duration': '60ba', 'first_batch': 0}
     first = run | {'status': 'interrupted', 'trained_batches': 29, 'eval_loss': 0.7, 'evaluations': [[20, 0.7]]}
-    second = run | {'first_batch': 29, 'trained_batches': 60, 'eval_loss': 0.6, 'evaluations': [[40, 0.65], [60, 0.6]]}
-    third = run | {'max_duration': '80ba', 'first_batch': 60, 'trained_batches': 80, 'eval_loss': 0.5,
-                   'evaluations': [[80, 0.5]], 'measured_batches': 5, 'images_per_sec': 1.0}
+    second = run | {'first_batch': 29, 'trained_batches': 60, 'eval_loss': 0.6, 'eval_batch': 60,
+                    'evaluations': [[40, 0.65], [60, 0.6]]}
+    third = run | {'max_duration': '80ba', 'first_batch': 60, 'trained_batches': 80, 'eval_loss': None,
+                   'eval_batch': None, 'evaluations': [], 'measured_batches': 5, 'images_per_sec': 1.0}
     other = run | {'save_folder': 'runs/b', 'learning_rate': 1e-3, 'trained_batches': 60}
     again = run | {'trained_batches': 60, 'date': '2026-01-02'}  # in the same folder, emptied
     for flags in ([], ['--compare']):
         text = printed(write(first, other, second, third, again), *flags)
-        assert columns(tables(text)[0], 'learning_rate', 'max_duration', 'images/s', 'batches', 'eval loss') == [
-            ('0.0001', '80ba', '800.0', '80', '0.5000'), ('0.001', '60ba', '800.0', '60', '0.3800'),
-            ('0.0001', '60ba', '800.0', '60', '0.3800')]
+        assert columns(tables(text)[0], 'learning_rate', 'max_duration', 'batches', 'eval loss', 'eval batch') == [
+            ('0.0001', '80ba', '80', '0.6000', '60'), ('0.001', '60ba', '60', '0.3800', '100'),
+            ('0.0001', '60ba', '60', '0.3800', '100')]
     [table] = tables(printed(write(first, second, third | {'num_devices': 16, 'measured_batches': 20})))
     assert columns(table, 'GPUs', 'images/s', 'batches') == [('8', '800.0', '80'), ('16', '1.00', '80')]
 
@@ -301,9 +306,10 @@ def test_a_phase_trains_on_the_images_of_its_newest_forecast_or_else_training_an
 @pytest.mark.parametrize('order', [1, -1])
 def test_a_plan_takes_what_was_measured_before_what_was_forecast_and_the_newest_before_older(printed, write, order):
     """Whatever the order of the lines; of measurements the fastest microbatch."""
-    measured = {'device_train_microbatch_size': 4, 'date': '2026-01-02', 'images_per_sec': 450.0, 'model_name': 'sd2'}
+    measured = {'device_train_microbatch_size': 4, 'date': '2026-01-02T00:30:00+00:00',
+                'images_per_sec': 450.0, 'model_name': 'sd2'}
     records = [FORECAST | {'date': '2026-01-08', 'images_per_sec': 5000.0}, measured,
-               measured | {'date': '2026-01-01', 'images_per_sec': 5000.0},
+               measured | {'date': '2026-01-02T01:30:00+02:00', 'images_per_sec': 5000.0},  # an hour before it
                measured | {'device_train_microbatch_size': 8, 'images_per_sec': 900.0},
                measured | {'images_per_sec': 5000.0, 'extrapolated': True},
                measured | {'images_per_sec': 5000.0, 'status': 'interrupted'},
@@ -358,6 +364,10 @@ def test_a_loss_costs_half_a_save_interval_and_a_restart(printed, write):
     plain, lossy = (tables(printed(path, '--phase', '1769472000@512', *flags))[0][0]
                     for flags in ([], ['--hours_between_losses', '6']))
     assert (plain['days'], lossy['days']) == ('10.00', f'{10 / (1 - 0.75 / 6):.2f}')
+    forecast = FORECAST | {'batch_size': 2048, 'images_per_sec': 2048.0, 'save_interval': '3600ba'}
+    path = write(forecast | {'images_per_sec_least': 1024.0, 'images_per_sec_most': 4096.0})  # lost: 1.25 and 0.5 hours
+    assert f'{5 / (1 - 0.5 / 6):.2f} to {20 / (1 - 1.25 / 6):.2f} days' in printed(
+        path, '--phase', '1769472000@512', '--hours_between_losses', '6')
 
 
 def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
@@ -403,6 +413,7 @@ def test_plans_of_several_settings_stand_apart_and_no_line_is_wider_than_120(pri
     (['H100-80GB=2.4', '4'], {'NVIDIA H100 80GB HBM3': 4}),
     (['A100=1.2', 'A100-80GB=2'], {'NVIDIA A100-SXM4-80GB': 2, 'NVIDIA A100-SXM4-40GB': 1.2}),
     (['H200=3.2', 'H200 NVL=2'], {'NVIDIA H200': 3.2, 'NVIDIA H200 NVL': 2, 'H200': 3.2}),
+    (['H100 SXM=3', 'A100 80 GB=2'], {'NVIDIA H100 80GB HBM3': 3, 'H100 SXM5': 3, 'H100 PCIe': None, 'A100 80GB': 2}),
     (['NVIDIA A100-SXM4-40GB=1.1'], {'A100-SXM4-40GB': 1.1, 'A100-SXM4-80GB': None, 'GTX 1080': None}), ([], {'x': 2})])
 def test_a_price_is_for_the_gpus_that_its_name_picks_and_the_last_for_a_gpu_counts(prices, dollars):
     parsed = parse(Report, '', ['records', '--dollars_per_gpu_hour', *prices] if prices else ['records'])
@@ -458,9 +469,46 @@ def test_the_csv_is_read_as_the_records_were(tmp_path, printed, write):
         printed(table)
 
 
+def test_a_csv_that_a_spreadsheet_has_saved_again_is_of_the_same_runs(tmp_path, printed, write):
+    run = {'use_ema': True, 'extrapolated': 0, 'batch_size': 2048, 'measured_batches': 20}
+    path = write(run, run | {'num_devices': 16, 'loss': math.nan})
+    expected = printed(path, path, '--csv', tmp_path / 'table.csv')  # a file that is given twice counts once
+    text = (tmp_path / 'table.csv').read_text()
+    for old, new in (('true', 'TRUE'), ('false', 'False'), (',2048,', ',2048.0,'), (',,', ',nan,')):
+        text = text.replace(old, new)
+    (tmp_path / 'again.csv').write_text(text)
+    for paths in ([tmp_path / 'again.csv'], [path, tmp_path / 'again.csv']):
+        assert tables(printed(*paths)) == tables(expected)
+
+
+def test_every_flag_of_a_model_is_a_setting_and_a_new_one_tells_measurements_apart():
+    assert {field.name for field in SAME_ON_RESUME} - {'use_synth_data', 'use_synth_latents'} <= SETTINGS.keys()
+    assert set(OF_SPEED) >= {*SWITCHES} | {field.name for field in fields(Optimizer)} - {*TAKE_NO_TIME}
+    assert {*TAKE_NO_TIME} <= {field.name for field in SAME_ON_RESUME}
+
+
+def test_what_the_program_chose_is_no_setting_and_of_forecasts_the_newest_counts(printed, write):
+    found = FORECAST | {'by_default': ['device_train_microbatch_size', 'compile_blocks'], 'batch_size': 2048}
+    runs = [found | {'num_devices': n, 'compile_blocks': n > 1, 'device_train_microbatch_size': size, 'device': device,
+                     'images_per_sec': 90.0 * n, 'dollars_per_gpu_hour': [['H200', 3.0], ['B200', 5.0]]}
+            for n, size in ((1, 64), (8, 32), (16, 16)) for device in ('NVIDIA H200', 'NVIDIA B200')]
+    newer = runs[-1] | {'date': '2026-01-01', 'images_per_sec': 720.0}
+    text = printed(path := write(newer, *runs))
+    assert columns(tables(text)[0], 'device', 'GPUs', 'efficiency', 'microbatch') == [
+        ('NVIDIA B200', '1', '100.0 %', '64'), ('NVIDIA B200', '8', '100.0 %', '32'),
+        ('NVIDIA B200', '16', '50.0 %', '16'), ('NVIDIA H200', '1', '100.0 %', '64'),
+        ('NVIDIA H200', '8', '100.0 %', '32'), ('NVIDIA H200', '16', '100.0 %', '16')]
+    assert 'a GPU-hour $5 for B200, $3 for H200 (of the records; --dollars_per_gpu_hour gives others)' in text
+    assert 'Costs: $9 a GPU-hour (--dollars_per_gpu_hour).' in printed(path, '--dollars_per_gpu_hour', 9)
+
+
 @pytest.mark.parametrize('records, argv, reason', [
     ([{}, {'images_per_sec': None}], [], 'records.jsonl:2: not a record: no images_per_sec'),
     ([{}, {'images_per_sec': '1,618'}], [], "records.jsonl:2: not a record: images_per_sec '1,618'"),
+    ([{}, {'num_devices': 0.5}], [], 'records.jsonl:2: not a record: num_devices 0.5 is not a whole number'),
+    ([{}, {'loss': math.inf}], [], 'records.jsonl:2: not a record: loss inf is not a finite number'),
+    ([{}, {'extrapolated': 'perhaps'}], [], "records.jsonl:2: not a record: extrapolated 'perhaps' is not yes or no"),
+    ([{}, {'date': '20/11/2026'}], [], "records.jsonl:2: not a record: date '20/11/2026' is not one such as"),
     ([{}, {'stage': 'evaluate', 'scores': [{'guidance': 1}]}], [], 'records.jsonl:2: not a record: '),
     ([{}, {}, {'num_devices': 16}], ['--extrapolate', '64'], 'trainings of one setting on three numbers of GPUs'),
     ([{}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}], ['--extrapolate', '64'], 'reliable trainings'),
@@ -536,6 +584,16 @@ def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measu
     assert of_forecast[:, 1] == pytest.approx([2_867_200_000 / speed / 86_400 for speed in (625, 400)])
     ideal, _ = [line for line in drawn_lines if line.get_linestyle() == '--']
     assert ideal.get_ydata()[[0, -1]] == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
+
+
+def test_no_two_lines_of_days_have_one_name_or_color_or_two_points_at_one_number_of_gpus(drawn, write):
+    runs = [{'num_devices': n, 'num_nodes': nodes} for n, nodes in ((8, 1), (8, 2), (16, 2))]
+    runs += [run | {'compile': True} for run in runs] + [{'attention': str(n)} for n in range(9)]
+    [axes] = drawn(write(*runs), '--figure', 'days.png').axes
+    lines = [line for line in axes.lines if line.get_linestyle() == '-' and len(line.get_xdata())]
+    assert len(lines) == 13 == len({line.get_label() for line in lines})
+    assert len({str(line.get_color()) for line in lines}) == 13
+    assert all(len(set(line.get_xdata())) == len(line.get_xdata()) for line in lines)
 
 
 def test_the_picture_of_a_plan_has_a_bar_a_gpu_in_its_parts_hatched_as_they_were_forecast_or_corrected(drawn, write):

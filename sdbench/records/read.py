@@ -116,7 +116,7 @@ def kinds_in(hint: Any) -> set[type]:
 
 KINDS = kinds_of_keys()
 TRUTHS = {'true': True, 'yes': True, '1': True, '1.0': True, 'false': False, 'no': False, '0': False, '0.0': False}
-KINDS_IN_WORDS = {bool: 'yes or no', int: 'a whole number', float: 'a number', dict: 'a JSON object'}
+KINDS_IN_WORDS = {bool: 'yes or no', int: 'a whole number', float: 'a finite number', dict: 'a JSON object'}
 
 
 def read_value(key: str, value: Any) -> Any:
