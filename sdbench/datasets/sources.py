@@ -166,7 +166,7 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
     # read all tables of captions
     tables = Captions(columns, search.leave_out)
     if captions is not None:
-        tables.add(os.path.abspath(captions), is_named=True)
+        tables.add(captions, is_named=True)
     for folder in folders:
         if folder.stored is None:
             found = [name for name in folder.present if name.lower() in TABLES

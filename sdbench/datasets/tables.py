@@ -161,10 +161,11 @@ class Captions:
         would have other captions.
         """
         # find the two columns
+        label = f'--captions {path}' if is_named else f'the table {path}'
+        path = os.path.abspath(path)
         folder = os.path.realpath(os.path.dirname(path))
         if (folder, find_file(path)) in self.read:
             return
-        label = f'--captions {path}' if is_named else f'the table {path}'
         rows = read_rows(path)
         try:
             image_column, caption_column = self.columns.find(path, next(rows), IMAGE_COLUMNS, is_named)
