@@ -71,8 +71,8 @@ forecasts: $(VENV)/installed  ## The forecasts of the front page: its table and 
 	LATENTS=1 GPU="A100-SXM4-80GB H100-80GB" PHASE_FLAGS='@recipes/fastest.txt --no-compile' PLAN=docs/plan-eager.jsonl \
 	    sh recipes/stable-diffusion-2.sh plan
 	python report.py docs/plan.jsonl @recipes/plan.txt @recipes/prices-on-demand.txt --figure $(FIGURES)/plan.png
-	for gpus in 8 16 32 64; do python benchmark.py @recipes/fastest.txt --use_ema --dry_run $$gpus \
-	    --gpu $(FORECAST_GPUS) --results docs/scaling.jsonl || exit; done
+	python benchmark.py @recipes/fastest.txt --use_ema --dry_run 8 16 32 64 128 256 --gpu $(FORECAST_GPUS) \
+	    --results docs/scaling.jsonl
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11
 lock: $(VENV)/installed  ## Write both lock files anew from the requirements.

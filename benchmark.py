@@ -215,8 +215,10 @@ def build_model(settings: Train, latents: bool, device: torch.device | None = No
 
 def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Optimizer:
     """Build AdamW over the UNet alone: the frozen encoders need no optimizer."""
+    # one kernel, or several for all weights together, as torch does by default on a GPU: a dry run has none to look at
     return torch.optim.AdamW(model.unet.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay,
-                             betas=settings.adam_betas, fused=settings.fused_optimizer)
+                             betas=settings.adam_betas, fused=settings.fused_optimizer,
+                             foreach=not settings.fused_optimizer)
 
 
 def build_algorithms(settings: Train, files: ModelFiles | None = None,
@@ -295,7 +297,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Gra
         ema_state = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
 
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
-    settings = with_found_microbatch(settings, model, data)
+    settings = with_found_microbatch(settings, model, data, partial(build_optimizer, model, settings))
 
     # What changes a batch or the average, what watches the run, and the training itself.
     evaluator = build_evaluator(settings, files, held_out)
@@ -357,10 +359,10 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
         settings = parse(Train, __doc__, argv, PROGRAM)
         join_ranks(settings.dist_timeout)
         index = index_of_data(settings)
-        settings = complete(settings, index)
         if settings.dry_run is not None:
             from sdbench.forecast.dry_run import forecast_training  # a training needs nothing of it
-            return forecast_training(settings, build_model)
+            return forecast_training(settings, index, build_model, build_optimizer)
+        settings = complete(settings, index)
 
         with locked_save_folder(settings.save_folder, settings.autoresume), process_switches(settings):
             # The files of the model, and data that fits it.

@@ -48,13 +48,14 @@ def complete(settings: Train, index: dict | None) -> Train:
     card.
 
     Args:
-        settings: as the flags gave them.
+        settings: as the flags gave them; a dry run of several numbers of GPUs is completed for each.
         index: the index.json of the shards, which says what they hold and how long an epoch is; None: synthetic data.
 
     Raises ValueError for what these ranks, this machine or this data cannot serve.
     """
     # Number of devices: needs the flags alone. A dry run is of as many GPUs as it says, whether any are here or not.
-    settings = replace(noting_what_follows(settings), num_devices=settings.dry_run or dist.get_world_size())
+    devices = settings.dry_run[0] if settings.dry_run else 0
+    settings = replace(noting_what_follows(settings), num_devices=devices or dist.get_world_size())
     is_for_gpus = torch.cuda.is_available() or settings.dry_run is not None
 
     # The data: needs num_devices for the length of an epoch. A dry run without data is of random images.

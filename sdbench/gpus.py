@@ -14,19 +14,23 @@ class Card(NamedTuple):
         tflops: dense TFLOP/s in bf16 and fp16, accumulated in float32, which is what training reaches.
         gigabytes_per_sec: of its memory.
         gib: of its memory that torch finds.
-        multiprocessors: that are enabled; None: not NVIDIA's, and so no card that the forecast is fitted to.
+        multiprocessors: that are enabled.
         gigahertz: of their clock, at which the peak holds.
         link_gigabytes_per_sec: that the GPU sends in an exchange of gradients, and receives at the same time, over
             NVLink where it joins all GPUs of a machine, and else over PCIe. A bridge, which joins two, is not counted.
             The rate of the link in one direction by its datasheet, times NVLINK_SHARE or PCIE_SHARE.
+        gpus_per_node: GPUs in one machine, as most are sold, or as it was published with.
+        gpus_per_link: GPUs that the link joins, where these are more than one machine has; None: those of a machine.
     """
     name: str
     tflops: float
     gigabytes_per_sec: float
     gib: float
-    multiprocessors: int | None = None
-    gigahertz: float | None = None
-    link_gigabytes_per_sec: float | None = None
+    multiprocessors: int
+    gigahertz: float
+    link_gigabytes_per_sec: float
+    gpus_per_node: int = 8
+    gpus_per_link: int | None = None
 
 
 # The share of a link that an all-reduce of large tensors reaches: its "bus bandwidth" over the rate each way. NCCL's
@@ -35,6 +39,10 @@ NVLINK_SHARE = 0.8
 # By milabench's L40S, whose three speeds on several GPUs are met with 0.5 (docs/planning.md). Others measured 20 of 32
 # GB/s between A100 PCIe (nccl-tests issue 178), and on RTX 5090 28 of 64 among 8 and 35 among 4 (nccl issue 1639).
 PCIE_SHARE = 0.5
+# The share of a network between machines, by a ring: NCCL's authors state 46 to 48 of the 50 GB/s of an adapter of 400
+# Gbit/s (nccl-tests issue 290), and 12.2 of 12.5 GB/s at 100 Gbit/s (issue 29), with GPUDirect over InfiniBand. TCP was
+# seen to reach 4 to 6 of 12.5 GB/s (nccl issue 450), and AWS's first EFA 6 to 8 (issue 235).
+NETWORK_SHARE = 0.92
 NVLINK_2, NVLINK_3, NVLINK_4, NVLINK_5 = (rate * NVLINK_SHARE for rate in (150, 300, 450, 900))
 PCIE_3, PCIE_4, PCIE_5 = (rate * PCIE_SHARE for rate in (16, 32, 64))  # of 16 lanes
 
@@ -54,20 +62,20 @@ CARDS = {card.name: card for card in (
     Card('NVIDIA H200', 989, 4800, 139.8, 132, 1.83, NVLINK_4),
     Card('NVIDIA H200 NVL', 835, 4800, 139.8, 132, 1.55, PCIE_5),
     # NVIDIA GH200 Grace Hopper Superchip datasheet: 1,979 with sparsity. A machine has one; others are behind PCIe
-    Card('NVIDIA GH200 480GB', 989, 4000, 94.5, 132, 1.83, PCIE_5),
+    Card('NVIDIA GH200 480GB', 989, 4000, 94.5, 132, 1.83, PCIE_5, 1),
     # NVIDIA HGX platform, B200 and B300: 36 PFLOP/s with sparsity for 8 GPUs
     Card('NVIDIA B200', 2250, 8000, 178, 148, 1.86, NVLINK_5),
     Card('NVIDIA B300 SXM6 AC', 2250, 8000, 267.6, 148, 1.86, NVLINK_5),
-    # NVIDIA GB200 NVL72 datasheet: 360 PFLOP/s with sparsity for 72 GPUs
-    Card('NVIDIA GB200', 2500, 8000, 184.3, 152, 2.01, NVLINK_5),
+    # NVIDIA GB200 NVL72 datasheet: 360 PFLOP/s with sparsity for 72 GPUs, which are 18 machines of 4
+    Card('NVIDIA GB200', 2500, 8000, 184.3, 152, 2.01, NVLINK_5, 4, 72),
     # NVIDIA A10, A30 and A40 datasheets
     Card('NVIDIA A10', 125, 600, 22.1, 72, 1.70, PCIE_4),
     Card('NVIDIA A30', 165, 933, 23.5, 56, 1.44, PCIE_4),
     Card('NVIDIA A40', 149.7, 696, 44.4, 84, 1.74, PCIE_4),
-    # NVIDIA L4, L40 and L40S datasheets
+    # NVIDIA L4, L40 and L40S datasheets. NVIDIA's own machines of the L40S in MLPerf had 4, as others have 8
     Card('NVIDIA L4', 121, 300, 22.0, 58, 2.04, PCIE_4),
     Card('NVIDIA L40', 181, 864, 44.4, 142, 2.49, PCIE_4),
-    Card('NVIDIA L40S', 362, 864, 44.4, 142, 2.52, PCIE_4),
+    Card('NVIDIA L40S', 362, 864, 44.4, 142, 2.52, PCIE_4, 4),
     # NVIDIA Ampere GA102 GPU Architecture whitepaper. GeForce cards accumulate in float32 at half the rate of float16
     Card('NVIDIA RTX A6000', 154.8, 768, 47.4, 84, 1.80, PCIE_4),
     Card('NVIDIA GeForce RTX 3090', 71, 936, 23.6, 82, 1.70, PCIE_4),
@@ -88,10 +96,6 @@ CARDS = {card.name: card for card in (
     Card('Tesla V100S-PCIE-32GB', 130, 1134, 31.7, 80, 1.60, PCIE_3),
     # NVIDIA T4 datasheet
     Card('Tesla T4', 65, 320, 14.6, 40, 1.59, PCIE_3),
-    # AMD Instinct MI300X, MI325X and MI355X datasheets; torch is that of ROCm, which is not among the pins
-    Card('AMD Instinct MI300X', 1307.4, 5300, 191.98),
-    Card('AMD Instinct MI325X', 1307.4, 6000, 255.98),
-    Card('AMD Instinct MI355X', 2516.6, 8000, 287.98),
 )}
 
 

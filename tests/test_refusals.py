@@ -39,6 +39,11 @@ ROWS = [
      'does not divide the 6 images that a device gets of --batch_size 6; use 3'),
     ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu: RTX4091 is no GPU that is known here; did you '
      'mean RTX 4090 or'),
+    ('benchmark.py', '--dry_run 8 x', '--dry_run: x is not a whole number above 0'),
+    ('benchmark.py', '--dry_run 8 16 8', '--dry_run 8 16 8 has a number twice; leave one out'),
+    ('benchmark.py', '--dry_run 7', '--batch_size 2048 does not divide over 7 devices; use 2044'),
+    ('benchmark.py', '--dry_run 16 --network_gbits 0', '--network_gbits: 0 is not a number above 0'),
+    ('benchmark.py', f'{SYNTHETIC} --network_gbits 100', '--network_gbits 100.0 needs --dry_run'),
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size: 100 is not a multiple of 8; use 96'),
     ('benchmark.py', f'{SYNTHETIC} --learning_rate 0', '--learning_rate: 0 is not a number above 0'),
     ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a share between 0 and 1'),

@@ -5,7 +5,8 @@
 It traces a step of Stable Diffusion 2 as each source ran it, and fits the constants of sdbench/forecast/speed.py to
 eager and compiled steps together. It fits them once more without each source, which is whoever measured, and prints
 every point with both predictions, and the constants, which are those in the code. The points are in published.csv (the
-original's program) and in published_speeds.csv (the same at more microbatches, and others' programs for the same work).
+original's program) and in published_speeds.csv (the same at more microbatches, and others' programs for the same work);
+those of judged_speeds.csv are not fitted.
 """
 import sys
 
@@ -39,9 +40,9 @@ def errors_in_words(errors: pd.Series) -> str:
 def print_points_that_are_not_fitted(points: pd.DataFrame, fitted: Fitted) -> None:
     """Print why points are not fitted, and how far the forecast is off there."""
     for reason, others in points[points['left_out'] != ''].groupby('left_out'):
-        print(f'\n{len(others)} points are not fitted: {reason}')
         others = others.assign(predicted=predict(others, fitted))
         others['error'] = others['predicted'] / others['measured'] - 1
+        print(f'\n{len(others)} points are not fitted: {reason}; {errors_in_words(others["error"])}')
         print(table(others))
 
 
@@ -63,7 +64,7 @@ def main() -> None:
     # what stands in the code
     print()
     stands = {'CONSTANTS': (fitted.eager, CONSTANTS), 'IN_A_GRAPH': (fitted.in_a_graph, IN_A_GRAPH),
-              'TESTED': (tested_layouts(judged), TESTED)}
+              'TESTED': (tested_layouts(points), TESTED)}
     for name, (found, in_code) in stands.items():
         print(f'{name} {found}: {"as in the code" if found == in_code else f"the code has {in_code}"}')
     if len(sys.argv) > 1:

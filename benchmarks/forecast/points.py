@@ -13,11 +13,10 @@ UNSTATED_DEVICES = 4  # of milabench's runs on several GPUs, by their speed over
 # Of mosaicml/diffusion at 256 pixels on 8 to 64 GPUs. Its run file has 16, which is all that each of 128 GPUs has in a
 # step, and there a GPU trains 90.6 images/s where it trains 127.5 to 137.5 on fewer.
 UNSTATED_MICROBATCH = 32
-# AMD Instinct MI325X datasheet. Its points are judged to see whether the constants hold for AMD's compute units.
-AMD = CARDS['AMD Instinct MI325X']._replace(multiprocessors=304, gigahertz=2.1)
+# Points of judged_speeds.csv: those on several machines that came after the constants
+JUDGED = 'they judge constants that have not seen them'
 NO_DEVICES = f'the number of GPUs is not stated, and taken for {UNSTATED_DEVICES}'
 NO_MICROBATCH = f'the microbatch is not stated, and taken for {UNSTATED_MICROBATCH}'
-NOT_NVIDIAS = 'the GPU is not NVIDIA\'s'
 
 
 def read_points() -> pd.DataFrame:
@@ -28,10 +27,9 @@ def read_points() -> pd.DataFrame:
     published = pd.read_csv(ROOT / 'published.csv').assign(**ORIGINAL)
     published = published[published['extrapolated'] == 'no']
     others = pd.read_csv(ROOT / 'benchmarks/forecast/published_speeds.csv')
-    points = pd.concat([published, others], ignore_index=True)
+    judged = pd.read_csv(ROOT / 'benchmarks/forecast/judged_speeds.csv').assign(left_out=JUDGED)
+    points = pd.concat([published, others, judged], ignore_index=True).fillna({'left_out': ''})
     points['by'] = [who_measured(source) for source in points['source']]
-    points['left_out'] = ''
-    points.loc[points['device'].str.startswith('AMD'), 'left_out'] = NOT_NVIDIAS
 
     # what a source leaves open. Of several GPUs each of whose steps is one microbatch
     unstated = points['num_devices'].isna()
@@ -53,11 +51,15 @@ def who_measured(source: str) -> str:
 
 def card_of(point: pd.Series) -> Card:
     """Return the card of a point."""
-    return AMD if point['device'] == AMD.name else CARDS[f'NVIDIA {point["device"]}']
+    return CARDS[f'NVIDIA {point["device"]}']
 
 
 def tested_layouts(points: pd.DataFrame) -> dict[bool | str, dict[tuple[str, int, bool], list[tuple[int, int]]]]:
-    """Return TESTED of forecast/speed.py: GPUs and images a step on each, of the points that no other one covers."""
+    """Return TESTED of forecast/speed.py: GPUs and images a step on each, of the points that no other one covers.
+
+    A point counts whose source says how it ran, whether it is fitted or judges.
+    """
+    points = points[points['left_out'].isin(['', JUDGED])]
     tested = {False: {}, IN_GRAPHS: {}}  # in which all compiled ones ran
     of_compile = points['compile'].map(lambda compile: False if compile == 'no' else IN_GRAPHS)
     for (mode, device, image_size, encoders), runs in points.groupby([of_compile, 'device', 'image_size', 'encoders']):

@@ -69,7 +69,7 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
         help: what it is, in words; the default is added, unless they name it.
         converter: turns the text into the value, or raises argparse.ArgumentTypeError; None: the field's type does.
         metavar: what the value is called in the help; None: as its converter has it, or else as the flag.
-        bare: the value of the flag alone, where its value may be left out.
+        bare: the value of the flag alone, where its value may be left out; a tuple where it takes several.
         needs: another flag, without which this one does nothing, so that it is refused; or several, parted by spaces,
             one of which is enough.
         may_change: whether a run that resumes may have another value, where the other flags of its group must be the
@@ -102,8 +102,8 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
         for name, value in values.items():
             if value == '' or isinstance(value, list) and '' in value:
                 raise ValueError(f'{as_given(cls, name)} is empty; a variable of the shell may not be set')
-            if isinstance(value, list):
-                values[name] = tuple(value)  # a list cannot be in a frozen dataclass that is compared
+            if isinstance(value, list):  # which cannot be in a frozen dataclass that is compared
+                values[name] = tuple(value) or cls.__dataclass_fields__[name].metadata['bare']
         settings = cls(**values)
         check(settings)
     except ValueError as error:
@@ -204,7 +204,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
         types_of_items = get_args(converter)
         converter = types_of_items[0]
         if types_of_items[-1] is ...:
-            options |= {'nargs': '+', 'action': 'extend'}
+            options |= {'nargs': '+' if about['bare'] is None else '*', 'action': 'extend'}
         else:
             options['nargs'] = len(types_of_items)
     if about['converter'] is not None:
@@ -214,7 +214,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
         converter = str
 
     # a value that may be left out
-    if about['bare'] is not None:
+    if about['bare'] is not None and 'nargs' not in options:
         options |= {'nargs': '?', 'const': about['bare']}
     metavar = about['metavar'] or getattr(converter, 'metavar', None)
     if metavar is None and 'choices' not in options:

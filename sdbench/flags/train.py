@@ -24,6 +24,11 @@ def microbatch(text: str) -> int | Literal['auto']:
     return text if text == 'auto' else count(text)
 
 
+def divisors(number: int) -> list[int]:
+    """List what divides a number, the smallest first."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
 def pixels(text: str) -> int:
     """Convert the side of an image in pixels: a multiple of 8, since the VAE makes one latent of 8 pixels."""
     size = count(text)
@@ -196,10 +201,16 @@ class Measuring:
 class Cost:
     heading = 'forecast and cost'
 
-    dry_run: int | None = flag(
+    dry_run: tuple[int, ...] | None = flag(
         None, 'forecast what fits on each GPU and how fast so many of them would train; this needs no GPU and trains '
-        'nothing (default: off; without a number, as many GPUs as there are processes)', converter=count,
-        metavar='GPUS', bare=0)
+        'nothing; several numbers, such as 8 16 32, make a table (default: off; without a number, as many GPUs as '
+        'there are processes)', converter=count, metavar='GPUS', bare=(0,))
+    gpus_per_node: int | None = flag(
+        None, 'GPUs in each machine of a forecast (default: 8; GB200 and L40S 4, GH200 1)', converter=count,
+        metavar='GPUS', needs='dry_run')
+    network_gbits: float | None = flag(
+        None, 'network of each machine in Gbit/s, all adapters together, for a forecast of several machines (default: '
+        'as fast as the link of the GPUs)', converter=positive, metavar='GBITS', needs='dry_run')
     gpu: tuple[str, ...] = flag((), 'GPUs to forecast, by their names or a part of them, such as A100-40GB H200 '
                                 '(default: all that are known)', converter=known_gpu, metavar='NAME', needs='dry_run')
     training_images: int | None = flag(
@@ -319,20 +330,12 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
         if sum(sources) > 1:
             raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
 
-        # a batch that divides over the devices, of this run or of those that --dry_run speaks of
-        devices = self.dry_run or of_launcher('WORLD_SIZE') or 1
-        if self.batch_size % devices:
-            divisible = self.batch_size // devices * devices or devices
-            raise ValueError(f'--batch_size {self.batch_size} does not divide over {devices} devices; use {divisible}')
-
-        # a device's share of it that divides into microbatches
-        device_batch = self.batch_size // devices
-        microbatch = self.device_train_microbatch_size
-        if microbatch != 'auto' and device_batch % microbatch:
-            smaller = range(1, min(microbatch, device_batch) + 1)
-            largest = max(divisor for divisor in smaller if device_batch % divisor == 0)
-            raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
-                             f'that a device gets of --batch_size {self.batch_size}; use {largest}')
+        # a batch that divides; of several numbers of devices, a forecast says it of each
+        counts = self.dry_run or (0,)
+        if len(counts) == 1:
+            self.check_batch(counts[0] or of_launcher('WORLD_SIZE') or 1)
+        if len(set(counts)) < len(counts):
+            raise ValueError(f'--dry_run {" ".join(map(str, counts))} has a number twice; leave one out')
 
         # a training to forecast
         if self.loader_only and self.dry_run is not None:
@@ -343,6 +346,18 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
             raise ValueError(f'--sample_prompts {self.sample_prompts} needs a VAE that can decode, and without '
                              '--pretrained it is random; give --model_name FOLDER --pretrained')
 
+    def check_batch(self, devices: int) -> None:
+        """Raise ValueError if the batch does not divide over so many devices, or a device's share into microbatches."""
+        if self.batch_size % devices:
+            divisible = self.batch_size // devices * devices or devices
+            raise ValueError(f'--batch_size {self.batch_size} does not divide over {devices} devices; use {divisible}')
+        device_batch = self.batch_size // devices
+        microbatch = self.device_train_microbatch_size
+        if microbatch != 'auto' and device_batch % microbatch:
+            largest = max(size for size in divisors(device_batch) if size <= microbatch)
+            raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
+                             f'that a device gets of --batch_size {self.batch_size}; use {largest}')
+
     @property
     def latents(self) -> bool:
         """Tell whether the run is on latents, so that it needs no VAE."""
@@ -352,6 +367,11 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
     def device_batch_size(self) -> int:
         """Return the images of a batch on each device."""
         return self.batch_size // self.num_devices
+
+    @property
+    def microbatch_sizes(self) -> list[int]:
+        """List the microbatches into which a device's share of a batch divides, the smallest first."""
+        return divisors(self.device_batch_size)
 
     @property
     def measures(self) -> bool:

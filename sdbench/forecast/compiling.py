@@ -2,9 +2,8 @@
 
 torch's compiler leaves products, convolutions and attention to their libraries, whose arithmetic stays. It fuses all
 else: a bias is added, a norm computed and a layout changed while a tensor is read anyway. How much is left depends
-little on the shapes of a UNet and its images, so that it is counted beforehand: `python -m benchmarks.forecast.shares`
-has the compiler schedule the kernels of many steps, compares them with the eager steps that trace.py counts, and prints
-the shares that stand here, with the error that each of those steps is met with.
+little on the shapes of a UNet and its images, so that it was counted beforehand, with torch 2.7: docs/forecast.md says
+how, and names the commit that can count again.
 """
 import dataclasses
 

@@ -9,110 +9,184 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pandas as pd
 from composer.utils import dist
 
+from sdbench.complete import complete
 from sdbench.costs import days_to_train, price_of, prices_in_words
 from sdbench.errors import plural
 from sdbench.flags.train import SWITCHES, Train
-from sdbench.forecast.speed import LARGEST_ERROR, can_forecast
+from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate, is_stable_diffusion_2
-from sdbench.gpus import CARDS, GIB, Card, cards_named
+from sdbench.gpus import GIB, NETWORK_SHARE, Card, cards_named, peak_of, short_name
 from sdbench.records.figures import WIDTH, rounded
 from sdbench.records.keys import ENCODERS, FORECAST, NOT_IN_A_FORECAST
 from sdbench.records.read import INPUTS, MEASURED, PUBLISHED, read_published, read_records, words
 from sdbench.records.record import append_line, make_record
-from sdbench.training.microbatch import sizes_to_try
 
-GPUS_A_NODE = 8
 RANGE = f"""\
 In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on speeds of sources that it had not seen.
-A figure without brackets is not tested: no published run had this model, size and GPU, and was compiled alike."""
+A speed without brackets is not tested: no published run had this model, size, GPU and as many machines, and was
+compiled alike."""
 NO_RANGE = f"""\
 Not tested: no published run had this model, image size, input and GPU, as few images a step, and was compiled alike.
 Elsewhere the forecast was off by at most {LARGEST_ERROR:.0%}, on speeds of sources that it had not seen."""
-NOT_FITTED = ("the forecast is fitted to NVIDIA's GPUs, and was far off where it was tried on others "
-              '(docs/forecast.md). The memory and the microbatch are counted all the same.')
 NO_PEAK = 'no peak is known in this precision. In amp_fp16 it is known (--precision).'
+MOST_MICROBATCHES = 9  # columns of the table of memory, up to the first that does not fit
 MEMORY = (f'CUDA and its libraries take more than is counted: a microbatch fits where there is room for '
           f'{UNCOUNTED_SHARE:.0%} more.')
 PUBLISHED_RUNS = 'Those of published.csv ran the original program: encoders in float32, channels first.'
 
 
-def forecast_training(settings: Train, build_model: Callable) -> list[dict]:
-    """Print what the run would need and could reach, and append a record for each GPU where --results is given.
+def forecast_training(settings: Train, index: dict | None, build_model: Callable, build_optimizer: Callable
+                      ) -> list[dict]:
+    """Print what the run would need and could reach, and append a record for each forecast where --results is given.
 
     Args:
-        settings: of the run.
+        settings: as the flags gave them, with the numbers of GPUs of --dry_run.
+        index: the index.json of the shards; None: synthetic data.
         build_model: makes the model that the run would train.
+        build_optimizer: makes its optimizer.
 
-    Returns the records of the forecasts, one for each GPU of --gpu that holds an image and can be forecast.
-    Raises ValueError if the model or the remote is not known, a line of --results is no record, or nothing fits.
+    Returns the records of the forecasts, one for each GPU of --gpu and number of them that hold an image and can be
+    forecast. Raises ValueError if the model or the remote is not known, a line of --results is no record, or nothing
+    fits.
     """
     if dist.get_global_rank() > 0:
         return []
+    # The run on each number of GPUs, or why there can be none.
+    runs = []
+    refused = {}  # reasons, by number of GPUs
+    for devices in sorted(settings.dry_run):
+        try:
+            settings.check_batch(devices or dist.get_world_size())
+            runs.append(complete(dataclasses.replace(settings, dry_run=(devices,)), index))
+        except ValueError as error:
+            refused[devices] = str(error)
+    if not runs:
+        raise ValueError(next(iter(refused.values())))
+
     # What may be refused comes before the trace. Without --gpu the cards are those whose speed can be forecast, if any.
     cards = cards_named(settings.gpu)
     if not settings.gpu:
-        cards = [card for card in cards if can_forecast(card, settings.precision)] or cards
+        cards = [card for card in cards if peak_of(card.name, runs[0].precision)] or cards
     measured = []
     if os.path.isfile(settings.results_file):
         measured = read_records(settings.results_file)
 
-    # A step of the run, and a record for each card that holds it.
+    # A step of the run, and a forecast for each card that holds it, by card and number of GPUs.
     print('counting memory and work of a step', file=sys.stderr, flush=True)
-    given = Estimate.of(settings, build_model)
-    fitting = [card for card in cards if given.microbatch_on(card)]
-    if not fitting:
+    estimates = [Estimate.of(run, build_model, build_optimizer) for run in runs]
+    forecasts = {}
+    for card in cards:
+        own = {given.settings.num_devices: Forecast.of(given, card) for given in estimates if given.microbatch_on(card)}
+        if own:
+            forecasts[card] = own
+    if not forecasts:
         asked = settings.device_train_microbatch_size
         microbatch = asked if isinstance(asked, int) else 1
-        raise ValueError(f'--gpu: a microbatch of {microbatch} takes {given.taken(microbatch):.1f} GiB, and the '
+        raise ValueError(f'--gpu: a microbatch of {microbatch} takes {estimates[0].taken(microbatch):.1f} GiB, and the '
                          f'largest GPU asked for has {max(card.gib for card in cards):g}; choose a GPU with more '
-                         f'memory by --gpu, or try {" or ".join(with_less_memory(settings))}')
-    records = [training_forecast(given, card) for card in fitting]
+                         f'memory by --gpu, or try {" or ".join(with_less_memory(runs[0]))}')
 
     # Those with a speed are kept first: what is printed may end with the pipe that reads it.
-    answer = training_answer(given, build_model, records, measured)
-    forecasts = [record for record in records if record['images_per_sec'] is not None]
+    cheapest = sorted(forecasts.values(), key=lambda own: next(iter(own.values())).dollars_of_an_image)
+    answer = training_answer(cheapest, refused, build_model, build_optimizer, measured)
+    records = [forecast.record for own in forecasts.values() for forecast in own.values()]
+    records = [record for record in records if record['images_per_sec'] is not None]
     is_kept = settings.results not in (None, '-')
     if is_kept:
-        for record in forecasts:
+        for record in records:
             append_line(json.dumps(record), settings.results)
 
     # The answer.
     print(answer)
-    without_room = [card.name for card in cards if card not in fitting]
+    without_room = [card.name for card in cards if card not in forecasts]
     if without_room:
         print(f'\nNo room on {", ".join(without_room)}.')
     if is_kept:
-        print(f'\n{plural(len(forecasts), "forecast")} appended to {settings.results}')
+        print(f'\n{plural(len(records), "forecast")} appended to {settings.results}')
     elif settings.results == '-':
-        print(*map(json.dumps, forecasts), sep='\n')
-    return forecasts
+        print(*map(json.dumps, records), sep='\n')
+    return records
 
 
-def training_forecast(given: Estimate, card: Card) -> dict:
-    """Return the record of a forecast: the keys of a training's record, calculated and not measured."""
-    microbatch = given.microbatch_on(card)
-    settings = dataclasses.replace(given.settings, device_train_microbatch_size=microbatch)
-    # None where the GPU is not NVIDIA's, or its peak in the precision is not known; the range where it is not tested
-    speeds = dict.fromkeys(['images_per_sec', 'images_per_sec_least', 'images_per_sec_most', 'encode_images_per_sec'])
-    if can_forecast(card, settings.precision):
-        speed = given.speed_on(card, microbatch)
-        speeds['images_per_sec'] = speed
-        speeds['encode_images_per_sec'] = given.encoding_speed_on(card)
-        if given.is_tested(card):
-            speeds['images_per_sec_least'] = speed / (1 + LARGEST_ERROR)
-            speeds['images_per_sec_most'] = speed * (1 + LARGEST_ERROR)
-    return make_record('train', settings, {
-        'status': FORECAST,
-        'device': card.name,
-        'device_type': 'cuda',
-        'num_nodes': math.ceil(settings.num_devices / GPUS_A_NODE),
-        **speeds,
-        'peak_memory_gib': given.taken(microbatch),
-    })
+class Forecast(NamedTuple):
+    """A run on a number of GPUs of one kind, and its record, which has the keys of a training's."""
+    given: Estimate
+    card: Card
+    record: dict
+
+    @classmethod
+    def of(cls, given: Estimate, card: Card) -> 'Forecast':
+        """Calculate the record; its speed is None where the peak of the card is not known in the precision."""
+        microbatch = given.microbatch_on(card)
+        settings = dataclasses.replace(given.settings, device_train_microbatch_size=microbatch)
+        speeds = dict.fromkeys(['images_per_sec', 'images_per_sec_least', 'images_per_sec_most',
+                                'encode_images_per_sec'])
+        if peak_of(card.name, settings.precision):
+            speed = given.speed_on(card, microbatch)
+            speeds['images_per_sec'] = speed
+            speeds['encode_images_per_sec'] = given.encoding_speed_on(card)
+            if given.is_tested(card):
+                speeds['images_per_sec_least'] = speed / (1 + LARGEST_ERROR)
+                speeds['images_per_sec_most'] = speed * (1 + LARGEST_ERROR)
+        return cls(given, card, make_record('train', settings, {
+            'status': FORECAST,
+            'device': card.name,
+            'device_type': 'cuda',
+            'num_nodes': given.machines_on(card),
+            'gpus_per_node': given.gpus_per_node(card),
+            **speeds,
+            'peak_memory_gib': given.taken(microbatch),
+        }))
+
+    @property
+    def name(self) -> str:
+        """Return the name of the card."""
+        return self.card.name.removeprefix('NVIDIA ')
+
+    @property
+    def price(self) -> float:
+        """Return the dollars of a GPU-hour; NaN where there is no price."""
+        return price_of(self.card.name, self.given.settings.dollars_per_gpu_hour)
+
+    @property
+    def dollars_of_an_image(self) -> float:
+        """Return what orders the cards; infinite where it is not known."""
+        if self.record['images_per_sec'] is None or math.isnan(self.price):
+            return math.inf
+        return self.price / self.record['images_per_sec_per_device']
+
+    def cells(self, each: float | None = None) -> dict[str, str]:
+        """Return the cells of its row by heading.
+
+        Args:
+            each: images/s of each GPU that its efficiency is over, in a table of several numbers of GPUs; None: there
+                is one number, and days and dollars have a range as well.
+        """
+        record = self.record
+        speeds = [record['images_per_sec'], record['images_per_sec_least'], record['images_per_sec_most']]
+        cells = {'images/s': with_range(speeds)}
+        if each is not None and speeds[0] is not None:
+            own = record['images_per_sec_per_device']
+            cells |= {'each': rounded(own), 'efficiency': f'{own / each:.1%}'}
+        images = self.given.settings.training_images
+        if images:
+            days = [speed and days_to_train(speed, images) for speed in speeds]
+            hours = [each_days and each_days * 24 * record['num_devices'] for each_days in days]
+            dollars = [each_hours and each_hours * self.price for each_hours in hours]
+            if each is not None:
+                days, dollars = days[:1], dollars[:1]
+            cells['days'] = with_range(days)
+            if each is not None:
+                cells['GPU-hours'] = with_range(hours[:1])
+            cells['dollars'] = 'no price' if math.isnan(self.price) else with_range(dollars)
+        sizes = {'microbatch': str(record['device_train_microbatch_size']),
+                 'GiB taken': f'{record["peak_memory_gib"]:.1f}'}
+        return sizes | cells if each is None else cells | sizes
 
 
 def with_less_memory(settings: Train) -> dict[str, Train]:
@@ -134,54 +208,47 @@ def with_less_memory(settings: Train) -> dict[str, Train]:
     return {change: dataclasses.replace(settings, **flags) for change, flags in changes.items()}
 
 
-def training_answer(given: Estimate, build_model: Callable, forecasts: list[dict], measured: list[dict]) -> str:
-    """Return the text of a forecast: a row for each card, cheapest first, and the reasons for the first of them.
+def training_answer(forecasts: list[dict[int, Forecast]], refused: dict[int, str], build_model: Callable,
+                    build_optimizer: Callable, measured: list[dict]) -> str:
+    """Return the text of a forecast: a row for each card and number of GPUs, and the reasons for the first of them.
 
     Args:
-        given: the run as given.
+        forecasts: of each card that holds an image, by number of GPUs; the cheapest card first.
+        refused: why there can be no run, by number of GPUs.
         build_model: makes the model, for the run with one change each.
-        forecasts: the record of each card that holds an image of it.
+        build_optimizer: makes its optimizer.
         measured: the rows of --results.
     """
-    settings = given.settings
-
-    def dollars_of_an_image(record: dict) -> float:
-        price = price_of(record['device'], settings.dollars_per_gpu_hour)
-        if record['images_per_sec'] is None or math.isnan(price):
-            return math.inf
-        return price / record['images_per_sec']
-
-    forecasts = sorted(forecasts, key=dollars_of_an_image)
-    first = CARDS[forecasts[0]['device']]
-
     # the answer
+    given, card, record = next(iter(forecasts[0].values()))
     basis = f'A forecast, from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'
-    blocks = ['\n'.join(textwrap.fill(text, WIDTH) for text in (title(settings), basis)), answer(forecasts, settings)]
+    blocks = ['\n'.join(textwrap.fill(text, WIDTH) for text in (title(given.settings), basis))]
+    blocks.append(answer(forecasts, refused))
 
     # the reasons
-    is_forecast = forecasts[0]['images_per_sec'] is not None
+    is_forecast = record['images_per_sec'] is not None
     if is_forecast:
-        blocks.append(aligned(change_rows(given, build_model, first)))
-    blocks.append(f'{aligned(memory_rows(given, first))}\n{MEMORY}')
+        blocks.append(aligned(change_rows(given, build_model, build_optimizer, card)))
+    blocks.append(f'{aligned(memory_rows(given, card))}\n{MEMORY}')
     if is_forecast:
-        seconds = given.seconds_on(first, given.microbatch_on(first))
+        seconds = given.seconds_on(card, given.microbatch_on(card))
         shares = (seconds / seconds.sum()).sort_values(ascending=False)
         kinds = [f'{kind} {share:.0%}' for kind, share in shares.items() if share >= 0.005]
         time = textwrap.fill(f'Where the time goes: {", ".join(kinds)}.', WIDTH)
-        encoding = rounded(forecasts[0]['encode_images_per_sec'])
+        encoding = rounded(record['encode_images_per_sec'])
         blocks.append(f'{time}\nEncoding once, before a training on latents: {encoding} images/s.')
 
     # the evidence
-    speeds = measured_speeds(settings, given.model.unet.config, first, measured)
+    speeds = measured_speeds(given.settings, given.model.unet.config, card, measured)
     if len(speeds):
-        blocks.append(speeds.to_string(index=False))
+        blocks.append(aligned(speeds))
         if PUBLISHED.name in set(speeds['file']):
             blocks[-1] += f'\n{PUBLISHED_RUNS}'
     return '\n\n'.join(blocks)
 
 
 def title(settings: Train) -> str:
-    """Return what is forecast: the model, its sizes, and how the batch is spread."""
+    """Return what is forecast: the model, its sizes, and the batch."""
     parts = [f'{settings.image_size} pixels', settings.precision, f'encoders in {settings.encoder_precision}']
     if settings.latents:
         parts.append('latents that are encoded already')
@@ -189,53 +256,81 @@ def title(settings: Train) -> str:
         parts.append('compiled')
     if settings.use_ema:
         parts.append('EMA')
-    images = plural(settings.device_batch_size, 'image')
-    devices = plural(settings.num_devices, 'GPU')
-    return f'{settings.model_name}: {", ".join(parts)}; {images} a step on each of {devices}'
+    return f'{settings.model_name}: {", ".join(parts)}; a batch of {plural(settings.batch_size, "image")}'
 
 
-def answer(rows: list[dict], settings: Train) -> str:
-    """Return microbatch, memory, images/s, days and dollars of each record of a forecast, and what these are of."""
-    # the table
-    table = []
-    for row in rows:
-        speeds = [row['images_per_sec'], row['images_per_sec_least'], row['images_per_sec_most']]
-        line = {f'{plural(row["num_devices"], "GPU")}': row['device'].removeprefix('NVIDIA '),
-                'microbatch': row['device_train_microbatch_size'],
-                'GiB taken': f'{row["peak_memory_gib"]:.1f}',
-                'images/s': with_range(speeds)}
-        if settings.training_images:
-            price = price_of(row['device'], settings.dollars_per_gpu_hour)
-            days = [speed and days_to_train(speed, settings.training_images) for speed in speeds]
-            dollars = [each and each * 24 * row['num_devices'] * price for each in days]
-            line |= {'days': with_range(days), 'dollars': 'no price' if math.isnan(price) else with_range(dollars)}
-        table.append(line)
+def answer(forecasts: list[dict[int, Forecast]], refused: dict[int, str]) -> str:
+    """Return the tables of a forecast, and what their figures are of; the arguments are those of `training_answer`.
+
+    Of one number of GPUs there is a table with a row for each card. Of several there is one for each card, with a row
+    for each number.
+    """
+    rows = [forecast for own in forecasts for forecast in own.values()]
+    settings = rows[0].given.settings
+    counts = {row.record['num_devices'] for row in rows} | set(refused)
+    if len(counts) == 1:
+        heading = plural(*counts, 'GPU')
+        tables = [aligned(pd.DataFrame([{heading: row.name} | row.cells() for row in rows]))]
+    else:
+        tables = [table_of_numbers(own, refused | dict.fromkeys(counts - set(refused) - set(own), 'no room'))
+                  for own in forecasts]
 
     # what its figures are of, and how sure
-    sentences = [aligned(pd.DataFrame(table))]
+    sentences = []
     if settings.training_images:
-        devices = [row['device'] for row in rows]
-        prices = prices_in_words(devices, settings.dollars_per_gpu_hour)
+        prices = prices_in_words([row.card.name for row in rows], settings.dollars_per_gpu_hour)
         epochs = ''
         if settings.remote:
             epochs = f' ({rounded(settings.training_images / settings.batch_size / settings.batches_per_epoch)} epochs)'
-        sentences.append(textwrap.fill(f'Days and dollars: {settings.training_images:,} images{epochs}, {prices} '
-                                       '(--dollars_per_gpu_hour).', WIDTH))
-    without_speed = {}  # cards, by the reason
-    for row in rows:
-        if row['images_per_sec'] is None:
-            is_fitted = CARDS[row['device']].multiprocessors is not None
-            without_speed.setdefault(NO_PEAK if is_fitted else NOT_FITTED, []).append(row['device'])
-    if any(row['images_per_sec'] is not None for row in rows):
-        sentences.append(RANGE if any(row['images_per_sec_least'] for row in rows) else NO_RANGE)
-    for reason, devices in without_speed.items():
-        sentences.append(textwrap.fill(f'No speed of {", ".join(devices)}: {reason}', WIDTH))
+        sentences.append(f'Days and dollars: {settings.training_images:,} images{epochs}, {prices} '
+                         '(--dollars_per_gpu_hour).')
+    sentences += network_sentences(rows)
+    with_speed = [row.record for row in rows if row.record['images_per_sec'] is not None]
+    if with_speed:
+        sentences.append(RANGE if any(record['images_per_sec_least'] for record in with_speed) else NO_RANGE)
+    without = dict.fromkeys(row.card.name for row in rows if row.record['images_per_sec'] is None)
+    if without:
+        sentences.append(f'No speed of {", ".join(without)}: {NO_PEAK}')
     if len(rows) > 1:
-        sentences.append('What follows is of the first GPU; --gpu NAME picks another.')
-    return '\n'.join(sentences)
+        sentences.append('What follows is of the first row; --gpu NAME picks another GPU.')
+    filled = '\n'.join(sentence if '\n' in sentence else textwrap.fill(sentence, WIDTH) for sentence in sentences)
+    return '\n\n'.join(tables) + '\n' + filled
 
 
-def change_rows(given: Estimate, build_model: Callable, card: Card) -> pd.DataFrame:
+def table_of_numbers(own: dict[int, Forecast], reasons: dict[int, str]) -> str:
+    """Return a table with a row for each number of GPUs of one kind.
+
+    Args:
+        own: forecasts by number.
+        reasons: why there is none of other numbers. They stand in the lines of these.
+    """
+    first = next(iter(own.values()))
+    each = first.record['images_per_sec_per_device']
+    rows = [{first.name: plural(devices, 'GPU')} | forecast.cells(each) for devices, forecast in own.items()]
+    heading, *lines = aligned(pd.DataFrame(rows)).splitlines()
+    line_of = dict(zip(own, lines, strict=True))
+    line_of |= {devices: f'{plural(devices, "GPU")}: {reason}' for devices, reason in reasons.items()}
+    return '\n'.join([heading, *(line_of[devices] for devices in sorted(line_of))])
+
+
+def network_sentences(rows: list[Forecast]) -> list[str]:
+    """Say what is counted between machines, if any row has gradients that leave one."""
+    names = {}  # of cards, by the GPUs of a machine
+    for row in rows:
+        if row.given.needs_network(row.card):
+            names.setdefault(row.record['gpus_per_node'], {})[short_name(row.card.name)] = None
+    if not names:
+        return []
+    machines = ' or '.join(f'{gpus} x {", ".join(cards)}' for gpus, cards in names.items())
+    gbits = rows[0].given.settings.network_gbits
+    if gbits is None:
+        speed = 'is taken to be as fast as the link of its GPUs; --network_gbits says how fast it is.'
+    else:
+        speed = f'is {gbits:g} Gbit/s, of which {NETWORK_SHARE:.0%} count.'
+    return [f'The network of a machine ({machines}) {speed}']
+
+
+def change_rows(given: Estimate, build_model: Callable, build_optimizer: Callable, card: Card) -> pd.DataFrame:
     """Return what one change would do on a card: the microbatch that then fits, images/s, and these over the given."""
     settings = given.settings
     asked = given.microbatch_on(card)
@@ -244,7 +339,7 @@ def change_rows(given: Estimate, build_model: Callable, card: Card) -> pd.DataFr
     if largest != asked:
         runs['the largest microbatch'] = (given, largest)
     for change, changed in with_less_memory(settings).items():
-        other = Estimate.of(changed, build_model)
+        other = Estimate.of(changed, build_model, build_optimizer)
         runs[change] = (other, other.microbatch_on(card))
     if settings.num_devices > 1 and settings.allreduce_precision == 'fp32':
         half = dataclasses.replace(given, settings=dataclasses.replace(settings, allreduce_precision='bf16'))
@@ -262,13 +357,13 @@ def change_rows(given: Estimate, build_model: Callable, card: Card) -> pd.DataFr
 
 
 def memory_rows(given: Estimate, card: Card) -> pd.DataFrame:
-    """Return GiB of a card by item, for each microbatch up to the first that it does not hold."""
+    """Return GiB of a card by item, for the last microbatches up to the first that it does not hold."""
     columns = {}
-    for size in sizes_to_try(given.settings.device_batch_size):
+    for size in given.settings.microbatch_sizes:
         columns[str(size)] = given.needed(size)
         if given.taken(size) > card.gib:
             break
-    table = pd.DataFrame(columns).fillna(0) / GIB
+    table = pd.DataFrame(columns).fillna(0).iloc[:, -MOST_MICROBATCHES:] / GIB
     table.loc['counted'] = table.sum()
     table = table.map('{:.2f}'.format)
     table.insert(0, 'GiB, by microbatch', table.index)
@@ -319,12 +414,12 @@ def measured_speeds(settings: Train, unet_config: dict, card: Card, rows: list[d
 def with_range(figures: list[float | None]) -> str:
     """Return a figure with its range in brackets, such as '70 (57 to 85)'.
 
-    Of three figures the last two are its bounds, or None.
+    Of three figures the last two are its bounds, or None; one stands alone.
     """
     figure, *bounds = figures
     if figure is None:
         return 'not known'
-    if None in bounds:
+    if not bounds or None in bounds:
         return rounded(figure)
     least, most = sorted(bounds)
     return f'{rounded(figure)} ({rounded(least)} to {rounded(most)})'

@@ -9,6 +9,7 @@ torch's own MemTracker, with which the tests compare it, counts one microbatch, 
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ import torch
 from composer import ComposerModel
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ema import ShadowModel, compute_ema
@@ -40,10 +41,9 @@ from sdbench.forecast.speed import (
     images_per_sec,
     seconds_by_kind,
 )
-from sdbench.gpus import GIB, Card
+from sdbench.gpus import GIB, NETWORK_SHARE, Card
 from sdbench.models.loading import AUTOCAST_DTYPES, find_model
-from sdbench.training.microbatch import blank_batch, sizes_to_try
-from sdbench.training.optimization import ADAM_MOMENTS
+from sdbench.training.microbatch import blank_batch, largest_that_fits
 
 # What a GPU takes beside the tensors that are counted: CUDA itself, its libraries' workspaces, and memory that the
 # allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.
@@ -69,26 +69,28 @@ class Estimate:
     work: StepWork
 
     @classmethod
-    def of(cls, settings: Train, build_model: Callable) -> 'Estimate':
-        """Count the memory and the work of a device for the model that `build_model` makes of these settings.
+    def of(cls, settings: Train, build_model: Callable, build_optimizer: Callable) -> 'Estimate':
+        """Count the memory and the work of a device for the model and the optimizer that these functions build.
 
         Runs that differ in nothing that bears on a step share a trace.
         """
-        # what bears on a trace. Fused attention is counted alike; what compiling changes is said of one kind of step
+        # what bears on a trace. Fused attention is counted alike; what compiling changes is said of one kind of step.
+        # How many GPUs there are, and what joins them, bears on what is made of it
         attention = 'math' if settings.attention == 'math' else 'sdpa'
         alike = dataclasses.replace(settings, attention=attention, compile=False, compile_blocks=False, batch_size=1,
                                     device_train_microbatch_size='auto', encoders=None, use_ema=True,
-                                    cudnn_benchmark=False, allreduce_precision='fp32')
+                                    cudnn_benchmark=False, allreduce_precision='fp32', dry_run=None, num_devices=1,
+                                    batches_per_epoch=None, network_gbits=None, gpus_per_node=None)
         if settings.compile:
             alike = dataclasses.replace(alike, channels_last=True, half_precision_norms=True)
-        model, step, work = traced(alike, build_model)
+        model, step, work, optimizer_state = traced(alike, build_model, build_optimizer)
 
         # what does not
         if settings.compile:
             step, work = compiled(step, work, settings)
         if not settings.use_ema:
             work = work._replace(update=work.update.drop(AVERAGE))
-        return cls(settings, model, lasting_bytes(settings, model), step, work)
+        return cls(settings, model, lasting_bytes(settings, model, optimizer_state), step, work)
 
     @property
     def constants(self) -> Constants:
@@ -106,8 +108,7 @@ class Estimate:
 
     def largest_microbatch(self, gib: float) -> int | None:
         """Return the largest microbatch that fits into so much memory; None: not even one image does."""
-        sizes = sizes_to_try(self.settings.device_batch_size)
-        return max((size for size in sizes if self.taken(size) <= gib), default=None)
+        return largest_that_fits(self.settings.microbatch_sizes, lambda size: self.taken(size) <= gib)
 
     def microbatch_on(self, card: Card) -> int | None:
         """Return the microbatch that was asked for, or the largest; None: it does not fit."""
@@ -116,10 +117,33 @@ class Estimate:
             return asked if self.taken(asked) <= card.gib else None
         return self.largest_microbatch(card.gib)
 
+    def gpus_per_node(self, card: Card) -> int:
+        """Return how many of a card are in each machine of the run."""
+        return self.settings.gpus_per_node or card.gpus_per_node
+
+    def machines_on(self, card: Card) -> int:
+        """Return how many machines have the GPUs of the run."""
+        return math.ceil(self.settings.num_devices / self.gpus_per_node(card))
+
+    def needs_network(self, card: Card) -> bool:
+        """Tell whether gradients go over a network: to GPUs that the link of the card does not join."""
+        return self.settings.num_devices > max(self.gpus_per_node(card), card.gpus_per_link or 0)
+
+    def network_on(self, card: Card) -> float:
+        """Return the GB/s that an exchange of gradients reaches between machines, as BatchSplit has it.
+
+        Machines that one link joins send with the networks of all of them.
+        """
+        if self.settings.network_gbits is None or not self.needs_network(card):
+            return math.inf
+        machines = max(1, (card.gpus_per_link or 0) // self.gpus_per_node(card))
+        return machines * self.settings.network_gbits / 8 * NETWORK_SHARE
+
     def seconds_on(self, card: Card, microbatch: int) -> pd.Series:
         """Return the seconds of a step by kind of operator, on a card that can be forecast in this precision."""
         settings = self.settings
-        split = BatchSplit(microbatch, settings.device_batch_size, settings.num_devices, settings.allreduce_precision)
+        split = BatchSplit(microbatch, settings.device_batch_size, settings.num_devices, settings.allreduce_precision,
+                           self.network_on(card))
         work = self.work._replace(encoder=NOTHING) if settings.latents else self.work
         return pd.Series(seconds_by_kind(card, work, split, self.constants))
 
@@ -135,16 +159,20 @@ class Estimate:
     def is_tested(self, card: Card) -> bool:
         """Tell whether the error of the forecast is known for such a run.
 
-        A published run must have had as many of these GPUs or more, and as many images a step on each or fewer, so that
-        the exchange of gradients and the update weighed as much as here, or more.
+        A published run must have had as many of these GPUs or more, on as many machines or more, and as many images a
+        step on each or fewer, so that the exchange of gradients and the update weighed as much as here, or more. Their
+        networks are not stated: a slower one than the link of the card is not tested.
         """
         settings = self.settings
         if settings.gradient_checkpointing or settings.attention == 'math' or settings.compile_blocks:
             return False
         if not is_stable_diffusion_2(self.model.unet.config):
             return False
+        if self.network_on(card) < card.link_gigabytes_per_sec:
+            return False
         layouts = TESTED.get(settings.compile, {}).get((card.name, settings.image_size, settings.latents), [])
         return any(settings.num_devices <= devices and settings.device_batch_size >= images
+                   and self.machines_on(card) <= math.ceil(devices / card.gpus_per_node)
                    for devices, images in layouts)
 
 
@@ -159,15 +187,24 @@ def is_stable_diffusion_2(unet_config: dict) -> bool:
 
 
 @functools.cache
-def traced(settings: Train, build_model: Callable) -> tuple[ComposerModel, StepMemory, StepWork]:
-    """Trace a step of a run with the average once; returns its model, without memory, as well."""
+def traced(settings: Train, build_model: Callable, build_optimizer: Callable
+           ) -> tuple[ComposerModel, StepMemory, StepWork, int]:
+    """Trace a step of a run with the average once.
+
+    Returns its model, which has no memory, what the step takes, and the bytes that the optimizer keeps between steps.
+    """
     model = build_on_meta(settings, build_model)
     memory, work = trace_step(model, settings.precision, settings.attention)
-    fused = settings.fused_optimizer
-    optimizer = torch.optim.AdamW(model.unet.parameters(), fused=fused, foreach=not fused)
+    optimizer = build_optimizer(model, settings)
     average = ShadowModel(model)
     update = work_of_update({UPDATE: optimizer.step, AVERAGE: lambda: compute_ema(model, average, 0.999)})
-    return model, memory, work._replace(update=update)
+    return model, memory, work._replace(update=update), state_bytes(optimizer)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Count the bytes that an optimizer keeps of its weights, once it has taken a step."""
+    tensors = tree_leaves(list(optimizer.state.values()))
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def build_on_meta(settings: Train, build_model: Callable[..., ComposerModel]) -> ComposerModel:
@@ -180,16 +217,16 @@ def build_on_meta(settings: Train, build_model: Callable[..., ComposerModel]) ->
     return build_model(settings, False, torch.device('meta'), find_model(settings.model_name))
 
 
-def lasting_bytes(settings: Train, model: ComposerModel) -> dict[str, int]:
+def lasting_bytes(settings: Train, model: ComposerModel, optimizer_state: int) -> dict[str, int]:
     """Count the bytes of a device, by item, that stay from step to step, whatever the microbatch, and the gradients.
 
-    A model without memory will do. On latents its VAE is not counted.
+    A model without memory will do. On latents its VAE is not counted. `optimizer_state` is what the optimizer keeps.
     """
     def nbytes(module: torch.nn.Module) -> int:
         return sum(parameter.nbytes for parameter in module.parameters())
 
     unet = nbytes(model.unet)
-    needed = {'weights': unet, 'gradients': unet, 'Adam moments': ADAM_MOMENTS * unet}
+    needed = {'weights': unet, 'gradients': unet, 'optimizer state': optimizer_state}
     if settings.use_ema:
         needed['average of the weights'] = unet
     if settings.num_devices > 1:

@@ -50,7 +50,7 @@ def settings_of_rows() -> dict[str, Setting]:
     table = {'stage': Setting(LOADER), 'device': Setting(LOADER), 'image_size': Setting(LOADER, True),
              'input': Setting(LOADER, True), 'dataset': Setting(LOADER), 'batch_size': Setting(LOADER),
              'model_name': Setting(MODEL, True)}
-    table |= dict.fromkeys(SWITCHES, Setting(MODEL))
+    table |= dict.fromkeys((*SWITCHES, 'network_gbits'), Setting(MODEL))
 
     # flags that decide what is learned, of which some take time; `dataset` says whether the data is synthetic
     flags = [field.name for field in SAME_ON_RESUME

@@ -3,9 +3,11 @@
 Composer's own search, 'auto', works within the run: if memory runs out in a backward pass, DDP is left in the middle of
 its all-reduce, and a run that searches synchronizes the ranks at every microbatch. Here each trial stands alone.
 """
+import bisect
 import dataclasses
 import gc
 import re
+from collections.abc import Callable, Sequence
 
 import torch
 from composer import ComposerModel
@@ -16,7 +18,6 @@ from sdbench.errors import is_out_of_memory, plural
 from sdbench.flags.train import Train
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
-from sdbench.training.optimization import ADAM_MOMENTS
 from sdbench.training.ranks import print_on_rank_0
 
 SPARE_SHARE = 1 / 32  # of a GPU's memory, kept free for the fragmentation of a long run and for NCCL's channels
@@ -26,26 +27,31 @@ SPARE_SHARE = 1 / 32  # of a GPU's memory, kept free for the fragmentation of a 
 TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse32BitIndexMath'
 
 
-def sizes_to_try(device_batch_size: int) -> list[int]:
-    """List the powers of two that divide a device's share of the batch, the smallest first."""
-    sizes = [1]
-    while device_batch_size % (2 * sizes[-1]) == 0:
-        sizes.append(2 * sizes[-1])
-    return sizes
+def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """Return the largest of some sizes that fits; None: not even the first does. By halves, each is tried once at most.
+
+    A search on a GPU and a dry run both ask here. The first size comes first: it is of one image, so that CUDA's
+    libraries make their handles and workspaces while there is room.
+    """
+    if not fits(sizes[0]):
+        return None
+    too_large = bisect.bisect_left(sizes, True, lo=1, key=lambda size: not fits(size))
+    return sizes[too_large - 1]
 
 
-def with_found_microbatch(settings: Train, model: ComposerModel, data: DataSpec) -> Train:
+def with_found_microbatch(settings: Train, model: ComposerModel, data: DataSpec,
+                          build_optimizer: Callable[[], torch.optim.Optimizer]) -> Train:
     """Return the settings with the largest microbatch that trains within the memory of every rank, if it is open.
 
-    The first trial is of one image, so that CUDA's libraries make their handles and workspaces while there is room. All
-    ranks try a size at once, so that none waits for another. A trial does what the first two batches of the run do,
-    with the memory occupied that the run will occupy. It changes no weights, and needs no optimizer.
+    All ranks try a size at once, so that none waits for another. A trial does what the first two batches of the run do,
+    with the memory occupied that the run will occupy. It changes no weights.
 
     Args:
         settings: of the run.
         model: with its switches; it is moved to its device. Compiled parts run uncompiled: compiling takes minutes for
             each size, and a compiled model usually needs less memory.
         data: what the run will train on.
+        build_optimizer: makes that of the run.
 
     Raises ValueError if not even one image fits.
     """
@@ -55,27 +61,28 @@ def with_found_microbatch(settings: Train, model: ComposerModel, data: DataSpec)
     # each size on all ranks, until one has no room for it
     get_device().module_to_device(model)
     copies = int(settings.use_ema) + int(settings.num_devices > 1)  # the average, and the buckets of DDP
-    largest = 0
+
+    def fits_on_all(size: int) -> bool:
+        fits_here = fits(model, data, size, settings.precision, copies, build_optimizer)
+        return all(dist.all_gather_object(fits_here))
+
     with torch.compiler.set_stance('force_eager'):
-        for size in sizes_to_try(settings.device_batch_size):
-            fits_here = fits(model, data, size, settings.precision, copies)
-            if not all(dist.all_gather_object(fits_here)):
-                break
-            largest = size
-    if largest == 0:
+        largest = largest_that_fits(settings.microbatch_sizes, fits_on_all)
+    if largest is None:
         raise ValueError(f'not even one image of --image_size {model.image_size} fits into the memory of this device; '
                          'use --gradient_checkpointing, a smaller image, or a smaller --batch_size')
-    print_on_rank_0(f'{plural(largest, "image")} at once: the largest power of two that fits')
+    print_on_rank_0(f'{plural(largest, "image")} at once: the most that fit')
     return dataclasses.replace(settings, device_train_microbatch_size=largest)
 
 
-def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int) -> bool:
+def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int,
+         build_optimizer: Callable[[], torch.optim.Optimizer]) -> bool:
     """Tell whether a microbatch of `size` images fits on this rank, next to `copies` copies of the weights.
 
     It frees all memory that the trial took.
     """
     try:
-        train_twice(model, data, size, precision, copies)
+        train_twice(model, data, size, precision, copies, build_optimizer)
         return True
     except RuntimeError as error:
         if not is_too_large(error, size):
@@ -93,11 +100,12 @@ def is_too_large(error: RuntimeError, size: int) -> bool:
     return is_out_of_memory(error) or (size > 1 and re.search(TOO_LARGE, str(error)) is not None)
 
 
-def train_twice(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int) -> None:
+def train_twice(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int,
+                build_optimizer: Callable[[], torch.optim.Optimizer]) -> None:
     """Run forward and backward for two batches of `size` images, with the memory occupied that a run occupies.
 
-    Adam's moments are allocated between the two, as in a run: they take space that the activations of the first batch
-    have freed, and those of the second must fit around them.
+    The optimizer makes its state between the two, as in a run: it takes space that the activations of the first batch
+    have freed, and those of the second must fit around it.
 
     Raises RuntimeError if memory runs out.
     """
@@ -111,13 +119,22 @@ def train_twice(model: ComposerModel, data: DataSpec, size: int, precision: str,
         spare = int(torch.cuda.mem_get_info()[1] * SPARE_SHARE)
         occupied.append(torch.empty(spare, dtype=torch.uint8, device='cuda'))
 
-    # the first batch, Adam's moments, the second batch
+    # the first batch
     forward_and_backward(model, data, size, precision)
-    occupied += [torch.empty_like(parameter) for parameter in trainable for _ in range(ADAM_MOMENTS)]
+
+    # a step that leaves the weights as they are: of gradients of 0, which in fp16 may not have been finite, at a rate
+    # of 0
+    optimizer = build_optimizer()
+    torch._foreach_zero_([parameter.grad for parameter in trainable])
+    for group in optimizer.param_groups:
+        group['lr'] = 0.0
+    optimizer.step()
+
+    # the second batch
     forward_and_backward(model, data, size, precision)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # a kernel's own error comes late
-    del occupied
+    del occupied, optimizer
 
 
 def forward_and_backward(model: ComposerModel, data: DataSpec, size: int, precision: str) -> None:

@@ -6,7 +6,6 @@ from composer.utils import dist
 
 from sdbench.errors import DataError
 
-ADAM_MOMENTS = 2  # that the optimizer keeps of each weight
 MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights will not recover
 GRADIENT_NORM = 'l2_norm/grad/global'  # as Composer's OptimizerMonitor calls it
 SCHEDULES = {  # without a warm-up, and after one

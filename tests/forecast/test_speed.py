@@ -1,6 +1,7 @@
 """The forecast: its constants are those of the fit, and what is tested is what they were fitted to."""
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -19,16 +20,19 @@ def test_gradients_in_bf16_are_waited_for_half_as_long_as_those_in_float32():
                       for precision in ('fp32', 'bf16'))
     assert exact == pytest.approx(1.75 / h100.link_gigabytes_per_sec)  # each of 8 sends 7/8 of the sums twice
     assert rounded == exact / 2
+    over_network = speed.seconds_of_waiting(h100, step, speed.BatchSplit(8, 8, 16, 'fp32', 11.5))
+    assert over_network == pytest.approx(1.875 / 11.5)  # once through each machine's network, whatever GPUs it has
 
 
 def test_the_points_that_are_fitted_are_what_is_tested_and_each_other_has_its_reason():
     points = published.read_points()
-    assert len(points) == 65
+    assert len(points) == 61
     fitted = points[points['left_out'] == '']
     eager, compiled = fitted[fitted['compile'] == 'no'], fitted[fitted['compile'] != 'no']
     assert (len(eager), eager['device'].nunique()) == (32, 5)
     assert (len(compiled), compiled['by'].nunique()) == (11, 5)
-    assert published.tested_layouts(fitted) == speed.TESTED
+    assert set(points['left_out']) == {'', published.JUDGED, published.NO_DEVICES, published.NO_MICROBATCH}
+    assert published.tested_layouts(points) == speed.TESTED
 
 
 IN_CODE = fit.Fitted(speed.CONSTANTS, speed.IN_A_GRAPH)
@@ -40,9 +44,10 @@ def test_constants_and_largest_error_are_those_of_the_fit_and_what_sources_leave
     points = published.read_points()
     judged, fitted = fit.judge(points)
     assert fitted == IN_CODE
-    is_eager = judged['compile'] == 'no'
-    assert judged[is_eager]['unseen_error'].abs().max() == pytest.approx(speed.LARGEST_ERROR, abs=0.005)
-    assert judged[~is_eager]['unseen_error'].abs().max() < speed.LARGEST_ERROR / 2
+    unseen = points[points['left_out'] == published.JUDGED]
+    errors = [*judged['unseen_error'], *(fit.predict(unseen, IN_CODE) / unseen['measured'] - 1)]
+    assert len(errors) == 48
+    assert speed.LARGEST_ERROR - 0.01 < np.abs(errors).max() <= speed.LARGEST_ERROR  # rounded up to a percent
     worse = IN_CODE._replace(eager=replace(speed.CONSTANTS, peak_share=speed.CONSTANTS.peak_share * 1.1))
     errors = (fit.predict(judged, worse) / judged['measured'] - 1).abs()
     assert errors.mean() > judged['error'].abs().mean()

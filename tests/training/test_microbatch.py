@@ -2,15 +2,16 @@
 import json
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 import benchmark
-from benchmark import StableDiffusion, build_data, main
+from benchmark import StableDiffusion, build_data, build_optimizer, main
 from sdbench.complete import complete
 from sdbench.models.loading import find_model
-from sdbench.training.microbatch import is_too_large, with_found_microbatch
+from sdbench.training.microbatch import is_too_large, largest_that_fits, with_found_microbatch
 from tests.forked_runs import run_ranks
 from tests.runs import SMALLEST, TINY, assert_same_training, settings_of
 
@@ -47,11 +48,12 @@ def test_the_largest_that_fits_is_found_with_a_try_of_each_size_and_nothing_of_a
     model = StableDiffusion(SMALLEST, 16)
     model.unet.up_blocks[0].register_forward_hook(note)
     tried = run_out_of_memory_above(3, model, where)
-    settings = settings_of('--use_synth_data', *TINY, '--batch_size', '16')
+    settings = settings_of('--use_synth_data', *TINY, '--batch_size', '12')  # 1, 2, 3, 4, 6 and 12 divide it
     data = build_data(settings, find_model(SMALLEST), None)
-    found = with_found_microbatch(replace(settings, device_train_microbatch_size='auto'), model, data)
-    assert found.device_train_microbatch_size == 2
-    assert tried == [1, 2, 4]
+    found = with_found_microbatch(replace(settings, device_train_microbatch_size='auto'), model, data,
+                                  partial(build_optimizer, model, settings))
+    assert found.device_train_microbatch_size == 3
+    assert tried == [1, 4, 3]
     assert not [size for size, tensor in activations if tensor() is not None]
 
 
@@ -63,6 +65,20 @@ def test_the_largest_that_fits_is_found_with_a_try_of_each_size_and_nothing_of_a
     ('expected scalar type Half but found Float', 4, False)])
 def test_what_cuda_says_of_too_little_memory_means_that_it_does_not_fit(words, size, too_large):
     assert is_too_large(RuntimeError(words), size) == too_large
+
+
+@pytest.mark.parametrize('share, limit, largest', [
+    (1, 1, 1), (1, 0, None), (97, 96, 1), (100, 30, 25), (100, 100, 100), (256, 70, 64), (720, 119, 90), (720, 1, 1)])
+def test_the_search_finds_the_largest_divisor_that_fits_and_asks_about_few_and_each_once(share, limit, largest):
+    sizes = settings_of('--dry_run', '1', '--batch_size', share).microbatch_sizes
+    tried = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= limit
+
+    assert largest_that_fits(sizes, fits) == largest
+    assert len(set(tried)) == len(tried) <= 1 + len(sizes).bit_length()
 
 
 def search_on_a_cpu(patch: pytest.MonkeyPatch, limit: int, where: str = 'backward') -> None:
