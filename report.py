@@ -32,7 +32,7 @@ from sdbench.records.figures import COLUMNS, WIDTH
 from sdbench.records.read import EVALUATED, SETTINGS, read_all
 from sdbench.report.markdown import in_common, markdown
 from sdbench.report.pictures import draw_days, draw_learned, draw_plan, draw_quality
-from sdbench.report.plans import plan_blocks, plan_table
+from sdbench.report.plans import plan_blocks, plan_table, within_limits
 from sdbench.report.speeds import score_table, speed_table
 
 WRITTEN = {'figure': 'days over the number of GPUs', 'learned': 'eval loss of each training',
@@ -99,9 +99,10 @@ def report(settings: Report) -> str:
 def plan_report(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
     """Return the table of plans and its blocks of Markdown, and draw it for --figure."""
     plans, title, sentences = plan_table(records, settings)
+    plans, how_near = within_limits(plans, settings.max_dollars, settings.max_days)
     if settings.figure:
         draw_plan(settings.figure, plans, title)
-    blocks = [title, *plan_blocks(plans), *sentences]
+    blocks = [title, *plan_blocks(plans), *how_near, *sentences]
     return plans, [block if block.startswith('|') else textwrap.fill(block, WIDTH) for block in blocks]
 
 

@@ -10,7 +10,7 @@ from sdbench.records.figures import COLUMNS, WIDTH, cell
 IN_WORDS = {'device': '{}', 'device_train_microbatch_size': 'microbatch {}', 'image_size': '{} pixels',
             'input': 'on {}', 'model_name': '{}', 'batch_size': 'batch of {}', 'use_ema': 'EMA', 'model': '{}',
             'weights': '{}', 'guidance': 'guidance {:g}', 'trained_batches': 'batch {:,.0f}',
-            'num_nodes': 'machines {}', 'save_folder': 'in {}'}
+            'num_nodes': 'machines {}', 'network_gbits': '{} Gbit/s', 'save_folder': 'in {}'}
 
 
 def differing(rows: pd.DataFrame, keys: Sequence[str], unstated: bool = True) -> list[str]:

@@ -25,7 +25,8 @@ PLANNED = [key for key in OF_SPEED if key not in (
     'stage', 'image_size', 'device_train_microbatch_size', 'dataset', 'num_workers', *VERSIONS)]
 SAME_MODEL = ['device', 'model_name']
 SAME_SWITCHES = [key for key in PLANNED if key in SWITCHES]
-ALIKE = [*PLANNED, 'num_devices', 'image_size', 'microbatch']  # a measurement and its forecast
+# A measurement and its forecast. What network a measurement had it does not say.
+ALIKE = [*(key for key in PLANNED if key != 'network_gbits'), 'num_devices', 'num_nodes', 'image_size', 'microbatch']
 CORRECTED = 'forecast, corrected'  # status of a part of a plan, where a measurement corrects its forecast
 RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
 Corrections = dict[tuple[str, str], float]  # by GPU and --compile, what its forecasts are multiplied by
@@ -365,3 +366,47 @@ def plan_blocks(plans: pd.DataFrame) -> list[str]:
         whose = 'All of these' if len(names) == len(plans) else '; '.join(dict.fromkeys(names))
         blocks.append(f'{whose}: {note}.')
     return blocks
+
+
+def within_limits(plans: pd.DataFrame, max_dollars: float | None, max_days: float | None
+                  ) -> tuple[pd.DataFrame, list[str]]:
+    """Return the plans that keep within dollars and days, and a sentence on how near each is to them.
+
+    Where none does, all are returned, and the sentence says which comes nearest. A limit that is None is none; a plan
+    without a price keeps within no dollars.
+    """
+    # what share of each limit a plan takes, and of the limit that it is nearest to
+    shares = {}
+    if max_dollars is not None:
+        shares[f'${max_dollars:,g}'] = plans['cost_usd'] / max_dollars
+    if max_days is not None:
+        shares[f'{max_days:g} days'] = plans['days'] / max_days
+    if not shares:
+        return plans, []
+    shares = pd.DataFrame(shares)
+    nearest = shares.max(axis='columns', skipna=False)
+
+    # those that keep within all, or else the one that passes them by least
+    limits = ' and '.join(shares)
+    kept = plans[nearest <= 1]
+    if len(kept):
+        sentence = f'{len(kept)} of {plural(len(plans), "plan")} within {limits}'
+        named = kept
+    elif nearest.notna().any():
+        sentence = f'No plan is within {limits}. The nearest'
+        named = plans.loc[[nearest.idxmin()]]
+    else:
+        return plans, [f'No plan is within {limits}, since none has a price.']
+
+    # how near these are
+    each = []
+    for row, plan in named.iterrows():
+        taken = ' and '.join(f'{share:.0%} of {limit}' for limit, share in shares.loc[row].items())
+        each.append(f'{gpus_of(plan)}, {taken}')
+    return kept if len(kept) else plans, [f'{sentence}: {"; ".join(each)}.']
+
+
+def gpus_of(plan: pd.Series) -> str:
+    """Return which GPUs a plan is of, and what it trains on, such as '8 x B200 on latents'."""
+    on = f' on {plan["input"]}' if plan['input'] else ''
+    return f'{plan["num_devices"]} x {short_name(plan["device"])}{on}'
