@@ -38,7 +38,7 @@ esac
 : "${SCORES:=--inception inception.pth --clip clip}"    # flags of evaluate.py; docs/evaluating.md says how to get these
 
 # Which GPUs are planned for.
-: "${GPUS:=8}"
+: "${GPUS:=8}"                   # how many, such as 8 or '8 16 32'
 : "${GPU:=}"                      # which, such as 'H100-80GB NVIDIA-H200'; all that are known without it
 : "${PRICES:=2}"                  # dollars of a GPU-hour, such as '2 H200=3.2' or @recipes/prices-spot.txt
 : "${PLAN:=}"                     # file that keeps the forecasts, one line of JSON each; none without it
@@ -53,7 +53,7 @@ if [ "${1:-}" = plan ]; then
         @*) prices=$PRICES ;;
         *) prices="--dollars_per_gpu_hour $PRICES" ;;
     esac
-    python report.py docs/plan.jsonl --phase 256 $prices > /dev/null
+    python report.py published.csv --phase 1@512 $prices > /dev/null
 
     forecasts=$PLAN
     if [ -z "$PLAN" ]; then
@@ -67,7 +67,7 @@ if [ "${1:-}" = plan ]; then
     if [ -n "$LATENTS" ]; then
         data=--use_synth_latents
     fi
-    set -- --dry_run "$GPUS" ${GPU:+--gpu $GPU} ${MODEL:+--model_name "$MODEL"} --no-pretrained --results "$forecasts"
+    set -- --dry_run $GPUS ${GPU:+--gpu $GPU} ${MODEL:+--model_name "$MODEL"} --no-pretrained --results "$forecasts"
     echo "1 of 2: phase 1, at $SIZE_1 pixels" >&2
     answer=$(python benchmark.py $phase_1 $data $PHASE_FLAGS "$@")
     echo "$answer" | sed -n 's|^\(No speed of [^:]*\).*|\1: docs/forecast.md says why|p' >&2

@@ -10,6 +10,9 @@ import torch
 import benchmark
 import report
 import sdbench.forecast.dry_run
+from benchmarks.forecast.fit import Fitted, predict
+from benchmarks.forecast.points import read_points
+from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH
 from sdbench.gpus import cards_named
 from tests.runs import ROOT
 from tests.test_report import columns, tables
@@ -95,3 +98,15 @@ def test_the_forecasts_of_the_front_page_are_what_their_commands_say_today(monke
         [forecast] = [each for each in forecasts if each['device'] == record['device']]
         assert forecast['images_per_sec'] == pytest.approx(record['images_per_sec'], rel=1e-3)
         assert forecast['peak_memory_gib'] == pytest.approx(record['peak_memory_gib'], rel=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions trace other operators')
+def test_the_error_beside_each_published_row_is_that_of_its_forecast():
+    rows = read_points()
+    published = rows[rows['device'].eq('A100-SXM4-40GB') & rows['by'].eq('mosaicml/diffusion-benchmark')]
+    errors = predict(published, Fitted(CONSTANTS, IN_A_GRAPH)) / published['measured'] - 1
+    shown = dict(columns(tables(PAGE.partition('## Published speeds')[2])[0], 'GPUs', 'forecast'))
+    assert len(errors) == len(shown) - 1 == 5  # all but that of 256, which its source has extrapolated
+    for devices, error in zip(published['num_devices'], errors, strict=True):
+        assert shown[f'{devices:.0f}'] == f'{100 * error:+.1f} %'
