@@ -93,7 +93,7 @@ def test_the_plan_of_the_whole_training_forecasts_its_phases_and_plans_by_their_
     _, one, two, report = commands_of(tmp_path, 'plan', **variables)
     for forecast, size in ((one, 256), (two, 512)):
         assert (forecast.model_name, forecast.results) == ('my model', variables['PLAN'])
-        assert (forecast.dry_run, forecast.gpu, forecast.use_synth_latents) == (8, ('A100', 'H100-80GB'), True)
+        assert (forecast.dry_run, forecast.gpu, forecast.use_synth_latents) == ((8,), ('A100', 'H100-80GB'), True)
         assert (forecast.image_size, forecast.batch_size) == (size, 1024)
     assert report.records == (variables['PLAN'],)
     of_the_front_page = parse(Report, '', ['plan.jsonl', '@recipes/plan.txt'])
