@@ -36,7 +36,7 @@ def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_a
     assert record['images_per_sec'] > 0
     assert not (tmp_path / 'drawn').exists()
     assert capfd.readouterr().err.count('a signal came') == 1
-    [checkpoint] = checkpoints_in(tmp_path / 'stopped')
+    [checkpoint] = checkpoints_in(str(tmp_path / 'stopped'))
     assert load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch'] == 4
     assert main(stopped)['first_batch'] == 4
     assert_same_training(tmp_path / 'stopped', tmp_path / 'whole')
