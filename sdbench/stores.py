@@ -215,7 +215,7 @@ def addresses_in(folder: str, label: str) -> list[str]:
         if s3 is not None:
             keys = [entry['Key'] for entry in entries_below(s3, place.bucket, prefix)]
         elif place.scheme == 'azure':
-            keys = [blob.name for blob in azure_container(place).list_blobs(name_starts_with=prefix)]
+            keys = list(azure_container(place).list_blob_names(name_starts_with=prefix))
         else:
             keys = composer_store(folder).list_objects(prefix)
     except Exception as error:  # every storage client has its own

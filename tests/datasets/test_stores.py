@@ -106,7 +106,8 @@ class LocalAzure:
         if request.args.get('comp') == 'list':
             found = [blob for blob in sorted(self.blobs) if blob.startswith(request.args['prefix'])]
             listed = ''.join(LISTED.format(blob, len(self.blobs[blob])) for blob in found)
-            return Response(f'<EnumerationResults><Blobs>{listed}</Blobs><NextMarker/></EnumerationResults>')
+            listing = f'<EnumerationResults><Blobs>{listed}</Blobs><NextMarker/></EnumerationResults>'
+            return Response(listing, content_type='application/xml')
         if name not in self.blobs:
             return Response(status=404)
         if 'x-ms-range' in request.headers:
