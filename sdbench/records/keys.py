@@ -11,8 +11,7 @@ INTERRUPTED = 'interrupted'
 UNMEASURED = 'unmeasured'
 PROFILED = 'profiled'
 FORECAST = 'forecast'
-NOT_IN_A_FORECAST = ('Not in a forecast: waiting for data, checkpoints, evaluations, storage, traffic, and, without '
-                     '--network_gbits, a network between machines that is slower than the link of their GPUs.')
+NOT_IN_A_FORECAST = 'Not in a forecast: waiting for data, checkpoints, evaluations, storage and traffic.'
 
 # What a training has in its loop, by whether it is on latents: its `encoders`.
 ENCODERS = {False: 'in_loop', True: 'text_in_loop'}

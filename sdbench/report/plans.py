@@ -96,6 +96,9 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
     if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
         sentences.append(NOT_IN_A_FORECAST)
+    if ((pd.to_numeric(plans['num_nodes']) > 1) & (plans['network_gbits'] == '')).any():
+        sentences.append('The network between machines is taken to be as fast as the link of their GPUs, where a '
+                         'forecast was made without --network_gbits.')
     if left_out:
         sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
     return plans, title, sentences
