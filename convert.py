@@ -34,8 +34,10 @@ from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, TABLE_SUFFIXES, Columns
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, one_line, plural
 from sdbench.flags.train import TINY_MODEL
+from sdbench.inputs.captions import CAPTIONS
 from sdbench.inputs.images import formats
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE
+from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.paths import HELD_OUT, is_url
 from sdbench.records.summary import training_command
 
@@ -66,7 +68,7 @@ def convert(settings: Convert) -> int:
 
     # the flags that samples and shards depend on, by which parts are named
     facts = {'size_limit': settings.size_limit, 'held_out': settings.held_out or None,
-             'seed': settings.seed if settings.held_out else None}
+             'seed': settings.seed if settings.held_out else None, 'sample_per_caption': settings.sample_per_caption}
     for flag in ('image_column', 'caption_column', 'clean_captions'):
         if getattr(settings, flag):
             facts[flag] = getattr(settings, flag)
@@ -92,12 +94,9 @@ def convert(settings: Convert) -> int:
         held_out = join_parts(outputs[1], names) if settings.held_out else Joined()
         if not joined.samples:
             raise nothing_converted(joined, held_out, found, settings)
-        sides = [{}]
-        if settings.held_out:  # what tells that they have no image in common
-            draw = {'share': settings.held_out, 'seed': settings.seed}
-            sides = [{DRAW: draw | {'side': side}} for side in ('training', HELD_OUT_SIDE)]
-            write_index(outputs[1], held_out, **sides[1])
-        is_new = write_index(outputs[0], joined, **sides[0])
+        if settings.held_out:
+            write_index(outputs[1], held_out, **about_side(settings, held_out, HELD_OUT_SIDE))
+        is_new = write_index(outputs[0], joined, **about_side(settings, joined, 'training'))
 
     # say what was made
     unread_tables = [line for line in found.left_out if line['reason'].startswith(NO_TABLE)]
@@ -118,6 +117,16 @@ def addresses_of_outputs(settings: Convert) -> list[str]:
         return [settings.out]
     out = settings.out if is_url(settings.out) else os.path.abspath(settings.out)
     return [settings.out, out.rstrip('/') + HELD_OUT]
+
+
+def about_side(settings: Convert, joined: Joined, side: str) -> dict:
+    """Return what index.json says of a dataset: its captions, and the draw by which the other side has other images."""
+    about = {}
+    if not settings.sample_per_caption:
+        about[CAPTIONS] = {name: number for name, number in joined.captions.items() if number}
+    if settings.held_out:
+        about[DRAW] = {'share': settings.held_out, 'seed': settings.seed, 'side': side}
+    return about
 
 
 def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part], missing: list[Part]) -> None:
@@ -199,6 +208,15 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Conv
     if len(tables) > MOST_TABLES:
         number = sum(number for _, number in tables[MOST_TABLES:])
         print(f'captions   in {plural(number, "row")} of {plural(len(tables) - MOST_TABLES, "more table")}')
+
+    number = sum(joined.captions.values())
+    if len(joined.captions) > 1:
+        counts = ', '.join(f'{of_name:,} of {name}' for name, of_name in joined.captions.items())
+        print(f'captions   {counts}')
+    elif number > joined.samples:
+        print(f'captions   {number:,} of {plural(joined.samples, "image")}')
+    if joined.long_captions:
+        print(f'cut        {joined.long_captions:,} of {plural(number, "caption")}, to {CAPTION_LENGTH} tokens')
 
     # samples that are in OUT-held-out, and that are in neither
     flags = []

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 
 import torch
@@ -23,6 +23,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from sdbench.errors import DataError, unreadable_shard
 from sdbench.flags.train import SD2_BASE, Train
+from sdbench.inputs.captions import CAPTIONS, ONE_CAPTION, draw_caption, from_columns, require_names
 from sdbench.inputs.images import decode_image, decode_whole_image, normalize, resize, stack_images
 from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from sdbench.inputs.shards import (
@@ -102,6 +103,9 @@ class SyntheticImageCaptionDataset(Dataset):
 class StreamingLAIONDataset(VerifiedDataset):
     """Samples of MDS shards with the columns `jpg` (bytes) and `caption` (str), or encode.py's `moments` for `jpg`.
 
+    Where shards hold several captions of an image, an iteration draws one by `shuffle_seed`, the epoch and the number
+    of the sample; `sample(number)` has them all, and the first.
+
     A sample is what torch's own DataLoader collates; `build_loader`, which is faster, takes the captions as text.
 
     Args:
@@ -119,6 +123,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         image_size: without a transform, larger images are reduced to this many pixels a side.
         index: the index.json of `remote`, if it was read already.
         cache_limit: bytes, or a text such as 500gb, that the copies may take: the oldest are dropped.
+        caption_weights: of the captions of each name; default: all captions of an image have the same chance.
         kwargs: more for `streaming.StreamingDataset`.
 
     Raises ValueError if an argument is not one that these shards can have.
@@ -127,7 +132,7 @@ class StreamingLAIONDataset(VerifiedDataset):
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
                  predownload: int | None = None, download_retry: int = DOWNLOADS, download_timeout: float = 60,
                  batch_size: int | None = None, *, image_size: int = 512, index: dict | None = None,
-                 cache_limit: int | str | None = None, **kwargs):
+                 cache_limit: int | str | None = None, caption_weights: Mapping[str, float] | None = None, **kwargs):
         if remote is None and local is None:
             raise ValueError('StreamingLAIONDataset needs a remote, or a local folder with shards')
         self.image_size = image_size
@@ -147,6 +152,9 @@ class StreamingLAIONDataset(VerifiedDataset):
         self.latents = 'latents' in index
         if transform and self.latents:
             raise ValueError('these shards hold latents, which take no transform; leave it out, or read the images')
+        self.captions = index.get(CAPTIONS)  # how many there are of each name; None: the index does not say
+        self.caption_weights = caption_weights or {}
+        require_names(self.caption_weights, index, '--caption_weights', remote or local)
         self.draw = index.get(DRAW)
         self.index_hash = index_hash(index)
         self.images_hash = hash_of_images(index)
@@ -162,9 +170,11 @@ class StreamingLAIONDataset(VerifiedDataset):
         """Return sample `index`, or where it is bad the next good one, with tensors for torch's own collate function.
 
         `image` uint8 (3, image_size, image_size), or what the transform makes, or `moments` float16 (8, H/8, H/8), and
-        `caption` int64 (77,). Where it gives text, it is that of `good_sample`.
+        `caption` int64 (77,), of the caption that is drawn. Where it gives text, it is that of `good_sample`.
         """
         sample = self.good_sample(index)
+        epoch = max(0, self.next_epoch - 1)  # before an iteration, that of the first
+        sample['caption'] = draw_caption(sample.pop(CAPTIONS), self.caption_weights, self.shuffle_seed, epoch, index)
         if self.gives_text:
             return sample
         for number, reason in sample.pop('bad'):
@@ -176,7 +186,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         return sample | {'caption': torch.tensor(self.tokenizer.encode(sample['caption']).ids)}
 
     def good_sample(self, index: int) -> dict:
-        """Return sample `index` or the next good one, its caption as text; `bad` has (index, reason) of others.
+        """Return sample `index` or the next good one, as `sample` does; `bad` has (index, reason) of others.
 
         Raises DataError if a shard cannot be had, or MOST_STAND_INS samples in a row are bad.
         """
@@ -190,7 +200,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         raise DataError(f'{len(bad):,} samples in a row are bad, the first, {bad[0][0]}: {bad[0][1]}')
 
     def sample(self, index: int) -> dict:
-        """Return `image` uint8 (3, H, H) or `moments` float16 (8, H/8, H/8), and `caption`.
+        """Return `image` uint8 (3, H, H) or `moments` float16 (8, H/8, H/8), the first `caption`, and all `captions`.
 
         Raises ValueError if the sample is bad, and DataError if its shard cannot be had or is not what index.json says.
         """
@@ -204,16 +214,19 @@ class StreamingLAIONDataset(VerifiedDataset):
         except Exception as error:  # every storage client has its own
             raise unreadable_shard(error) from None
 
-        # the caption, and the image or its moments
-        if not columns['caption'].strip():
+        # the captions
+        if not columns[ONE_CAPTION].strip():
             raise ValueError('no caption')
+        captions = {ONE_CAPTION: columns[ONE_CAPTION], CAPTIONS: from_columns(columns)}
+
+        # the image or its moments
         if self.latents:
-            return {MOMENTS: torch.from_numpy(columns[MOMENTS].copy()), 'caption': columns['caption']}
+            return {MOMENTS: torch.from_numpy(columns[MOMENTS].copy()), **captions}
         if self.transform:
             image = decode_whole_image(columns['jpg'])  # (3, H, W)
         else:
             image = decode_image(columns['jpg'], self.image_size)
-        return {'image': image, 'caption': columns['caption']}
+        return {'image': image, **captions}
 
 
 def bad_sample_line(index: int, reason: str) -> str:
@@ -355,7 +368,7 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
     dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
                                     cache_limit=settings.cache_limit, batch_size=settings.device_batch_size,
                                     epoch_size=settings.batches_per_epoch * settings.batch_size,
-                                    shuffle=True, shuffle_seed=seed)
+                                    caption_weights=dict(settings.caption_weights), shuffle=True, shuffle_seed=seed)
     return build_loader(dataset, settings.device_batch_size, settings.num_workers, tokenizer, settings.max_bad_samples)
 
 

@@ -30,6 +30,7 @@ from sdbench.datasets.encoder import ImageShard, encode_parts
 from sdbench.datasets.output import SKIPPED, Output, done_already, join_parts, part_name, write_index
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, plural, redacted
+from sdbench.inputs.captions import CAPTIONS
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, number_of_samples, read_image_index
 from sdbench.models.flops import flops_of_latents
 from sdbench.models.loading import find_model
@@ -80,7 +81,7 @@ def encode(settings: Encode) -> dict | None:
         joined = join_parts(output, [part.name for part in parts])
         if joined.samples == 0:
             raise DataError(f'not one image could be encoded; {settings.out}/{SKIPPED} says why')
-        about = {fact: index[fact] for fact in (DRAW,) if fact in index}  # whether the images were held out
+        about = {fact: index[fact] for fact in (DRAW, CAPTIONS) if fact in index}  # sides and captions of the images
         write_index(output, joined, latents=origin | {IMAGES_HASH: index_hash(index)}, **about)
 
     # say what was made, and how to go on

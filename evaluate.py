@@ -45,6 +45,7 @@ from sdbench.complete import best_precision
 from sdbench.datasets.output import Output
 from sdbench.errors import DataError, plural, redacted
 from sdbench.files import atomic_write
+from sdbench.inputs.captions import CAPTIONS, require_names
 from sdbench.inputs.images import resize
 from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index
 from sdbench.inputs.tokenizer import hash_of_ids
@@ -155,7 +156,7 @@ def read_references(settings: Evaluate, index: dict, image_size: int, fid: Frech
             sample = dataset.sample(number)
         except ValueError as error:
             raise DataError(f'sample {number} of DATA {settings.data}: {error}; leave that sample out') from None
-        captions.append(sample['caption'])
+        captions.append(sample[CAPTIONS].get(settings.caption, [sample['caption']])[0])
         if fid is None:
             continue
         images.append(resize(sample['image'], image_size))  # uint8 (3, H, H), the centre square
@@ -284,10 +285,13 @@ def evaluate(settings: Evaluate) -> dict:
         raise ValueError(f'DATA {settings.data} holds {plural(number, "sample")}, fewer than --samples '
                          f'{settings.samples:,}; use --samples {number}, or give more')
 
+    if settings.caption is not None:
+        require_names([settings.caption], index, '--caption', f'DATA {settings.data}')
+
     # The pictures and their scores, while no other run works in --out.
     made_of = {'program': PROGRAM, 'model_sha256': about_model['model_sha256'], 'data_sha256': index_hash(index),
                'image_size': image_size, 'steps': settings.steps, 'seed': settings.seed,
-               'precision': settings.precision, **sources_of_pictures(pipeline)}
+               'precision': settings.precision, 'caption': settings.caption, **sources_of_pictures(pipeline)}
     with contextlib.ExitStack() as stack:
         begun = Output(settings.out, '--out').begun(made_of)
         on_rank_0(lambda: stack.enter_context(begun))

@@ -84,6 +84,13 @@ def shards(tmp_path_factory, samples) -> str:
 
 
 @pytest.fixture(scope='session')
+def several_captions(tmp_path_factory, samples) -> str:
+    """The same images with three captions each: one called short and two called long."""
+    from tests.samples import write_several_captions
+    return write_several_captions(tmp_path_factory.mktemp('several') / 'shards', samples)
+
+
+@pytest.fixture(scope='session')
 def held_out_samples() -> list[dict]:
     """7 samples, which do not divide into batches; of PNGs every decoder makes the same."""
     from tests.samples import encoded, picture

@@ -10,6 +10,7 @@ import pyarrow.parquet
 from PIL import Image, ImageOps
 from streaming import MDSWriter, StreamingDataset
 
+from sdbench.inputs.captions import from_columns
 from sdbench.inputs.stream import own_shared_memory
 
 
@@ -53,6 +54,26 @@ def write_shards(folder, samples: list[dict], columns=None, size_limit: int = 1 
         for sample in samples:
             writer.write(sample)
     return str(folder)
+
+
+def write_several_captions(folder, samples: list[dict]) -> str:
+    """Write the images with three captions each: theirs, called short, and two others called long."""
+    several = [sample | {'captions': three_captions(sample['caption'])} for sample in samples]
+    write_shards(folder, several, {'jpg': 'bytes', 'caption': 'str', 'captions': 'json'})
+    index = Path(folder, 'index.json')
+    counts = {'captions': {'short': len(samples), 'long': 2 * len(samples)}}
+    index.write_text(json.dumps(json.loads(index.read_text()) | counts))
+    return str(folder)
+
+
+def three_captions(short: str) -> dict[str, list[str]]:
+    return {'short': [short], 'long': [f'{short}, which is long', f'{short}, which is longer']}
+
+
+def captions_of(folder) -> list[dict[str, list[str]]]:
+    """Return all captions of each image or latents in shards, by name."""
+    with own_shared_memory():
+        return [from_columns(columns) for columns in StreamingDataset(local=str(folder), shuffle=False, batch_size=1)]
 
 
 def read_back(folder: Path, **options) -> list[tuple[bytes, str]]:

@@ -20,7 +20,7 @@ from sdbench.flags.parser import parse
 from sdbench.inputs.shards import hash_of_images, index_hash, read_index
 from sdbench.inputs.tokenizer import build_tokenizer
 from tests.runs import TINY, check_keys, refusal, times_of
-from tests.samples import encoded, picture, write_shards
+from tests.samples import captions_of, encoded, picture, write_shards
 
 SMALL = ['--image_size', '16', '--batch_size', '4', '--num_workers', '0']
 
@@ -96,6 +96,14 @@ def test_latents_of_held_out_images_are_for_an_evaluation_whatever_their_folder_
     encode_shards(images, tmp_path / 'latents', model_folder)
     assert f'--eval_remote {tmp_path}/latents of a training' in capfd.readouterr().out
     assert read_index(f'{tmp_path}/latents')['draw'] == draw
+
+
+def test_all_captions_of_an_image_are_beside_its_latents_which_are_stored_once(
+        tmp_path, shards, several_captions, model_folder):
+    one, several = (encode_shards(remote, tmp_path / name, model_folder)['bytes_per_image']
+                    for name, remote in (('one', shards), ('several', several_captions)))
+    assert captions_of(tmp_path / 'several') == captions_of(several_captions)
+    assert one < several < one + 200  # bytes, of the text
 
 
 def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, capfd):

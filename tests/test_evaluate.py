@@ -17,8 +17,10 @@ from transformers import CLIPModel, CLIPProcessor
 import evaluate
 from benchmark import main as train
 from export import main as export
+from sdbench.flags.commands import Evaluate
+from sdbench.flags.parser import parse
 from sdbench.inputs.images import decode_image, resize
-from sdbench.inputs.shards import DRAW, IMAGES_HASH, hash_of_images
+from sdbench.inputs.shards import DRAW, IMAGES_HASH, hash_of_images, read_index
 from sdbench.models.feature_extractors import load_clip, load_inception
 from sdbench.records.summary import evaluation_summary
 from sdbench.training.compatibility import was_trained_on
@@ -94,6 +96,13 @@ def test_the_pictures_are_those_of_diffusers_own_pipeline_from_noise_of_their_nu
         expected = diffusers(captions, generator=noise, num_inference_steps=STEPS, guidance_scale=guidance).images
         expected = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in expected])
         assert (drawn_in(evaluated.out, guidance).int() - expected.int()).abs().max() <= 1
+
+
+def test_of_several_captions_the_first_is_drawn_or_that_of_the_name_that_is_given(several_captions, samples):
+    for flags, ending in ([], ''), (['--caption', 'long'], ', which is long'):
+        settings = parse(Evaluate, '', arguments('model', several_captions, Path('out'), *flags))
+        captions = evaluate.read_references(settings, read_index(several_captions), SIZE, None)
+        assert captions == [f'{sample["caption"]}{ending}' for sample in samples[:5]]
 
 
 def test_two_processes_with_other_batches_draw_and_score_the_same(server, tmp_path, evaluated, pipeline, shards, clip):

@@ -47,6 +47,9 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size: 100 is not a multiple of 8; use 96'),
     ('benchmark.py', f'{SYNTHETIC} --learning_rate 0', '--learning_rate: 0 is not a number above 0'),
     ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a share between 0 and 1'),
+    ('benchmark.py', f'--remote shards {TINY} --caption_weights long=-1', '--caption_weights: -1 is not an amount'),
+    ('benchmark.py', f'--remote shards {TINY} --caption_weights lnog=3', '--caption_weights lnog: shards has no '
+     'captions of that name; it has caption'),
     ('benchmark.py', f'{SYNTHETIC} --budget 9 --dollars_per_gpu_hour H100=2', '--budget 9 needs a price for CPU'),
     ('benchmark.py', f'{SYNTHETIC} --max_duration 50', '--max_duration: 50 is not a time such as 5000ba or 2ep'),
     ('benchmark.py', f'{SYNTHETIC} --adam_betas 0.9 1', '--adam_betas: 1 is not a number from 0 to below 1'),
@@ -125,6 +128,7 @@ ROWS = [
     ('evaluate.py', 'notes shards --out out', 'notes is not there, or holds no whole checkpoint'),
     ('evaluate.py', 'pipeline shards --out out --samples 25', 'fewer than --samples 25'),
     ('WORLD_SIZE=5 evaluate.py', 'pipeline shards --out out --samples 4', '4 is fewer than the 5'),
+    ('evaluate.py', 'pipeline shards --out out --samples 4 --caption long', '--caption long: DATA shards has no'),
     ('evaluate.py', 'pipeline shards --out notes --samples 4', 'notes already holds something'),
     ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere is not there; fetch it'),
     ('evaluate.py', 'notes shards --out out --inception prompts.txt', "prompts.txt is not torch-fidelity's file with"),

@@ -10,7 +10,10 @@ from sdbench.datasets.readers import make_sample, read_samples
 from sdbench.datasets.tables import Columns
 from sdbench.datasets.workers import Part
 from sdbench.flags.commands import Convert
-from sdbench.inputs.shards import MDS_COLUMNS
+from sdbench.inputs.captions import CAPTION_COLUMNS, ONE_CAPTION, Named, to_columns
+from sdbench.inputs.tokenizer import is_too_long
+
+IMAGE_COLUMNS = {'jpg': 'bytes', **CAPTION_COLUMNS}
 
 
 def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -> None:
@@ -30,9 +33,9 @@ def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -
         clean = mend_letters
 
     for part in parts:
-        writer = PartWriter(outputs[0], part.name, MDS_COLUMNS, settings.size_limit)
+        writer = PartWriter(outputs[0], part.name, IMAGE_COLUMNS, settings.size_limit)
         if settings.held_out:
-            held_out_writer = PartWriter(outputs[1], part.name, MDS_COLUMNS, settings.size_limit)
+            held_out_writer = PartWriter(outputs[1], part.name, IMAGE_COLUMNS, settings.size_limit)
 
         # read the files of the part, and write their samples
         skipped = []
@@ -40,21 +43,32 @@ def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -
             kept = 0
             for key, fields in read_samples(file, columns):
                 try:
-                    sample = make_sample(fields, clean)
+                    image, captions, missing = make_sample(fields, columns, clean)
                 except ValueError as reason:
                     skipped.append({'source': file.name, 'key': key, 'reason': str(reason)})
                     if str(reason).startswith(DAMAGED) and file.piece is None:  # a piece says nothing of its file
                         skipped[-1]['samples_kept'] = kept
                     continue
                 kept += 1
-                if settings.held_out and is_held_out(sample['jpg'], settings.held_out, settings.seed):
-                    held_out_writer.write(sample)
+                skipped += [{'source': file.name, 'key': key, 'reason': reason} for reason in missing]
+                if settings.held_out and is_held_out(image, settings.held_out, settings.seed):
+                    write_sample(held_out_writer, image, captions, settings.sample_per_caption)
                 else:
-                    writer.write(sample)
+                    write_sample(writer, image, captions, settings.sample_per_caption)
 
         if settings.held_out:
             held_out_writer.finish()
         writer.finish(skipped)  # last: it says that the part is done
+
+
+def write_sample(writer: PartWriter, image: bytes, captions: Named, per_caption: bool) -> None:
+    """Write an image with all its captions, or once for each of them, and count these."""
+    texts = [text for of_name in captions.values() for text in of_name]
+    samples = [{ONE_CAPTION: [text]} for text in texts] if per_caption else [captions]
+    for of_sample in samples:
+        writer.write({'jpg': image, **to_columns(of_sample)})
+    writer.captions.update({name: len(of_name) for name, of_name in captions.items()})
+    writer.long_captions += sum(map(is_too_long, texts))
 
 
 def mend_letters(caption: str) -> str:

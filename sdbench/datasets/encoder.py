@@ -22,8 +22,9 @@ from sdbench.datasets.output import Output, PartWriter
 from sdbench.datasets.workers import Part
 from sdbench.errors import DataError
 from sdbench.flags.commands import Encode
+from sdbench.inputs.captions import CAPTION_COLUMNS, from_columns, to_columns
 from sdbench.inputs.images import decode_image, normalize, stack_images
-from sdbench.inputs.shards import LATENT_COLUMNS, MOMENTS
+from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.stream import VerifiedStream, is_readable_in_place
 from sdbench.models.loading import build_vae, find_model
 from sdbench.models.switches import compile_in_place
@@ -48,8 +49,8 @@ class ImageShard(NamedTuple):
 class Batches(Dataset):
     """Batches of images of some shards. No other sample takes the place of a bad one.
 
-    A batch has the number of its `shard` among these, the `image` uint8 (B, 3, H, H) of the good samples, their
-    `caption` and their `number` in the shard, and (number, reason) of each `bad` one.
+    A batch has the number of its `shard` among these, the `image` uint8 (B, 3, H, H) of the good samples, the
+    columns of their `captions`, their `number` in the shard, and (number, reason) of each `bad` one.
     """
 
     def __init__(self, readers: list[MDSReader], image_size: int):
@@ -60,7 +61,7 @@ class Batches(Dataset):
         """Return the batch of so many samples of a shard."""
         shard, numbers = key
         reader = self.readers[shard]
-        batch = {'shard': shard, 'number': [], 'caption': [], 'bad': []}
+        batch = {'shard': shard, 'number': [], 'captions': [], 'bad': []}
         images = []
         for number in numbers:
             try:
@@ -72,7 +73,7 @@ class Batches(Dataset):
                 batch['bad'].append((number, str(error)))
                 continue
             batch['number'].append(number)
-            batch['caption'].append(columns['caption'])
+            batch['captions'].append(to_columns(from_columns(columns)))
         if images:
             batch['image'] = stack_images(images, self.image_size)
         return batch
@@ -136,21 +137,21 @@ class Encoder:
     def encode_part(self, output: Output, part: Part, batches: Iterator[dict]) -> None:
         """Encode the batches of a part's shard, and list its bad samples by their number among all."""
         [shard] = part.sources
-        columns = LATENT_COLUMNS | {MOMENTS: f'ndarray:float16:8,{self.latent_size},{self.latent_size}'}
+        columns = CAPTION_COLUMNS | {MOMENTS: f'ndarray:float16:8,{self.latent_size},{self.latent_size}'}
         writer = PartWriter(output, part.name, columns)
         skipped = []
 
-        def write(moments: list[np.ndarray], captions: list[str]) -> None:
-            for of_image, caption in zip(moments, captions, strict=True):
-                writer.write({MOMENTS: of_image, 'caption': caption})
+        def write(moments: list[np.ndarray], captions: list[dict]) -> None:
+            for of_image, its_captions in zip(moments, captions, strict=True):
+                writer.write({MOMENTS: of_image, **its_captions})
 
         writing = []
         with ThreadPoolExecutor(1) as thread:  # which writes a batch while the GPU is at the next
             for batch in batches:
-                writing.append(thread.submit(write, self.moments_of(batch, shard), batch['caption']))
+                writing.append(thread.submit(write, self.moments_of(batch, shard), batch['captions']))
                 for number, reason in batch['bad']:
                     skipped.append({'source': shard.name, 'key': shard.first + number, 'reason': reason})
-                self.encoded.append(self.encoded[-1] + len(batch['caption']))
+                self.encoded.append(self.encoded[-1] + len(batch['number']))
                 self.clock.append(time.perf_counter())
         for written in writing:
             written.result()

@@ -218,6 +218,8 @@ class PartWriter(MDSWriter):
             super().__init__(columns=columns, out=unused, hashes=['xxh64'], size_limit=shard_bytes)
         self.output = output
         self.part = part
+        self.captions = Counter()  # that were written, by name
+        self.long_captions = 0  # of which a training takes the beginning
 
     def flush_shard(self) -> None:
         """Send the samples that were written since the last shard, if any, as the next one."""
@@ -232,7 +234,8 @@ class PartWriter(MDSWriter):
     def finish(self, skipped: Iterable[dict] = ()) -> None:
         """Send the last samples, and then say that the part is whole. `skipped` is what was left out of it."""
         self.flush_shard()
-        index = {'version': 2, 'shards': self.shards, 'skipped': list(skipped)}
+        index = {'version': 2, 'shards': self.shards, 'skipped': list(skipped), 'captions': dict(self.captions),
+                 'long_captions': self.long_captions}
         self.output.write(f'{self.part}/{INDEX}', json.dumps(index).encode())
 
 
@@ -243,16 +246,20 @@ class Joined:
     samples: int = 0
     samples_of: dict[str, int] = field(default_factory=dict)  # each part
     bytes: int = 0  # of the shards
+    captions: Counter = field(default_factory=Counter)  # by name
+    long_captions: int = 0
     skipped: Counter = field(default_factory=Counter)  # what was left out, by kind of reason
     first_skipped: dict | None = None  # the first line of it
     damaged: list[dict] = field(default_factory=list)  # the lines of files that could not be read to their end
     whole_files: set[str] = field(default_factory=set)  # lines of whole files: each piece of a file has the same
 
-    def add_part(self, part: str, shards: list[dict]) -> None:
-        """Add the shards of a part; their names become paths in OUT."""
-        self.samples_of[part] = sum(shard['samples'] for shard in shards)
+    def add_part(self, part: str, index: dict) -> None:
+        """Add the shards of a part, by its index.json; their names become paths in OUT."""
+        self.samples_of[part] = sum(shard['samples'] for shard in index['shards'])
         self.samples += self.samples_of[part]
-        for shard in shards:
+        self.captions.update(index.get('captions', {}))
+        self.long_captions += index.get('long_captions', 0)
+        for shard in index['shards']:
             shard['raw_data']['basename'] = f'{part}/{shard["raw_data"]["basename"]}'
             self.shards.append(json.dumps(shard))
             self.bytes += shard['raw_data']['bytes']
@@ -299,7 +306,7 @@ def join_parts(output: Output, parts: Sequence[str], left_out: Iterable[dict] = 
                 except (ValueError, TypeError):
                     raise DataError(f'{part}/{INDEX} of {output.label} is gone or damaged; remove the folder {part}, '
                                     'and run the same command again') from None
-                joined.add_part(part, index['shards'])
+                joined.add_part(part, index)
                 joined.add_skipped(index['skipped'], skipped)
         skipped.seek(0)
         if joined.skipped or output.read(SKIPPED) is not None:

@@ -8,7 +8,7 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.sources import (
@@ -24,8 +24,9 @@ from sdbench.datasets.sources import (
     why_not_read,
 )
 from sdbench.datasets.stores import open_file
-from sdbench.datasets.tables import USUAL_COLUMNS, Columns, NoSuchColumn, Unread, captions_in, encoding_of
+from sdbench.datasets.tables import USUAL_COLUMNS, Columns, NoSuchColumn, Unread, captions_in, encoding_of, with_name
 from sdbench.errors import DataError, one_line
+from sdbench.inputs.captions import CAPTIONS, Named
 from sdbench.inputs.images import decode_whole_image
 
 NO_SAMPLE = 'no sample'  # in the place of a suffix: why there is none, or why a file is not read to its end
@@ -51,7 +52,9 @@ class Place(NamedTuple):
 
 
 Key = str | int | None  # of a sample: in a tar its name, in Parquet the number of its row; None: a whole file
-Fields = dict[str, bytes | Unread]  # the files of a sample by their suffixes
+# The files of a sample by their suffixes, bytes | Unread. CAPTIONS are those that a row or a table has: Named, in which
+# some may be Unread.
+Fields = dict[str, Any]
 Members = dict[str, dict[str, list[bytes | Unread | Place]]]  # the files of a tar, by key and suffix
 
 
@@ -88,12 +91,12 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
 def read_image_file(file: File) -> Fields:
     """Read an image and its captions. Of each suffix the first file counts that is not empty."""
     fields = {split_name(file.name)[1]: Path(file.name).read_bytes()}
+    if file.of_table is not None:
+        fields[CAPTIONS] = file.of_table
     for name in file.captions:
         suffix = split_name(name)[1]
         if not fields.get(suffix, b'').strip():
             fields[suffix] = Path(file.name).parent.joinpath(name).read_bytes()
-    if file.caption is not None:  # of a table
-        fields['.txt'] = file.caption.encode(errors='surrogatepass')
     return fields
 
 
@@ -192,7 +195,7 @@ def require_end_mark(reader: BinaryIO, start: int, end: int) -> None:
 
 
 def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fields]]:
-    """Yield (number, fields) of each row of a Parquet file, or of a piece of it, for each caption of the row.
+    """Yield (number, fields) of each row of a Parquet file, or of a piece of it.
 
     If the file lacks the columns, yield only (None, {NO_SAMPLE: why}).
 
@@ -203,9 +206,9 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
     with (open_file(file.name) as reader,
           ParquetFile(reader, pre_buffer=False, buffer_size=PARQUET_BUFFER_BYTES,
                       page_checksum_verification=True) as parquet):
-        # find the two columns
+        # find the columns
         try:
-            image, caption = columns.find(file.name, parquet.schema_arrow.names, PARQUET_IMAGE_COLUMNS)
+            image, captions = columns.find(file.name, parquet.schema_arrow.names, PARQUET_IMAGE_COLUMNS)
         except NoSuchColumn as error:
             yield None, {NO_SAMPLE: Unread(error)}
             return
@@ -222,10 +225,11 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
             if file.piece and not file.piece[0] <= group.column(0).data_page_offset < file.piece[1]:
                 number += group.num_rows
                 continue
-            for batch in parquet.iter_batches(ROWS_AT_ONCE, [index], [image, caption], use_threads=False):
-                for value, cell in zip(batch.column(image), batch.column(caption), strict=True):
+            wanted = [image, *captions.values()]
+            for batch in parquet.iter_batches(ROWS_AT_ONCE, [index], wanted, use_threads=False):
+                for row in range(batch.num_rows):
                     # the bytes of the image, which the Hugging Face hub has in a struct of bytes and path
-                    content = value.as_py()
+                    content = batch.column(image)[row].as_py()
                     if isinstance(content, dict):
                         content = content.get('bytes') or content.get('path')
                     if content is None:
@@ -234,23 +238,28 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
                         content = Unread(f'the row has {content!r:.50} instead of its bytes (--captions reads tables '
                                          'of paths, and img2dataset makes tars of addresses)')
 
-                    # a sample for each of its captions
-                    try:
-                        captions = captions_in(cell.as_py())
-                    except UnicodeError:
-                        captions = [Unread('it is not UTF-8')]
-                    for text in captions:
-                        if not isinstance(text, Unread):
-                            text = text.encode(errors='surrogatepass')
-                        yield number, {'.jpg': content, '.txt': text}
+                    # its captions
+                    texts = {}
+                    for name, column in captions.items():
+                        try:
+                            texts[name] = captions_in(batch.column(column)[row].as_py())
+                        except UnicodeError:
+                            texts[name] = [Unread('no caption: it is not UTF-8')]
+                    yield number, {'.jpg': content, CAPTIONS: texts}
                     number += 1
 
 
-def make_sample(fields: Fields, clean: Callable[[str], str] = str) -> dict[str, bytes | str]:
-    """Return the columns of the shards, `jpg` and `caption`, from what `read_samples` yields.
+class NoText(Unread):
+    """Why a file holds no caption, so that the next one counts."""
+
+
+def make_sample(fields: Fields, columns: Columns = USUAL_COLUMNS, clean: Callable[[str], str] = str
+                ) -> tuple[bytes, Named, list[str]]:
+    """Return an image and its captions, of what `read_samples` yields, and why others of its captions are left out.
 
     Args:
         fields: of a sample.
+        columns: which of its files have captions.
         clean: mends the letters of a caption.
 
     Raises ValueError, with the reason, if there is no sample in it. The reason has its kind before the first colon.
@@ -268,41 +277,72 @@ def make_sample(fields: Fields, clean: Callable[[str], str] = str) -> dict[str, 
     image = fields[images[0]]
     if isinstance(image, Unread):
         raise ValueError(f'no image: {image}')
-    caption = read_caption(fields, clean)
+    captions, missing = read_captions(fields, columns, clean)
 
     # whether the image decodes, and is large enough
     height, width = decode_whole_image(image).shape[1:]
     if min(height, width) < SMALLEST_SIDE:
         raise ValueError(f'image is narrower than {SMALLEST_SIDE} pixels: {width} x {height}')
-    return {'jpg': image, 'caption': caption}
+    return image, captions, missing
 
 
-def read_caption(fields: Fields, clean: Callable[[str], str]) -> str:
-    """Return the text of a sample's .txt or .caption, or the `caption` of its .json: the first that is not empty.
+def read_captions(fields: Fields, columns: Columns, clean: Callable[[str], str]) -> tuple[Named, list[str]]:
+    """Return the captions of a sample, and why others are left out. Raises ValueError, with the reason, without any."""
+    # those of a table or of a row, or those in files
+    if CAPTIONS in fields:
+        texts = fields[CAPTIONS]
+    else:
+        of_files = [(suffix, read_text(suffix, fields[suffix])) for suffix in captions_among(fields)]
+        texts = {}
+        for given in columns.suffixes or [None]:
+            of_name = [text for suffix, text in of_files if given in (None, suffix.lower())]
+            with_text = [text for text in of_name if not isinstance(text, NoText)]
+            texts[columns.name_of(given)] = (with_text or of_name or [Unread('no caption')])[:1]
 
-    Raises ValueError, with the reason, if there is none.
-    """
-    reason = 'no caption'
-    for suffix in captions_among(fields):
-        content = fields[suffix]
-        if isinstance(content, Unread):
-            raise ValueError(f'no caption: {content}')
-        try:
-            if suffix.lower() == '.json':
-                caption = json.loads(content)['caption'].encode().decode()  # JSON can hold what UTF-8 cannot
+    # their letters, and what is none
+    captions = {}
+    missing = []
+    for name, of_name in texts.items():
+        captions[name] = []
+        for text in of_name:
+            text = checked(text, clean)
+            if isinstance(text, Unread):
+                missing.append(with_name(text, name))
             else:
-                caption = content.decode(encoding_of(content)).rstrip('\r\n')
-        except UnicodeError:
-            raise ValueError('caption is not UTF-8') from None
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = f'no caption: its {suffix} is no JSON that can be read ({error})'
-            continue
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # a .json of something else
-        if '\0' in caption:
-            raise ValueError('caption has a NUL: UTF-16 needs its byte order mark')
-        caption = clean(caption)
-        if caption.strip():
-            return caption
-        reason = 'empty caption'
-    raise ValueError(reason)
+                captions[name].append(text)
+    if not any(captions.values()):
+        raise ValueError(missing[0])
+    return captions, missing
+
+
+def read_text(suffix: str, content: bytes | Unread) -> str | Unread:
+    """Return the text of a .txt or .caption, or the `caption` of a .json; or why there is none."""
+    if isinstance(content, Unread):
+        return Unread(f'no caption: {content}')
+    try:
+        if suffix.lower() == '.json':
+            text = json.loads(content)['caption']
+            if not isinstance(text, str):
+                return NoText('no caption')
+        else:
+            text = content.decode(encoding_of(content))
+    except UnicodeError:
+        return Unread('caption is not UTF-8')
+    except (json.JSONDecodeError, RecursionError) as error:
+        return NoText(f'no caption: its {suffix} is no JSON that can be read ({error})')
+    except (ValueError, KeyError, TypeError):
+        return NoText('no caption')  # a .json of something else
+    return text if text.strip() else NoText('empty caption')
+
+
+def checked(text: str | Unread, clean: Callable[[str], str]) -> str | Unread:
+    """Return a caption with its letters mended; or why it is none."""
+    if isinstance(text, Unread):
+        return text
+    try:
+        text.encode()  # JSON can hold what UTF-8 cannot
+    except UnicodeError:
+        return Unread('caption is not UTF-8')
+    if '\0' in text:
+        return Unread('caption has a NUL: UTF-16 needs its byte order mark')
+    return clean(text.rstrip('\r\n')) or Unread('empty caption')

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from sdbench.datasets.stores import objects_below, open_store, reach
 from sdbench.datasets.tables import (
+    CAPTION_SUFFIXES,
     TABLE_SUFFIXES,
     TABLES,
     USUAL_COLUMNS,
@@ -38,13 +39,13 @@ from sdbench.datasets.tables import (
     names_by_form,
 )
 from sdbench.errors import DataError, one_line
+from sdbench.inputs.captions import Named
 from sdbench.inputs.images import formats
 from sdbench.paths import is_url
 
 IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2',
                   '.ppm')
 HEIF_SUFFIXES = ('.heic', '.heif')  # read where pillow-heif is installed
-CAPTION_SUFFIXES = ('.txt', '.caption', '.json')  # the first that is there, and not empty, is taken
 
 
 class File(NamedTuple):
@@ -56,21 +57,21 @@ class File(NamedTuple):
         captions: of an image, the files that may hold its caption: names in its folder, or else whole paths.
         changed: tells that a file was written again: the time of its last change in nanoseconds, and those of its
             captions; in a store the ETag.
-        caption: of an image, from a table of captions.
+        of_table: captions of an image from a table, by name.
         piece: for a piece of a Parquet file, the bytes from start to end in which its row groups begin.
     """
     name: str
     size: int
     captions: tuple[str, ...] = ()
     changed: tuple[int | str, ...] = ()
-    caption: str | None = None
+    of_table: Named | None = None
     piece: tuple[int, int] | None = None
 
     def identity(self) -> list:
         """Return what tells this file from others, for the name of its part."""
         suffixes = [split_name(name)[1] for name in self.captions]
         return [self.name, self.size, suffixes, self.changed,
-                *(value for value in (self.caption, self.piece) if value is not None)]
+                *(value for value in (self.of_table, self.piece) if value is not None)]
 
     def with_captions(self, files: Iterable['File']) -> 'File':
         """Return this image with more files that may hold its caption."""
@@ -366,7 +367,7 @@ class Search:
         return paired
 
     def deduplicated(self, entries: list[Entry], tables: Captions) -> list[File]:
-        """Return each file once, an image for each caption of a table, and list second names.
+        """Return each file once, images with their captions of a table, and list second names.
 
         The captions of an image that no table names are those beside each of its names.
         """
@@ -385,8 +386,8 @@ class Search:
             of_table = tables.take(entry.identity) if is_image(entry.suffix) else None
             if of_table is None:
                 converted.append(entry.file.with_captions(entry.captions))
-            else:
-                converted += [entry.file._replace(caption=caption) for caption in of_table]
+            elif any(of_table.values()):
+                converted.append(entry.file._replace(of_table=of_table))
         return converted
 
 

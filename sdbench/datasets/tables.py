@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from sdbench.errors import one_line
+from sdbench.inputs.captions import ONE_CAPTION, Named
 
 OWN_TABLE = 'captions.csv'  # by its name a table of captions, whatever its columns
 # names of the tables that are found in SOURCE: the first three are those of Hugging Face's ImageFolder
@@ -20,6 +21,7 @@ NO_TABLE = 'no table of captions'  # how the reason begins for which a table of 
 TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.parquet')  # of those that --captions may name
 IMAGE_COLUMNS = ('file_name', 'filename')  # of paths of images
 CAPTION_COLUMNS = ('text', 'caption')
+CAPTION_SUFFIXES = ('.txt', '.caption', '.json')  # of files; of the first that is there, and not empty, it is taken
 SEPARATORS = ',;\t|'  # of the columns of a CSV: spreadsheets write what is usual in their country
 UNQUOTED = '\t|'  # those of tables that are often written without quotes around cells
 NO_CAPTIONS = ('nan', 'NaN', 'None', '<NA>')  # what pandas writes for a missing caption that was made text
@@ -34,13 +36,27 @@ class NoSuchColumn(ValueError):
 
 
 class Columns(NamedTuple):
-    """Names of the columns of images and of captions, as the flags give them; None: the usual ones."""
+    """Where images and captions are, as the flags name it; None and (): where they usually are.
+
+    Attributes:
+        image: column of the images.
+        captions: columns of the captions, and suffixes of files with captions beside images.
+    """
     image: str | None = None
-    caption: str | None = None
+    captions: tuple[str, ...] = ()
+
+    def name_of(self, given: str | None) -> str:
+        """Return the name of the captions of a column or suffix: its own where several are given."""
+        return given if len(self.captions) > 1 else ONE_CAPTION
+
+    @property
+    def suffixes(self) -> list[str]:
+        """Return the suffixes that are given."""
+        return [given for given in self.captions if given in CAPTION_SUFFIXES]
 
     def find(self, path: str, names: Sequence[str], usual_images: Sequence[str], takes_only_other: bool = False
-             ) -> tuple[str, str]:
-        """Return the names of the two columns of a table.
+             ) -> tuple[str, dict[str, str]]:
+        """Return the column of the images in a table, and those of the captions, by the names of the captions.
 
         Args:
             path: of the table.
@@ -51,45 +67,42 @@ class Columns(NamedTuple):
         Raises NoSuchColumn, with the names of the columns, if one is missing or two have its name. Raises ValueError if
         a flag must name one of two columns.
         """
-        # the columns of these names
-        images = [self.image] if self.image else usual_images
-        captions = [self.caption] if self.caption else CAPTION_COLUMNS
-        found_images = columns_called(self.image, images, names)
-        others = [name for name in names if name not in found_images]
-        found_captions = columns_called(self.caption, captions, others)
-        if takes_only_other and not self.caption and len(others) == 1:
-            found_captions = others
+        # the columns of these names: flag, usual names, and what is found
+        images = columns_called(self.image, usual_images, names)
+        others = [name for name in names if name not in images]
+        found = [('--image_column', self.image, usual_images, images)]
+        for given in [given for given in self.captions if given not in self.suffixes] or [None]:
+            captions = columns_called(given, CAPTION_COLUMNS, others)
+            if takes_only_other and given is None and len(others) == 1:
+                captions = others
+            found.append(('--caption_column', given, CAPTION_COLUMNS, captions))
 
         # there is to be one of each
-        missing = []
-        if not found_images:
-            missing.append(f'no {" or ".join(images)} for --image_column')
-        if not found_captions:
-            missing.append(f'no {" or ".join(captions)} for --caption_column')
+        missing = [f'no {given or " or ".join(usual)} for {flag}' for flag, given, usual, called in found if not called]
         if missing:
             listed = ', '.join(name or '(no name)' for name in names)
             raise NoSuchColumn(f'{" and ".join(missing)} among its columns {listed}')
-        for found, flag in ((found_images, '--image_column'), (found_captions, '--caption_column')):
-            if len(set(found)) > 1:
-                raise ValueError(f'the table {path} has the columns {" and ".join(sorted(set(found)))}; name one of '
+        for flag, _, _, called in found:
+            if len(set(called)) > 1:
+                raise ValueError(f'the table {path} has the columns {" and ".join(sorted(set(called)))}; name one of '
                                  f'them with {flag}')
-            if len(found) > 1:
-                raise NoSuchColumn(f'several columns of one name: {len(found)} are called {found[0]}')
-        return found_images[0], found_captions[0]
+            if len(called) > 1:
+                raise NoSuchColumn(f'several columns of one name: {len(called)} are called {called[0]}')
+        return images[0], {self.name_of(given): called[0] for _, given, _, called in found[1:]}
 
 
 USUAL_COLUMNS = Columns()
 
 
-def columns_called(given: str | None, wanted: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the columns of the name that a flag has given, or else those that have a `wanted` name in any form.
+def columns_called(given: str | None, usual: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the columns of the name that a flag has given, or else those that have it or a usual name in any form.
 
     So File_Name, "file name" and FILENAME are found as file_name.
     """
     def letters(name: str) -> str:
         return ''.join(filter(str.isalnum, name.casefold()))
     exact = [name for name in names if name == given]
-    alike = {letters(name) for name in wanted}
+    alike = {letters(name) for name in ([given] if given else usual)}
     return exact or [name for name in names if letters(name) in alike]
 
 
@@ -111,18 +124,17 @@ def find_file(path: str) -> FileIdentity | None:
 
 
 class Row(NamedTuple):
-    """A caption in a row of a table."""
+    """A row of a table."""
     number: int  # of its line, counted from 1; in Parquet of the row, counted from 0
     image: str  # a path, relative to the folder of the table
-    caption: Any  # the whole cell, until the row is taken: then one text of it
+    captions: dict[str, Any]  # by name: the whole cells, until the row is taken, and then their texts
 
 
 class Captions:
     """The captions that the tables of SOURCE have for images.
 
-    Every row is a sample of its own, so that an image with several captions is several samples. Where two tables name
-    an image, the first one decides. Rows whose path is that of a file go first: once all tables are added,
-    `match_alike` looks for those whose names differ in their form.
+    An image has the captions of all its rows. Where two tables name it, the first one decides. Rows whose path is that
+    of a file go first: once all tables are added, `match_alike` looks for those whose names differ in their form.
 
     Args:
         columns: that the flags name.
@@ -131,7 +143,7 @@ class Captions:
     Attributes:
         named: the table of --captions.
         read: real folder and identity of all tables, also of those that are tables of something else.
-        rows: by the identity of an image, path and column of the table that names it, and its rows there.
+        rows: by the identity of an image, path and columns of the table that names it, and its rows there.
         unmatched: rows whose path is that of no file: the table, its folder, and the row.
         used: images whose captions were taken.
         listings: of folders, the names of their entries by form.
@@ -160,7 +172,7 @@ class Captions:
         Raises ValueError if it cannot be read to its end, or a flag must name one of two columns: without it its images
         would have other captions.
         """
-        # find the two columns
+        # find the columns
         label = f'--captions {path}' if is_named else f'the table {path}'
         path = os.path.abspath(path)
         folder = os.path.realpath(os.path.dirname(path))
@@ -168,7 +180,7 @@ class Captions:
             return
         rows = read_rows(path)
         try:
-            image_column, caption_column = self.columns.find(path, next(rows), IMAGE_COLUMNS, is_named)
+            image_column, caption_columns = self.columns.find(path, next(rows), IMAGE_COLUMNS, is_named)
         except OSError as error:
             raise ValueError(f'{label} cannot be read ({error.strerror})') from None
         except NoSuchColumn as error:
@@ -183,7 +195,7 @@ class Captions:
             self.named = path
 
         # take the rows of files, and keep the others
-        table = (path, caption_column)
+        table = (path, ', '.join(caption_columns.values()))
         for number, values in rows:
             if isinstance(values, str):
                 self.leave_out(path, values, number)
@@ -192,7 +204,7 @@ class Captions:
             if not isinstance(name, str) or not name.strip():
                 self.leave_out(path, f'no image in a row: it has no path in column {image_column}', number)
                 continue
-            row = Row(number, name, values.get(caption_column))
+            row = Row(number, name, {called: values.get(column) for called, column in caption_columns.items()})
             image = find_file(os.path.join(folder, name))
             if image is None:
                 self.unmatched.append((table, folder, row))
@@ -202,14 +214,19 @@ class Captions:
     def take_row(self, table: tuple[str, str], image: FileIdentity, row: Row) -> None:
         """Take the captions in a row of an image, if its table is the first one that names it."""
         first, rows_of_image = self.rows.setdefault(image, (table, []))
-        for text in captions_in(row.caption):
-            if first != table:
-                reason = f'a caption of another table: {first[0]} has one of {row.image}'
-                self.leave_out(table[0], reason, row.number)
-            elif isinstance(text, Unread):
-                self.leave_out(table[0], f'no caption: {text} for {row.image}', row.number)
-            else:
-                rows_of_image.append(row._replace(caption=text))
+        if first != table:
+            reason = f'a caption of another table: {first[0]} has one of {row.image}'
+            self.leave_out(table[0], reason, row.number)
+            return
+        captions = {}
+        for name, cell in row.captions.items():
+            texts = captions_in(cell)
+            for text in texts:
+                if isinstance(text, Unread):
+                    self.leave_out(table[0], f'{with_name(text, name)} for {row.image}', row.number)
+            captions[name] = [text for text in texts if not isinstance(text, Unread)]
+        if any(captions.values()):
+            rows_of_image.append(row._replace(captions=captions))
 
     def match_alike(self) -> None:
         """Take the rows whose path differs in its form from that of a file, where one name and one file are left over.
@@ -257,17 +274,21 @@ class Captions:
             self.listings[folder] = names_by_form(os.listdir(folder) if os.path.isdir(folder) else ())
         return self.listings[folder].get(form_of_name(name), [])
 
-    def take(self, image: FileIdentity) -> list[str] | None:
+    def take(self, image: FileIdentity) -> Named | None:
         """Return the captions that a table has for an image; None if no table names it."""
         if image not in self.rows:
             return None
         self.used.add(image)
-        return [row.caption for row in self.rows[image][1]]
+        captions = defaultdict(list)
+        for row in self.rows[image][1]:
+            for name, texts in row.captions.items():
+                captions[name] += texts
+        return dict(captions)
 
     def finish(self) -> dict[tuple[str, str], int]:
         """Leave out the rows of images that are none of SOURCE.
 
-        Returns how many captions were taken from each table, by its path and the name of its column.
+        Returns how many rows were taken from each table, by its path and the names of its columns of captions.
 
         Raises ValueError if no row of --captions names an image of SOURCE.
         """
@@ -300,6 +321,11 @@ def names_by_form(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
+def with_name(reason: Unread, name: str) -> str:
+    """Return a reason for which an image lacks a caption, with its name in the kind of the reason."""
+    return reason if name == ONE_CAPTION else f'no caption called {name}: {reason.removeprefix("no caption: ")}'
+
+
 def captions_in(value: Any) -> list[str | Unread]:
     """Return the captions in a cell: its text, or those of a list; in the place of each that is none, why.
 
@@ -311,13 +337,13 @@ def captions_in(value: Any) -> list[str | Unread]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             if re.match(r"""\s*\[\s*["'].*["']\s*\]\s*$""", value, re.DOTALL):
-                return [Unread(f'the row has a list that is not JSON, {value!r:.50}')]
+                return [Unread(f'no caption: the row has a list that is not JSON, {value!r:.50}')]
     captions = []
     for text in value if isinstance(value, list) and value else [value]:
         if isinstance(text, str) and text.strip() and text.strip() not in NO_CAPTIONS:
             captions.append(text)
         else:
-            captions.append(Unread(f'the row has {text!r:.50}'))
+            captions.append(Unread(f'no caption: the row has {text!r:.50}'))
     return captions
 
 

@@ -66,9 +66,12 @@ class Convert(Cluster):
                                 'folders of SOURCE)', metavar='FILE')
     image_column: str | None = flag(None, 'name of the column of images in Parquet files (default: image), and of the '
                                     'column of paths in tables (default: file_name or filename)', metavar='NAME')
-    caption_column: str | None = flag(None, 'name of the column of captions in Parquet files and tables (default: text '
-                                      'or caption; in the table of --captions also its only other column)',
-                                      metavar='NAME')
+    caption_column: tuple[str, ...] = flag(
+        (), 'names of the columns of captions in Parquet files and tables, one or several such as short long; of files '
+        'beside an image suffixes, such as .txt .caption (default: text or caption, in the table of --captions also '
+        'its only other column; of files the first with a caption)', metavar='NAME')
+    sample_per_caption: bool = flag(False, 'make a sample of each caption of an image (default: off, an image is one '
+                                    'sample with all its captions, of which a training draws one at each visit)')
     clean_captions: bool = flag(False, 'mend garbled letters and HTML such as &amp; in captions, as open_clip does')
     num_workers: int | None = flag(None, 'processes that convert on this machine (default: one for each core)',
                                    converter=count)
@@ -122,6 +125,8 @@ class Evaluate(Results):
                             'CLIP score)', metavar='FOLDER')
     samples: int = flag(30_000, 'number of captions to draw at each guidance scale, the first of DATA',
                         converter=number(int, 2, 10 ** 9, 'a whole number above 1'))
+    caption: str | None = flag(None, 'name of the captions to draw, such as long; where an image has none of that '
+                               'name, its first is drawn (default: the first of each image)', metavar='NAME')
     guidance: tuple[float, ...] = flag(
         (7.5,), 'scales of classifier-free guidance; all captions are drawn at each; 1 is no guidance (default: 7.5)',
         converter=number(float, 1, 1000, 'a scale from 1 on', 'SCALE'))

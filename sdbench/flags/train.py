@@ -57,6 +57,14 @@ def price(text: str) -> tuple[str | None, float]:
     return known_gpu(name), amount(dollars)
 
 
+def caption_weight(text: str) -> tuple[str, float]:
+    """Convert NAME=WEIGHT of captions, such as long=3."""
+    name, is_named, weight = text.rpartition('=')
+    if not is_named:
+        raise argparse.ArgumentTypeError(f'{text} is not NAME=WEIGHT, such as long=3')
+    return name, amount(weight)
+
+
 PRICES_HELP = ('price of a GPU-hour in dollars, for all GPUs or by their names, such as H100=2.5 H200=3.2 '
                f'(default: {DOLLARS_PER_GPU_HOUR} for every GPU)')
 
@@ -90,6 +98,10 @@ class TrainingSamples:
     tokenizer: str | None = flag(None, 'folder or hub name of the tokenizer of the captions (default: the one in the '
                                  "folder --model_name, or else CLIP's own)",
                                  may_change=True)  # its place: the token ids must be the same
+    caption_weights: tuple[tuple[str, float], ...] = flag(
+        (), 'weights by which one of the captions of an image is drawn at each visit, by their names, such as short=1 '
+        'long=3; a name that is left out weighs 0 (default: all captions of an image have the same chance)',
+        converter=caption_weight, metavar='NAME=WEIGHT', needs='remote local dry_run')
     random_flip: bool = flag(False, 'mirror each image with a probability of one half, drawn again in each epoch')
     caption_drop: float = flag(0.0, 'share of captions replaced by an empty one, such as 0.1; classifier-free guidance '
                                'needs some', converter=fraction)

@@ -131,6 +131,16 @@ def clip_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def is_too_long(caption: str) -> bool:
+    """Tell whether a caption has more than 77 tokens of CLIP's vocabulary, so that its end is cut."""
+    if len(caption.encode()) < CAPTION_LENGTH - 1:  # beside the two tokens around it each has a byte at least
+        return False
+    return len(counting_tokenizer().encode(caption).ids) > CAPTION_LENGTH
+
+
+counting_tokenizer = functools.cache(clip_tokenizer)  # built at the first long caption
+
+
 @functools.cache  # a run that is evaluated makes two tokenizers
 def clip_merges() -> tuple[tuple[str, str], ...]:
     """Read the pairs of symbols that CLIP's vocabulary merges, in order of priority."""

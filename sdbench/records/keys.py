@@ -57,6 +57,8 @@ KEYS = {
     'encoders tf32': '`in_loop`, or `text_in_loop` on latents; whether fp32 multiplies as TF32',
     'first_batch trained_batches trained_epochs batches_per_epoch': 'the batch that this run resumed after, the last '
     'batch of the whole training, its whole epochs, and how long one is',
+    'captions': 'of which names the data has how many captions, one of which is drawn for an image at each visit; null '
+    'where its `index.json` does not say',
     'gpu_hours dollars': 'of this training so far, with the runs that it resumed; dollars where a price is given',
     'loss skipped_batches bad_samples': 'loss of the last batch, steps that were not finite, samples that could not be '
     'read',

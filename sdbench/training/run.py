@@ -170,6 +170,7 @@ def training_record(settings: Train, model: ComposerModel, data: DataSpec, train
         'trained_batches': batches,
         'trained_epochs': batches // settings.batches_per_epoch,
         'tflops_per_image': sum(model.flops_per_image.values()) / 1e12,
+        'captions': getattr(data.dataloader.dataset, 'captions', None),
         **outcome,
     }
 

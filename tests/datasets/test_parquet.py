@@ -9,11 +9,13 @@ import convert
 from sdbench.datasets.readers import read_samples
 from sdbench.datasets.sources import File
 from sdbench.errors import DataError
+from sdbench.inputs.shards import read_index
 from tests.runs import one_error_line
-from tests.samples import encoded, picture, read_back, shaded, skipped, write_parquet
+from tests.samples import captions_of, encoded, picture, read_back, shaded, skipped, write_parquet
 
 IMAGES = [encoded(picture(number, 32, 32), 'PNG') for number in range(40)]
 CAPTIONS = [f'picture {number}' for number in range(40)]
+LONG = 'word ' * 75 + 'end'  # 76 tokens, and two around them
 SAMPLES = list(zip(IMAGES, CAPTIONS, strict=True))
 
 
@@ -29,7 +31,7 @@ def hub_file(path: Path, rows_of_group: int = 100) -> Path:
 
 def converted(out: Path, *argv) -> list[tuple[bytes, str]]:
     """Convert, and return what was made; nothing may be left out."""
-    assert convert.main([*map(str, argv), str(out), '--num_workers', '1']) == 0
+    assert convert.main([str(argv[0]), str(out), *argv[1:], '--num_workers', '1']) == 0
     assert not (out / 'skipped.jsonl').exists()
     return read_back(out)
 
@@ -38,11 +40,39 @@ def converted(out: Path, *argv) -> list[tuple[bytes, str]]:
     ({'caption': CAPTIONS, 'image': IMAGES}, [], SAMPLES),
     ({'caption': CAPTIONS, 'jpg': IMAGES}, ['--image_column', 'jpg'], SAMPLES),
     ({'prompt': CAPTIONS, 'image': IMAGES}, ['--caption_column', 'prompt'], SAMPLES),
-    ({'captions': [['a', 'b'], ['c']], 'image': IMAGES[:2]}, ['--caption_column', 'captions'],
+    ({'captions': [['a', 'b'], ['c']], 'image': IMAGES[:2]}, ['--caption_column', 'captions', '--sample_per_caption'],
      [(IMAGES[0], 'a'), (IMAGES[0], 'b'), (IMAGES[1], 'c')])])
 def test_plain_bytes_other_columns_and_each_of_a_list_of_captions_are_taken(tmp_path, columns, flags, expected):
     path = write_parquet(tmp_path / 'x.parquet', columns)
     assert converted(tmp_path / 'out', path, *flags) == expected
+
+
+SHORT_AND_LONG = {'image': [shaded(0), shaded(1)], 'short': ['a &amp; b', 'c'], 'long': [['d', LONG], None]}
+PHOTOS = {'0.jpg': shaded(0), '1.jpg': shaded(1)}
+ROWS = {'captions.csv': f'file_name,short,long\n0.jpg,a &amp; b,d\n1.jpg,c,\n0.jpg,,{LONG}\n'.encode()}
+TEXTS = {'0.txt': b'a &amp; b', '0.json': json.dumps({'caption': LONG}).encode(), '1.txt': b'c', '1.caption': b'left'}
+
+
+@pytest.mark.parametrize('names, files, longer', [
+    (['short', 'long'], {}, ['d', LONG]), (['short', 'long'], PHOTOS | ROWS, ['d', LONG]),
+    (['.txt', '.json'], PHOTOS | TEXTS, [LONG])])
+def test_several_captions_are_one_sample_unless_a_flag_makes_one_of_each(tmp_path, capsys, names, files, longer):
+    for name, content in files.items():
+        (tmp_path / 'in').mkdir(exist_ok=True)
+        (tmp_path / 'in' / name).write_bytes(content)
+    if not files:
+        write_parquet(tmp_path / 'in/x.parquet', SHORT_AND_LONG)
+    for out, flags in (('images', []), ('captions', ['--sample_per_caption'])):
+        assert convert.main(['in', out, '--clean_captions', *flags, '--caption_column', *names]) == 0
+    printed = capsys.readouterr().out
+    assert f'captions   2 of {names[0]}, {len(longer)} of {names[1]}\n' in printed
+    assert f'cut        1 of {2 + len(longer)} captions, to 77 tokens\n' in printed
+    assert f'no caption called {names[1]}' in {line['reason'].split(':')[0] for line in skipped(tmp_path / 'images')}
+    assert captions_of('images') == [{names[0]: ['a & b'], names[1]: longer}, {names[0]: ['c']}]
+    assert read_index('images')['captions'] == {names[0]: 2, names[1]: len(longer)}
+    each = [(shaded(0), text) for text in ['a & b', *longer]] + [(shaded(1), 'c')]
+    assert read_back(tmp_path / 'captions') == each
+    assert read_back(tmp_path / 'images') == [each[0], each[-1]]
 
 
 def test_the_hubs_images_are_converted_and_a_file_that_is_larger_than_a_part_in_pieces(tmp_path, capsys):
@@ -115,7 +145,7 @@ def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_data
     words = 'x.parquet has the columns caption and text; name one of them with --caption_column'
     assert words in one_error_line(argv, capsys, convert.main)
     assert convert.main([*argv, '--caption_column', 'text']) == 0
-    words = 'was begun with caption_column text, and this command has caption'
+    words = "was begun with caption_column ['text'], and this command has ['caption']"
     assert words in one_error_line([*argv, '--caption_column', 'caption'], capsys, convert.main)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import convert
 from tests.runs import one_error_line
-from tests.samples import read_back, shaded, skipped, write_parquet
+from tests.samples import captions_of, read_back, shaded, skipped, write_parquet
 
 
 def photos(folder: Path, *names: str) -> Path:
@@ -20,7 +20,7 @@ def photos(folder: Path, *names: str) -> Path:
 
 
 def captions(out: Path) -> list[str]:
-    return [caption for _, caption in read_back(out)]
+    return [text for of_image in captions_of(out) for texts in of_image.values() for text in texts]
 
 
 def listed(out: Path) -> list[tuple]:
@@ -77,7 +77,7 @@ def test_what_a_table_has_that_is_no_text_or_no_image_of_source_is_listed_by_its
     (folder / 'metadata.jsonl').write_text('\n' + ''.join(lines))
     assert convert.main([str(folder), 'out']) == 0
     assert captions(tmp_path / 'out') == ['one', 'two']
-    assert f'captions   in 2 rows of {folder}/metadata.jsonl, column text\n' in capsys.readouterr().out
+    assert f' in 1 row of {folder}/metadata.jsonl, column text\ncaptions   2 of 1 image\n' in capsys.readouterr().out
     alike = f'no image at the path of a row: e.jpg may be each of {folder}/E.jpg, {folder}/e.JPG'
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.jsonl'] == [
         ('metadata.jsonl', 2, 'no caption: the row has None for a.jpg'),

@@ -34,14 +34,15 @@ SECOND_PHASE = ('--remote SHARDS --load_weights FIRST --image_size 32 --max_dura
 
 
 @pytest.mark.parametrize('flags, ranks, kills', [
-    pytest.param('--remote SHARDS --save_interval 3ba --max_duration 6ba', 1, [('write', 6)], id='as it saves'),
+    pytest.param('--remote SEVERAL --caption_weights short=1 long=2 --save_interval 3ba --max_duration 9ba', 1,
+                 [('write', 9)], id='as it saves'),
     pytest.param('--use_synth_data --save_interval 3ba', 1, [('update', 11)], marks=pytest.mark.long, id='no data'),
     pytest.param('--remote SHARDS --save_interval 3ba', 2, EVERY_3_BATCHES, marks=pytest.mark.long, id='two ranks'),
     pytest.param('--remote SHARDS --save_interval 1ep', 1, EVERY_EPOCH, marks=pytest.mark.long, id='saved at epochs'),
     pytest.param(SECOND_PHASE, 2, [('start', 2)], marks=pytest.mark.long, id='a second phase')])
 def test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was(
-        server, tmp_path, shards, held_out, flags, ranks, kills):
-    places = {'SHARDS': shards, 'HELD_OUT': held_out, 'FIRST': str(tmp_path / 'first')}
+        server, tmp_path, shards, several_captions, held_out, flags, ranks, kills):
+    places = {'SHARDS': shards, 'SEVERAL': several_captions, 'HELD_OUT': held_out, 'FIRST': str(tmp_path / 'first')}
     if flags == SECOND_PHASE:
         main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', places['FIRST'], '--results', '-'])
     argv = [*RUN, *(places.get(word, word) for word in flags.split())]

@@ -21,7 +21,7 @@ from sdbench.training.checkpoints import checkpoints_in
 from sdbench.training.ranks import join_ranks, on_every_rank
 from tests.forked_runs import mount_small_disk, run_program, run_ranks, skip_unless_mounts_are_allowed
 from tests.runs import ROOT, TINY, calls_of, free_port, write_noting_programs
-from tests.samples import good, write_shards
+from tests.samples import good, write_several_captions
 from tests.test_docs import blocks
 
 TINY_RANKS = ['--use_ema', *TINY, '--batch_size', '8', '--measure_batches', '2', '--num_workers', '0']
@@ -74,7 +74,7 @@ def train_by_sample(file: Path, argv: list[str]) -> None:
 
 def test_two_ranks_split_an_epoch_without_overlap_and_learn_what_one_learns_from_it(tmp_path, server):
     """Of its 31 images three batches are whole."""
-    shards = write_shards(tmp_path / 'shards', [good(index) for index in range(31)])
+    shards = write_several_captions(tmp_path / 'shards', [good(index) for index in range(31)])
     argv = ['--remote', shards, *TINY_RANKS, '--device_train_microbatch_size', '2', '--results', '/dev/null']
     seen = {}
     for ranks in (1, 2):
