@@ -396,7 +396,7 @@ LEARNING = (TrainingSamples, Model, Optimizer)
 SAME_ON_RESUME = tuple(field for group in LEARNING for field in fields(group) if not field.metadata['may_change'])
 # Flags of these groups that take no time in a step: measurements with other values of them are of one speed. A new flag
 # is not among them until somebody has looked.
-TAKE_NO_TIME = ('random_flip', 'caption_drop', 'pretrained', 'seed', 'snr_gamma', 'learning_rate', 'lr_warmup',
-                'lr_schedule', 'lr_final', 'weight_decay', 'adam_betas', 'ema_half_life')
+TAKE_NO_TIME = ('random_flip', 'caption_drop', 'caption_weights', 'pretrained', 'seed', 'snr_gamma', 'learning_rate',
+                'lr_warmup', 'lr_schedule', 'lr_final', 'weight_decay', 'adam_betas', 'ema_half_life')
 ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # the default for each --precision
 SWITCHES = tuple(field.name for group in (Encoders, Speed) for field in fields(group))

@@ -88,7 +88,7 @@ KEYS_OF_TYPE = {
     bool: 'extrapolated tf32 eval_held_out trained_on_data fid_of_published_weights fid_is_biased',
     int: 'num_devices num_nodes',
     list: 'by_default evaluations scores',
-    dict: 'versions training',
+    dict: 'versions training captions',
 }
 
 

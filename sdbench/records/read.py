@@ -68,7 +68,7 @@ OF_LOSSES = [key for key, setting in SETTINGS.items() if setting.of_losses]
 
 # The settings of an evaluation, and which scores are on one line of a picture only where they agree.
 SCORES = ('fid', 'clip_score')
-EVALUATED = dict.fromkeys(('model', 'weights', 'data', 'samples', 'image_size', 'steps'), SCORES) | {
+EVALUATED = dict.fromkeys(('model', 'weights', 'data', 'samples', 'image_size', 'steps', 'caption'), SCORES) | {
     'network': ('fid',), 'inception_sha256': ('fid',), 'clip': ('clip_score',), 'clip_sha256': ('clip_score',)}
 
 # What report.py --csv writes of its own into a record: the same run is one also where both files are given
