@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from sdbench.errors import disk_is_full, one_line
 
@@ -81,6 +82,8 @@ def connect(scheme: str, label: str, tries: int = TRIES, silence: float = SILENC
         return None
     try:
         endpoint = os.environ.get('S3_ENDPOINT_URL', '').strip() or None  # docker's --env-file keeps blanks
+        if endpoint is not None:
+            urlsplit(endpoint).port  # which raises ValueError if it is none; obstore would panic
         return make_client(scheme, endpoint, tries, silence, os.getpid())
     except Exception as error:  # each kind of credentials has its own
         raise no_client(error, label) from None
@@ -109,6 +112,8 @@ def make_client(scheme: str, endpoint: str | None, tries: int, silence: float, p
             session = None
     elif session.get_credentials() is None:
         session = None
+    elif re.search(r'\s', session.get_credentials().access_key + session.get_credentials().secret_key):
+        raise ValueError('the credentials have a blank or an end of line in them')  # which makes obstore panic
 
     # Checksums that boto3 sends by default since 1.36 are refused by R2, B2, OCI and older MinIO and Ceph.
     checksums = {}
@@ -288,6 +293,8 @@ def why_no_answer(error: BaseException) -> str:
     """Say why there was no answer of a server, with what is to be checked."""
     text = f'{type(error).__name__} {error} {getattr(error, "kwargs", "")}'  # of botocore's error, with its cause
     advice = 'check the address, S3_ENDPOINT_URL and the network'
+    if isinstance(error, RecursionError):  # of botocore, which follows a redirect to the same place without an end
+        return f'the server redirects; {advice}, http or https'
     if re.search('refused', text, re.IGNORECASE):
         return f'the connection is refused; {advice}'
     if re.search('dns error|resolve|Name or service', text):
