@@ -17,14 +17,14 @@ CHANGES = re.findall(r'```diff\n--- (\S+)\n (.*)\n((?:\+.*\n)+)```', PAGE)
 def script_of_another_copy(argv: list[str]) -> None:
     """Do as `script` with the modules of this folder instead of those that the process has imported already."""
     for name in list(sys.modules):
-        if name.partition('.')[0] in ('benchmark', 'data', 'ema', 'report', 'sdbench'):
+        if name.partition('.')[0] in ('benchmark', 'data', 'ema', 'report', 'sdbench', 'tests'):
             del sys.modules[name]
     script(argv)
 
 
-@pytest.mark.long
-def test_a_figure_and_a_flag_that_are_added_as_the_page_says_work_to_their_end(server, tmp_path, results):
-    # the program in a folder of its own, changed as the page says
+@pytest.fixture
+def copy(tmp_path):
+    """This repository in a folder of its own, changed as the page says."""
     copy = tmp_path / 'copy'
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns('.*', '__pycache__', 'results*', 'pictures'))
     for name, line, added in CHANGES:
@@ -32,7 +32,18 @@ def test_a_figure_and_a_flag_that_are_added_as_the_page_says_work_to_their_end(s
         text = path.read_text()
         assert text.count(f'{line}\n') == 1, f'{name} has no longer one line: {line}'
         path.write_text(text.replace(f'{line}\n', f'{line}\n' + added.replace('+', '', 1).replace('\n+', '\n')))
+    return copy
 
+
+def test_with_the_changes_of_the_page_flags_and_keys_are_explained_and_in_reports(copy, server):
+    pytests_own = [pytest.__file__.replace('__init__', '__main__'), '-p', 'no:cacheprovider']
+    tests = ['tests/test_docs.py', 'tests/test_report.py', '-k', 'every_flag or the_table_of_a_record']
+    code, output, _ = run_program(server, copy, script_of_another_copy, [*pytests_own, *tests])
+    assert code == 0, output
+
+
+@pytest.mark.long
+def test_a_figure_and_a_flag_that_are_added_as_the_page_says_work_to_their_end(copy, server, tmp_path, results):
     # the figure is in summary, record and report; the flag is in the record and reaches the optimizer
     argv = ['benchmark.py', '--use_synth_data', *TINY, '--measure_batches', '20', '--results', results,
             '--adam_epsilon', '0.5', '--save_folder']
