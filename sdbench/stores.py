@@ -82,8 +82,8 @@ def connect(scheme: str, label: str, tries: int = TRIES, silence: float = SILENC
         return None
     try:
         endpoint = os.environ.get('S3_ENDPOINT_URL', '').strip() or None  # docker's --env-file keeps blanks
-        if endpoint is not None:
-            urlsplit(endpoint).port  # which raises ValueError if it is none; obstore would panic
+        if endpoint is not None and urlsplit(endpoint).port == 0:  # others that are none raise ValueError themselves
+            raise ValueError('the port of S3_ENDPOINT_URL is 0')
         return make_client(scheme, endpoint, tries, silence, os.getpid())
     except Exception as error:  # each kind of credentials has its own
         raise no_client(error, label) from None
