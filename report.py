@@ -35,9 +35,6 @@ from sdbench.report.pictures import draw_days, draw_learned, draw_plan, draw_qua
 from sdbench.report.plans import plan_blocks, plan_table, within_limits
 from sdbench.report.speeds import score_table, speed_table
 
-WRITTEN = {'figure': 'days over the number of GPUs', 'learned': 'eval loss of each training',
-           'quality': 'FID and CLIP score', 'csv': 'all rows'}  # what is in the file of each flag
-
 
 def main(argv=None):
     begin()
@@ -84,15 +81,9 @@ def report(settings: Report) -> str:
         blocks.append(f'Costs: {costs_in_words(zip(priced["device"], priced["price"], strict=True))} ({whose}).')
     if settings.csv:
         write_csv(settings.csv, tables)
-    written = []
-    for flag, what in WRITTEN.items():
-        path = getattr(settings, flag)
-        if path:
-            if flag == 'figure' and settings.phase:
-                what = f'GPU-hours of {len(tables[0])} plans'
-            written.append(f'{path} ({what})')
-    if written:
-        blocks.append(f'Written: {", ".join(written)}')
+    files = [path for path in (settings.figure, settings.learned, settings.quality, settings.csv) if path]
+    if files:
+        blocks.append(f'Written: {", ".join(files)}')
     return '\n\n'.join(blocks)
 
 
@@ -121,10 +112,10 @@ def speed_report(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame,
 def score_report(evaluations: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
     """Return the table of scores and its blocks, what rows agree in above it, and draw it for --quality."""
     scores = score_table(evaluations, settings.dollars_per_gpu_hour)
-    common = in_common(scores, list(EVALUATED))
+    common = in_common(scores, EVALUATED)
     if settings.quality:
         draw_quality(settings.quality, scores, common)
-    return scores, [common, markdown(scores, list(EVALUATED))]
+    return scores, [common, markdown(scores, EVALUATED)]
 
 
 def write_csv(path: str, tables: list[pd.DataFrame]) -> None:

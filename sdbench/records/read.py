@@ -14,7 +14,7 @@ import textwrap
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from sdbench.costs import Prices
 from sdbench.flags.commands import Encode, Evaluate
@@ -26,53 +26,26 @@ from sdbench.records.versions import PACKAGES
 PUBLISHED = Path(__file__).parents[2] / 'published.csv'
 VERSIONS = ['python', 'cuda', *PACKAGES]
 
-# What a setting bears on. A loader has nothing of a model. Measurements and forecasts learn nothing.
-LOADER = 'the speed of a loader, and of a model'
-MODEL = 'the speed of a model'
-LEARNING = 'what is learned'
-
-
-class Setting(NamedTuple):
-    """What a key of a record tells apart. Records are averaged and fitted together only where all settings agree.
-
-    Attributes:
-        bears_on: LOADER, MODEL or LEARNING.
-        of_losses: whether losses on --eval_remote are ranked and drawn together only where it agrees: others are of
-            other latents or samples.
-    """
-    bears_on: str
-    of_losses: bool = False
-
-
-def settings_of_rows() -> dict[str, Setting]:
-    """Return the settings of a record of speed by their keys, in the order in which a table has them."""
-    # what is shown first
-    table = {'stage': Setting(LOADER), 'device': Setting(LOADER), 'image_size': Setting(LOADER, True),
-             'input': Setting(LOADER, True), 'dataset': Setting(LOADER), 'batch_size': Setting(LOADER),
-             'model_name': Setting(MODEL, True)}
-    table |= dict.fromkeys((*SWITCHES, 'network_gbits'), Setting(MODEL))
-
-    # flags that decide what is learned, of which some take time; `dataset` says whether the data is synthetic
-    flags = [field.name for field in SAME_ON_RESUME
-             if field.name not in (*table, 'use_synth_data', 'use_synth_latents')]
-    table |= {name: Setting(MODEL) for name in flags if name not in TAKE_NO_TIME}
-    table |= dict.fromkeys(('num_workers', *VERSIONS), Setting(LOADER))
-    table |= {name: Setting(LEARNING) for name in flags if name in TAKE_NO_TIME}
-    table |= dict.fromkeys(('max_duration', 'load_weights', 'remote'), Setting(LEARNING))
-    return table | {'pretrained': Setting(LEARNING, True), 'eval_remote': Setting(LEARNING, True)}
-
-
-SETTINGS = settings_of_rows()
-OF_SPEED = [key for key, setting in SETTINGS.items() if setting.bears_on != LEARNING]
-OF_LOSSES = [key for key, setting in SETTINGS.items() if setting.of_losses]
+# The settings of a record of speed, in the order in which a table has them. Records are averaged and fitted together
+# only where all agree. A loader has nothing of a model. Measurements and forecasts learn nothing.
+OF_A_LOADER = ['stage', 'device', 'image_size', 'input', 'dataset', 'batch_size']
+OF_A_MODEL = ['model_name', *SWITCHES, 'network_gbits']
+OF_LEARNING = []
+for field in SAME_ON_RESUME:
+    if field.name in TAKE_NO_TIME:
+        OF_LEARNING.append(field.name)
+    elif field.name not in (*OF_A_LOADER, *OF_A_MODEL, 'use_synth_data', 'use_synth_latents'):  # which `dataset` says
+        OF_A_MODEL.append(field.name)
+OF_LEARNING += ['max_duration', 'load_weights', 'remote', 'eval_remote']
+OF_SPEED = [*OF_A_LOADER, *OF_A_MODEL, 'num_workers', *VERSIONS]
+SETTINGS = [*OF_SPEED, *OF_LEARNING]
+# Losses on --eval_remote are ranked and drawn together only where these agree: others are of other latents or samples.
+OF_LOSSES = ['image_size', 'input', 'model_name', 'pretrained', 'eval_remote']
 
 # The settings of an evaluation, and which scores are on one line of a picture only where they agree.
 SCORES = ('fid', 'clip_score')
 EVALUATED = dict.fromkeys(('model', 'weights', 'data', 'samples', 'image_size', 'steps', 'caption'), SCORES) | {
     'network': ('fid',), 'inception_sha256': ('fid',), 'clip': ('clip_score',), 'clip_sha256': ('clip_score',)}
-
-# What report.py --csv writes of its own into a record: the same run is one also where both files are given
-ADDED_BY_CSV = ('images_per_sec_per_device', 'guidance', 'scores')
 
 # What a run says of its evaluation at a batch, and of the whole training, with the runs that it resumed.
 OF_AN_EVALUATION = ('eval_loss', 'eval_batch', 'eval_samples', 'eval_held_out')
@@ -159,7 +132,7 @@ def read_records(path: str) -> list[dict]:
     if path.lower().endswith('.csv'):
         reader = csv.DictReader(io.StringIO(text), restval='')
         lines = ((reader.line_num, cells) for cells in reader)
-        parse = record_of_cells
+        parse = dict
     else:
         lines = ((number, line) for number, line in enumerate(text.split('\n'), start=1) if line.strip())
         parse = json.loads
@@ -177,32 +150,22 @@ def read_records(path: str) -> list[dict]:
 def read_all(paths: Sequence[str]) -> list[dict]:
     """Return the rows of several files, each run once.
 
-    A record that is there twice counts once, and a training that was resumed is joined. Raises ValueError as
-    `read_records` does, and for a file without records.
+    A record that is there twice, or here and in a file of --csv, counts once, for its rows are the same; and a training
+    that was resumed is joined. Raises ValueError as `read_records` does, and for a file without records.
     """
-    rows = {}  # by what makes it a run of its own
+    rows = {}  # by all that is in them
     for path in paths:
         found = read_records(path)
         if not found:
             raise ValueError(f'{path}: no records in it; give a file of --results, not a plan of --csv')
         for row in found:
-            known = {key: value for key, value in row['record'].items() if key in KINDS and key not in ADDED_BY_CSV}
-            scores = [row.get(key) for key in ('guidance', *SCORES)]
-            rows.setdefault(json.dumps([known, scores], sort_keys=True), row)
-
+            rows.setdefault(str({key: value for key, value in row.items() if key != 'record'}), row)
     return join_resumed(list(rows.values()))
 
 
 def read_published() -> list[dict]:
     """Return the rows of published.csv, which leaves out the maker of a GPU, with the names that torch has."""
     return [row | {'device': f'NVIDIA {row["device"]}'} for row in read_records(str(PUBLISHED))]
-
-
-def record_of_cells(cells: dict[str | None, str]) -> dict:
-    """Return a row of a CSV file as a record. Raises ValueError if it has more cells than there are columns."""
-    if None in cells:
-        raise ValueError('more cells than columns; give numbers without commas')
-    return cells
 
 
 def rows_of(record: dict) -> list[dict]:
@@ -212,6 +175,8 @@ def rows_of(record: dict) -> list[dict]:
     """
     if not isinstance(record, dict):
         raise ValueError('not one JSON object')
+    if None in record:  # where csv puts the cells that no column has
+        raise ValueError('more cells than columns; give numbers without commas')
     if record.get('stage') in ('proof', 'plan'):
         return []
     stated = {}
@@ -243,16 +208,16 @@ def speed_row(record: dict) -> dict:
             raise ValueError(f'{key} {record[key]!r} is not a positive number')
 
     # settings, but for those that do nothing there, and what the program chose where it was left open
-    stated = record | record.get('versions', {})
-    row = {key: words(stated.get(key)) for key in (*SETTINGS, 'num_nodes')}
     by_default = record.get('by_default', ())
     is_measurement = 'max_duration' in by_default or 'max_duration' not in record and 'measure_batches' in record
     learns = record['stage'] == 'train' and record['status'] != FORECAST and not is_measurement
-    for key, setting in SETTINGS.items():
-        is_idle = (setting.bears_on == LEARNING and not learns
-                   or setting.bears_on == MODEL and record['stage'] == 'loader')
-        if is_idle or key in by_default:
-            row[key] = ''
+    idle = [*by_default]
+    if not learns:
+        idle += OF_LEARNING
+    if record['stage'] == 'loader':
+        idle += OF_A_MODEL
+    stated = record | record.get('versions', {}) | dict.fromkeys(idle)
+    row = {key: words(stated.get(key)) for key in (*SETTINGS, 'num_nodes')}
     if record.get('eval_held_out') is False:
         row['eval_remote'] += TRAINED_ON[None]
     encoders = words(record.get('encoders'))
@@ -269,9 +234,10 @@ def speed_row(record: dict) -> dict:
     for key in LEARNED:
         row[key] = float(record.get(key, math.nan)) if learns else math.nan
     row['images_per_sec'] = float(record.get(speed, math.nan))
-    row['evaluations'] = []  # images seen and loss of each
+    losses = {}  # by images seen; of a batch that was evaluated again, the last counts
     for images, loss in record.get('evaluations', ()):
-        row['evaluations'].append((float(images), math.nan if loss is None else float(loss)))
+        losses[float(images)] = math.nan if loss is None else float(loss)
+    row['evaluations'] = sorted(losses.items())
     row['on_cpu'] = record.get('device_type') == 'cpu'
     row['prices'] = prices_of(record)
     row['status'], row['notes'] = status_and_notes(record)
@@ -312,10 +278,9 @@ def join_resumed(rows: list[dict]) -> list[dict]:
     trainings = []
     newest = {}  # training by what its parts agree in
     for place, row in sorted(enumerate(rows), key=lambda pair: pair[1].get('date', '')):
-        record = row['record']
-        flags = [words(record.get(field.name)) for field in SAME_ON_RESUME]
-        of_training = (record.get('save_folder'), record.get('run_name'), row.get('eval_remote'), *flags)
-        if record.get('first_batch') and of_training in newest:
+        keys = ['save_folder', 'run_name', 'eval_remote', *(field.name for field in SAME_ON_RESUME)]
+        of_training = tuple(words(row['record'].get(key)) for key in keys)
+        if row['record'].get('first_batch') and of_training in newest:
             newest[of_training].append((place, row))
         else:
             newest[of_training] = [(place, row)]
@@ -328,26 +293,20 @@ def join_resumed(rows: list[dict]) -> list[dict]:
         kept = {}  # part by its setting of speed
         for part in parts:
             setting = tuple(part.get(key) for key in (*OF_SPEED, 'num_devices', 'num_nodes'))
-            if len(parts) == 1 or part['status'] == MEASURED or (part is parts[-1] and setting not in kept):
+            if part['status'] == MEASURED or (part is parts[-1] and setting not in kept):
                 kept[setting] = part
+
+        # each has the end of the training, its last evaluation, and all losses
+        records = [part['record'] for part in parts]
+        evaluated = [record for record in records if 'eval_batch' in record or 'eval_loss' in record] or records
+        learned = {key: records[-1].get(key) for key in OF_A_TRAINING}
+        learned |= {key: evaluated[-1].get(key) for key in OF_AN_EVALUATION}
+        learned['evaluations'] = [pair for record in records for pair in record.get('evaluations', ())]
         for part in kept.values():
             if len(parts) > 1:
-                part = speed_row(learned_by_all(part, parts))
+                [part] = rows_of(part['record'] | learned)
             joined.append(part | {'training': number, 'parts': parts})
     return joined
-
-
-def learned_by_all(part: dict, parts: list[dict]) -> dict:
-    """Return the record of a part with what the whole training has learned: its end, and its last evaluation."""
-    evaluated = [each['record'] for each in parts if 'eval_batch' in each['record'] or 'eval_loss' in each['record']]
-    evaluations = {}  # loss by images seen: of a batch that was evaluated again, the last counts
-    for each in parts:
-        evaluations |= dict(each['record'].get('evaluations', ()))
-    record = {key: value for key, value in part['record'].items() if key not in (*OF_A_TRAINING, *OF_AN_EVALUATION)}
-    record |= {key: parts[-1]['record'][key] for key in OF_A_TRAINING if key in parts[-1]['record']}
-    if evaluated:
-        record |= {key: evaluated[-1][key] for key in OF_AN_EVALUATION if key in evaluated[-1]}
-    return record | {'evaluations': sorted(evaluations.items())}
 
 
 def status_and_notes(record: dict) -> tuple[str, str]:

@@ -13,17 +13,12 @@ IN_WORDS = {'device': '{}', 'device_train_microbatch_size': 'microbatch {}', 'im
             'num_nodes': 'machines {}', 'network_gbits': '{} Gbit/s', 'save_folder': 'in {}'}
 
 
-def differing(rows: pd.DataFrame, keys: Sequence[str], unstated: bool = True) -> list[str]:
+def differing(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     """Return the keys in which rows differ: of several values, or, within a stage, stated by some rows alone.
 
-    Args:
-        rows: of a table.
-        keys: of settings; '' is one that a row does not state.
-        unstated: whether a setting that only some rows state, all with the same value, counts.
+    '' is a setting that a row does not state.
     """
     stated = rows[list(keys)].replace('', None).nunique()
-    if not unstated:
-        return [key for key in keys if stated[key] > 1]
     in_a_stage = rows.groupby('stage')[list(keys)].nunique().max()  # '' is a value
     return [key for key in keys if in_a_stage[key] > 1 or stated[key] > 1]
 
@@ -42,8 +37,8 @@ def settings_in_words(row: pd.Series, keys: Sequence[str]) -> str:
     return ', '.join(settings)
 
 
-def names_of_lines(firsts: pd.DataFrame, keys: Sequence[str], more: Sequence[str] = (), apart: Sequence[str] = ()
-                   ) -> list[str]:
+def names_of_lines(firsts: pd.DataFrame, keys: Sequence[str], more: Sequence[str] = (),
+                   apart: Sequence[str] = ('stage',)) -> list[str]:
     """Return a name for each line of a picture, by the settings in which lines differ, so that no two have the same.
 
     Args:
@@ -52,10 +47,8 @@ def names_of_lines(firsts: pd.DataFrame, keys: Sequence[str], more: Sequence[str
         more: keys that name it only where lines are alike without them, as are settings that one alone states.
         apart: keys by which lines are told apart elsewhere.
     """
-    named = differing(firsts, keys, unstated=False)
-    told_apart = 1
-    if named or apart:
-        told_apart = firsts.groupby([*named, *apart], dropna=False).ngroups
+    named = [key for key in keys if firsts[key].replace('', None).nunique() > 1]
+    told_apart = firsts.groupby([*named, *apart], dropna=False).ngroups
     for key in (*keys, *more):
         with_key = firsts.groupby([*named, *apart, key], dropna=False).ngroups
         if with_key > told_apart:

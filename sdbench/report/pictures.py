@@ -79,17 +79,15 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     firsts['line_of'] = firsts['device'].map(short_name) + what
     keys = [key for key in SETTINGS if key not in ('stage', 'device')]
     names = names_of_lines(firsts, keys, ['num_nodes', 'device'], ['line_of'])
-    for points, name, card, color in zip(lines, names, firsts['line_of'], colors_of(len(lines)), strict=True):
+    for points, name, line_of, color in zip(lines, names, firsts['line_of'], colors_of(len(lines)), strict=True):
         first = points.iloc[0]
-        card, _, what = card.partition(', ')
-        words = [card, name, what]
         gpus, days, speeds = points['num_devices'], points['days'], points['images_per_sec']
         ideal = first['days'] * first['num_devices'] / gpus
         axes.plot(gpus, ideal, '--', color=color, linewidth=0.8, alpha=0.6)
         is_measured = points['status'] == MEASURED
         face = color if is_measured.any() else 'white'
         axes.plot(gpus, days, 'o-', color=color, markerfacecolor=face, linewidth=1.2,
-                  label=', '.join(filter(None, words)))
+                  label=', '.join(filter(None, [line_of, name])))
         axes.plot(gpus[~is_measured], days[~is_measured], 'o', color=color, markerfacecolor='white')
         axes.vlines(gpus, days * speeds / points['images_per_sec_most'],
                     days * speeds / points['images_per_sec_least'], color=color, linewidth=1.2, zorder=1)
@@ -186,12 +184,11 @@ def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
 
     Raises ValueError if no training has evaluations.
     """
-    # a row for each evaluation; of a batch that was evaluated again, the last counts
+    # a row for each evaluation
     rows = []
     for _, training in records[records['stage'] == 'train'].drop_duplicates('training').iterrows():
         images_at, dollars_at = dollars_of_training(training['parts'], prices)
-        losses = {images: loss for part in training['parts'] for images, loss in part['evaluations']}
-        for images, loss in sorted(losses.items()):
+        for images, loss in training['evaluations']:
             dollars = np.interp(images, images_at, dollars_at)
             rows.append(training.to_dict() | {'images_seen': images, 'loss': loss, 'dollars': dollars,
                                               'save_folder': str(training['record'].get('save_folder', ''))})
@@ -203,15 +200,15 @@ def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
         title = settings_in_words(comparable.iloc[0], differing(rows, OF_LOSSES))
         for across in ('images_seen', 'dollars'):
             if comparable[across].notna().any():
-                panels.append(Panel(comparable, across, 'loss', list(SETTINGS), title, ['save_folder', 'training']))
+                panels.append(Panel(comparable, across, 'loss', SETTINGS, title, ['save_folder', 'training']))
     draw_panels(path, panels, '')
 
 
 def dollars_of_training(parts: list[dict], prices: Prices) -> tuple[list[float], list[float]]:
     """Return how many images a training had seen at some moments, and the dollars that it had cost by then.
 
-    Between the end of a run and that of the one that resumed it, dollars grow as images do. They are NaN where the
-    records have no GPU-hours, or none of GPUs.
+    Between the end of a run and that of the one that resumed it, dollars grow as images do. They are NaN where a
+    record has no GPU-hours, or none of GPUs.
 
     Args:
         parts: the rows of its runs, in the order of time.
@@ -223,13 +220,13 @@ def dollars_of_training(parts: list[dict], prices: Prices) -> tuple[list[float],
     for part in parts:
         # what it cost
         record = part['record']
-        hours = math.nan if part['on_cpu'] else record.get('gpu_hours', math.nan)
-        dollars = dollars_at[-1] + (hours - hours_before) * price_of(part['device'], prices or part['prices'])
-        if 'dollars' in record and not prices and not part['on_cpu']:
-            dollars = record['dollars']
-        hours_before = hours
-        if not {'batch_size', 'trained_batches'} <= record.keys():
+        if part['on_cpu'] or not {'gpu_hours', 'batch_size', 'trained_batches'} <= record.keys():
             return [0.0], [math.nan]
+        hours = record['gpu_hours'] - hours_before
+        hours_before = record['gpu_hours']
+        dollars = dollars_at[-1] + hours * price_of(part['device'], prices or part['prices'])
+        if not prices:
+            dollars = record.get('dollars', dollars)
 
         # what was trained behind the checkpoint from which it went on was in vain
         first, last = (record.get(key, 0) * record['batch_size'] for key in ('first_batch', 'trained_batches'))

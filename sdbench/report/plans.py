@@ -68,18 +68,20 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     phases = [(images or images_of_phase(trained, size), size) for images, size in settings.phase]
     sizes = [size for _, size in phases]
     of_settings = trained.groupby([*PLANNED, 'num_devices', 'num_nodes'], sort=False)
-    corrections, sentences = corrections_of(trained, of_settings.filter(lambda runs: not sizes_without(runs, sizes)))
+    planned = of_settings.filter(lambda runs: {*sizes} <= {*runs['image_size']})
+    corrections, sentences = corrections_of(trained, planned)
 
     # the days: a plan for the runs of each setting on so many GPUs that have a speed for each phase
     plans = []
-    left_out = [f'a measurement of {row["num_devices"]} x {short_name(row["device"])}, {row["notes"]}'
-                for _, row in unreliable.iterrows()]
+    left_out = [f'{gpus_of(row)}, {row["notes"]}' for _, row in unreliable.iterrows()]
     for _, runs in of_settings:
-        missing = sizes_without(runs, sizes)
-        if missing:
-            left_out += why_not_planned(runs, missing, trained, corrections)
-        else:
+        first = runs.iloc[0]
+        missing = [size for size in sizes if size not in {*runs['image_size']}]
+        if not missing:
             plans.append(plan_row(runs, records, phases, settings, corrections))
+        elif MEASURED not in {*runs['status']} or (first['device'], first['compile']) not in corrections:
+            statuses = ' and '.join(dict.fromkeys(runs['status']))
+            left_out.append(f'{gpus_of(first)}, {statuses}, no speed at {" and ".join(missing)} px')
     if not plans:
         raise ValueError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
                          'px; measure or forecast each size with the same flags')
@@ -89,8 +91,6 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
             record[key] = value
 
     # the sentences
-    title, unused = what_is_planned(phases, settings)
-    sentences += unused
     if settings.hours_between_losses:
         sentences.append(f'Losses: one in {settings.hours_between_losses:g} hours, each of which costs half a '
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
@@ -101,55 +101,21 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
                          'forecast was made without --network_gbits.')
     if left_out:
         sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
-    return plans, title, sentences
+    return plans, title_of(phases, settings), sentences
 
 
-def why_not_planned(runs: pd.DataFrame, missing: list[str], trained: pd.DataFrame, corrections: Corrections
-                    ) -> list[str]:
-    """Return why the runs of a setting are no plan: which sizes are missing, and that they correct none.
-
-    Nothing is said of a measurement that corrects the plans of its GPU.
-    """
-    first = runs.iloc[0]
-    statuses = set(runs['status'])
-    if {MEASURED, FORECAST} <= statuses and (first['device'], first['compile']) in corrections:
-        return []
-    kind = 'measurement' if MEASURED in statuses else 'forecast'
-    how = settings_in_words(first, ['compile'])
-    gpus = f'{first["num_devices"]} x {short_name(first["device"])}{how and f" ({how})"}'
-    why = f'a {kind} of {gpus}, no speed at {" and ".join(missing)} px'
-    if MEASURED in statuses and FORECAST in set(trained.loc[trained['device'] == first['device'], 'status']):
-        why += (', and it corrects no plan: that takes a forecast of the same flags and microbatch, and a plan '
-                'compiled alike')
-    return [why]
-
-
-def what_is_planned(phases: list[tuple[int, str]], settings: Report) -> tuple[str, list[str]]:
-    """Return the title of a plan, and sentences on what --encode has in vain.
-
-    Args:
-        phases: images and size of each.
-        settings: of the report.
-    """
+def title_of(phases: list[tuple[int, str]], settings: Report) -> str:
+    """Return what is planned in one sentence, by the images and the size of each phase and by --encode."""
     encoded = {size: images for images, size in settings.encode}
     trainings = []
-    sentences = []
     for images, size in phases:
         epochs = f' ({rounded(images / encoded[size])} epochs)' if size in encoded else ''
         trainings.append(f'{plural(images, "image")} at {size} px{epochs}')
-        if images < encoded.get(size, 0):
-            sentences.append(f'At {size} px {plural(encoded[size] - images, "image")} would be encoded that no phase '
-                             f'trains on; --encode {images}@{size} leaves them out.')
     title = f'Plan: train on {", then ".join(trainings)}'
     if encoded:
         once = ' and '.join(f'{plural(images, "image")} at {size} px' for size, images in encoded.items())
         title += f'; for latents, encode {once}'
-    return title, sentences
-
-
-def sizes_without(runs: pd.DataFrame, sizes: list[str]) -> list[str]:
-    """Return the sizes of which there is no run."""
-    return [size for size in sizes if size not in set(runs['image_size'])]
+    return title
 
 
 def images_of_phase(trained: pd.DataFrame, size: str) -> int:
@@ -185,10 +151,7 @@ def corrections_of(trained: pd.DataFrame, planned: pd.DataFrame) -> tuple[Correc
     sentences = []
     for (device, compile), alike in pairs.groupby(['device', 'compile'], sort=False):
         corrections[device, compile] = alike['ratio'].median()
-        sources = []
-        for _, pair in alike.iterrows():
-            on = f' on {pair["input"]}' if pair['input'] else ''
-            sources.append(f'{pair["num_devices"]} x {short_name(device)} at {pair["image_size"]} px{on}')
+        sources = [f'{gpus_of(pair)} at {pair["image_size"]} px' for _, pair in alike.iterrows()]
         how = settings_in_words(alike.iloc[0], ['device', 'compile'])
         sentences.append(f'Forecasts of {how}: {corrections[device, compile]:.2f} times, by '
                          f'{" and ".join(dict.fromkeys(sources))}. Whether others would change as much is not known: a '
@@ -309,20 +272,15 @@ def speed_of_encoding(run: pd.Series, records: pd.DataFrame, size: str) -> tuple
     It is of the same model and GPU: the newest measurement of encode.py, or else the newest forecast with the same
     switches of speed; on any number of GPUs, since these share no work.
     """
-    found = math.nan, ''
-    for _, row in records[records['image_size'] == size].iterrows():  # the newest last
-        if row['stage'] == 'encode':
-            alike = SAME_MODEL
-            speed = row['images_per_sec']
-        elif row['status'] == FORECAST:
-            alike = SAME_MODEL + SAME_SWITCHES
-            speed = row['record'].get('encode_images_per_sec')
-        else:
-            continue  # a training that was measured says nothing of it
-        is_better = row['status'] == MEASURED or row['status'] == FORECAST and found[1] != MEASURED
-        if (row[alike] == run[alike]).all() and is_better and speed is not None:
-            found = speed / row['num_devices'] * run['num_devices'], row['status']
-    return found
+    of_model = records[(records['image_size'] == size) & (records[SAME_MODEL] == run[SAME_MODEL]).all(axis='columns')]
+    measured = of_model[(of_model['stage'] == 'encode') & (of_model['status'] == MEASURED)]
+    for _, row in measured[::-1].iterrows():  # the newest is the last
+        return row['images_per_sec'] / row['num_devices'] * run['num_devices'], MEASURED
+    for _, row in of_model[of_model['status'] == FORECAST][::-1].iterrows():
+        speed = row['record'].get('encode_images_per_sec')
+        if speed is not None and (row[SAME_SWITCHES] == run[SAME_SWITCHES]).all():
+            return speed / row['num_devices'] * run['num_devices'], FORECAST
+    return math.nan, ''
 
 
 def told_apart_by(plans: pd.DataFrame) -> list[str]:
@@ -337,7 +295,6 @@ def plan_blocks(plans: pd.DataFrame) -> list[str]:
     """Return the tables of plans, one for each setting. No line is wider than WIDTH."""
     # a row for each plan, with the days of each of its parts; its notes have no room there
     rows = []
-    named = {}  # plans, by what is to be said of them
     for _, plan in plans.iterrows():
         row = {'GPUs': f'{plan["num_devices"]} x {short_name(plan["device"])}', 'input': plan['input']}
         for key, days in plan['record'].items():
@@ -346,8 +303,6 @@ def plan_blocks(plans: pd.DataFrame) -> list[str]:
         for key, heading in (('days', 'days'), ('total_gpu_hours', 'GPU-hours'), ('cost_usd', 'cost')):
             row[heading] = cell(key, plan[key])
         rows.append(row)
-        if plan['notes']:
-            named.setdefault(plan['notes'], []).append(', '.join(filter(None, (row['GPUs'], row['input']))))
     cells = pd.DataFrame(rows, index=plans.index).fillna('')
     ends = ['GPUs', 'input', 'days', 'GPU-hours', 'cost']
     parts = sorted(column for column in cells if column not in ends)  # what is encoded stands before what is trained
@@ -365,8 +320,10 @@ def plan_blocks(plans: pd.DataFrame) -> list[str]:
                 break
         blocks.append(table)
 
-    for note, names in named.items():
-        whose = 'All of these' if len(names) == len(plans) else '; '.join(dict.fromkeys(names))
+    for note, noted in plans[plans['notes'] != ''].groupby('notes', sort=False):
+        whose = 'All of these'
+        if len(noted) < len(plans):
+            whose = '; '.join(dict.fromkeys(gpus_of(plan) for _, plan in noted.iterrows()))
         blocks.append(f'{whose}: {note}.')
     return blocks
 
@@ -391,25 +348,21 @@ def within_limits(plans: pd.DataFrame, max_dollars: float | None, max_days: floa
 
     # those that keep within all, or else the one that passes them by least
     limits = ' and '.join(shares)
-    kept = plans[nearest <= 1]
-    if len(kept):
-        sentence = f'{len(kept)} of {plural(len(plans), "plan")} within {limits}'
-        named = kept
-    elif nearest.notna().any():
+    kept = named = plans[nearest <= 1]
+    sentence = f'{len(kept)} of {plural(len(plans), "plan")} within {limits}'
+    if kept.empty:
         sentence = f'No plan is within {limits}. The nearest'
-        named = plans.loc[[nearest.idxmin()]]
-    else:
-        return plans, [f'No plan is within {limits}, since none has a price.']
+        named = plans.loc[nearest.nsmallest(1).index]
 
     # how near these are
     each = []
     for row, plan in named.iterrows():
         taken = ' and '.join(f'{share:.0%} of {limit}' for limit, share in shares.loc[row].items())
         each.append(f'{gpus_of(plan)}, {taken}')
-    return kept if len(kept) else plans, [f'{sentence}: {"; ".join(each)}.']
+    return plans if kept.empty else kept, [f'{sentence}: {"; ".join(each) or "none has a price"}.']
 
 
-def gpus_of(plan: pd.Series) -> str:
-    """Return which GPUs a plan is of, and what it trains on, such as '8 x B200 on latents'."""
-    on = f' on {plan["input"]}' if plan['input'] else ''
-    return f'{plan["num_devices"]} x {short_name(plan["device"])}{on}'
+def gpus_of(row: pd.Series) -> str:
+    """Return which GPUs a row is of, and what it trains on, such as '8 x B200 on latents'."""
+    on = f' on {row["input"]}' if row['input'] else ''
+    return f'{row["num_devices"]} x {short_name(row["device"])}{on}'

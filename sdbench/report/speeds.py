@@ -27,7 +27,7 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
     newest = records.sort_values('date', kind='stable').drop_duplicates(
         ['status', *SETTINGS, 'num_devices', 'num_nodes'], keep='last')
     rows = records[(records['status'] != FORECAST) | records.index.isin(newest.index)]
-    rows = rows.assign(setting=rows.groupby(list(SETTINGS), sort=False).ngroup())
+    rows = rows.assign(setting=rows.groupby(SETTINGS, sort=False).ngroup())
     is_found = rows['device_train_microbatch_size'] == ''
     rows['microbatch'] = rows['microbatch'].where(is_found)  # else it is a setting
     sentences = []
@@ -44,7 +44,7 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
 
     # what follows from a speed
     rows, of_days = with_days(rows, settings)
-    sentences += [*of_days, *lowest_losses(rows)]
+    sentences += of_days
     if settings.learned:
         rows = rows.sort_values([*OF_LOSSES, 'eval_loss'], kind='stable', ignore_index=True)
     return rows, sentences
@@ -72,36 +72,12 @@ def with_days(rows: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[
         rows['images_in_days'] = (rows['images_per_sec'] * settings.days * SECONDS_PER_DAY).where(has_days)
         sentences.append(f'The last column is how many images {settings.days:g} days buy.')
 
-    # what they cost, where they are those of GPUs
+    # what they cost, where they are those of GPUs: by the prices that the report is given, or else by the record's
+    given = settings.dollars_per_gpu_hour
+    prices = [price_of(device, given or own) for device, own in zip(rows['device'], rows['prices'], strict=True)]
     hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
-    rows = rows.assign(days=days, total_gpu_hours=hours, price=prices_of_rows(rows, settings.dollars_per_gpu_hour))
-    return rows.assign(cost_usd=hours * rows['price']), sentences
-
-
-def prices_of_rows(rows: pd.DataFrame, given: Prices) -> list[float]:
-    """Return the dollars of a GPU-hour of each row: by the prices that the report is given, or else by its record's."""
-    return [price_of(device, given or prices) for device, prices in zip(rows['device'], rows['prices'], strict=True)]
-
-
-def lowest_losses(rows: pd.DataFrame) -> list[str]:
-    """Return sentences on which training learned best, of each several whose losses can be compared."""
-    sentences = []
-    judged = rows[rows['eval_loss'].notna()]
-    for _, runs in judged.groupby(OF_LOSSES, sort=False):
-        if runs['training'].nunique() < 2:
-            continue
-        best = runs.loc[runs['eval_loss'].idxmin()]
-        which = settings_in_words(best, differing(judged, OF_LOSSES))
-        how = settings_in_words(best, differing(runs, SETTINGS))
-        where = best['record'].get('save_folder')
-        samples = best['record'].get('eval_samples')  # few tell little
-        batch = best['eval_batch']
-        sentences.append(''.join([
-            'Lowest eval loss', f' ({which})' if which else '', f': {best["eval_loss"]:.4g}',
-            f' on {plural(samples, "sample")}' if samples else '',
-            '' if math.isnan(batch) else f' after {batch:,.0f} batches',
-            f', with {how}' if how else '', f', in {where}' if where else '', '.']))
-    return sentences
+    rows = rows.assign(days=days, total_gpu_hours=hours, price=prices, cost_usd=hours * prices)
+    return rows, sentences
 
 
 def medians(rows: pd.DataFrame) -> pd.DataFrame:
