@@ -89,7 +89,8 @@ def kinds_in(hint: Any) -> set[type]:
 
 KINDS = kinds_of_keys()
 TRUTHS = {'true': True, 'yes': True, '1': True, '1.0': True, 'false': False, 'no': False, '0': False, '0.0': False}
-KINDS_IN_WORDS = {bool: 'yes or no', int: 'a whole number', float: 'a finite number', dict: 'a JSON object'}
+KINDS_IN_WORDS = {bool: 'yes or no', int: 'a whole number', float: 'a finite number', dict: 'a JSON object',
+                  list: 'a list as JSON has it'}
 
 
 def read_value(key: str, value: Any) -> Any:
@@ -114,7 +115,7 @@ def read_value(key: str, value: Any) -> Any:
             value = json.loads(value)
     if str in kinds:
         return str(value)
-    if not kinds or list in kinds or isinstance(value, dict):
+    if not kinds or isinstance(value, dict) or (list in kinds and not isinstance(value, str)):
         return value
     what = ' or '.join(words for kind, words in KINDS_IN_WORDS.items() if kind in kinds)
     raise ValueError(f'{key} {value!r} is not {what}')

@@ -96,9 +96,11 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
     if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
         sentences.append(NOT_IN_A_FORECAST)
-    if ((pd.to_numeric(plans['num_nodes']) > 1) & (plans['network_gbits'] == '')).any():
-        sentences.append('The network between machines is taken to be as fast as the link of their GPUs, where a '
-                         'forecast was made without --network_gbits.')
+    networks = plans['network_gbits'][pd.to_numeric(plans['num_nodes']) > 1]
+    if len(networks):
+        speeds = [f'{gbits} Gbit/s' if gbits else 'as fast as the link of their GPUs (no --network_gbits)'
+                  for gbits in dict.fromkeys(networks)]
+        sentences.append(f'The network of each of several machines is taken to be {" or ".join(speeds)}.')
     if left_out:
         sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
     return plans, title_of(phases, settings), sentences
@@ -132,6 +134,8 @@ def images_of_phase(trained: pd.DataFrame, size: str) -> int:
         is_given = 'max_duration' not in record.get('by_default', ())
         if is_given and duration.endswith('ba') and 'batch_size' in record:
             return to_batches(duration) * record['batch_size']
+    if of_size.empty:
+        raise ValueError(f'--phase {size}: no training has images of this size; measure or forecast one')
     raise ValueError(f'--phase {size}: no record of this size has a --max_duration in batches; give IMAGES@{size}')
 
 
