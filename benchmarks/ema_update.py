@@ -20,16 +20,23 @@ from sdbench.models.loading import SD2_BASE, find_model
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Time one call."""
+    """Time one call, on a GPU up to the end of its kernels."""
     start = time.perf_counter()
     run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def compare(name: str, theirs: Callable[[], object], ours: Callable[[], object], runs: int = 5) -> str:
-    """Time both in turn, print their medians, and return a line with the ratio."""
+def medians_in_turn(theirs: Callable[[], object], ours: Callable[[], object], runs: int = 5) -> list[float]:
+    """Time two calls in turn; return the median seconds of each."""
     times = [(seconds(theirs), seconds(ours)) for _ in range(runs)]
-    their_median, our_median = (statistics.median(column) for column in zip(*times, strict=True))
+    return [statistics.median(column) for column in zip(*times, strict=True)]
+
+
+def compare(name: str, theirs: Callable[[], object], ours: Callable[[], object]) -> str:
+    """Time both in turn, print their medians, and return a line with the ratio."""
+    their_median, our_median = medians_in_turn(theirs, ours)
     print(f'{name:<8} Composer {their_median:8.4f} s   here {our_median:8.4f} s')
     return f'{name} ratio {their_median / our_median:.1f}'
 

@@ -14,6 +14,7 @@ docs/training.md has the result of two cores of an AMD EPYC.
 """
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,11 +31,10 @@ from PIL import Image
 
 from benchmark import StableDiffusion
 from benchmarks.captioned import save_captioned
-from benchmarks.variant import write_variant
 from export import main as export
 from sdbench.datasets.output import Output, PartWriter, join_parts, write_index
 from sdbench.inputs.shards import IMAGES_HASH, LATENT_COLUMNS, MOMENTS, index_hash
-from sdbench.models.loading import find_model
+from sdbench.models.loading import BUILT_IN, find_model
 from sdbench.training.checkpoints import checkpoints_in
 
 ROOT = Path(__file__).parent.parent
@@ -75,7 +75,10 @@ def write_model(folder: Path, unet: dict) -> None:
 
     The weights of its VAE and its text encoder, which --pretrained takes, are random.
     """
-    write_variant('tiny', folder, {'unet': unet, 'text_encoder': TEXT_ENCODER})
+    shutil.copytree(BUILT_IN['tiny'], folder)
+    for part, changes in (('unet', unet), ('text_encoder', TEXT_ENCODER)):
+        path = folder / part / 'config.json'
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     torch.manual_seed(17)
     model = StableDiffusion(str(folder))
     model.vae.save_pretrained(folder / 'vae')

@@ -8,10 +8,9 @@ called once a sample. Both run on one thread, in turn; the ratio comes last.
 docs/speed.md has the ratio of 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
 """
 import io
-import statistics
 import sys
 import tempfile
-import time
+from collections import deque
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 from torchvision import transforms
 from transformers import CLIPTokenizer
 
-from benchmarks.photographs import photograph
+from benchmarks.ema_update import medians_in_turn
 from data import StreamingLAIONDataset, build_loader
 from sdbench.inputs.shards import MDS_COLUMNS
 from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer
@@ -29,6 +28,7 @@ IMAGE_SIZE = 512  # pixels to train at
 BATCH_SIZE = 32
 NUM_SAMPLES = 512
 PICTURES = 512  # that differ
+SIDE = 256  # of a picture, in pixels
 
 
 class OriginalDataset(StreamingDataset):
@@ -46,6 +46,17 @@ class OriginalDataset(StreamingDataset):
         return {'image': image, 'caption': torch.tensor(ids)}
 
 
+def photograph(random: np.random.Generator) -> bytes:
+    """Return a JPEG of about 20 KB with the detail of a photograph: noise at every scale, the coarser the stronger."""
+    picture = np.zeros((SIDE, SIDE, 3))
+    for size in (4, 16, 64, 256):
+        noise = Image.fromarray(random.integers(0, 256, (size, size, 3), dtype=np.uint8))
+        picture += np.asarray(noise.resize((SIDE, SIDE), Image.BICUBIC), float) / size ** 0.5
+    buffer = io.BytesIO()
+    Image.fromarray(np.uint8((picture - picture.min()) * 255 / np.ptp(picture))).save(buffer, 'JPEG', quality=88)
+    return buffer.getvalue()
+
+
 def write_photographs(folder: str, num_samples: int) -> None:
     """Write shards of photographs with captions of 14 words; of many samples each picture comes several times."""
     random = np.random.default_rng(0)
@@ -55,13 +66,6 @@ def write_photographs(folder: str, num_samples: int) -> None:
         for number in range(num_samples):
             caption = ' '.join(random.choice(words, 14))
             writer.write({'jpg': pictures[number % len(pictures)], 'caption': caption})
-
-
-def images_per_sec(loader) -> float:
-    """Time one epoch of a loader; return images a second."""
-    start = time.perf_counter()
-    images = sum(len(batch['image']) for batch in loader)
-    return images / (time.perf_counter() - start)
 
 
 def main() -> None:
@@ -78,10 +82,10 @@ def main() -> None:
         original = StreamingDataLoader(OriginalDataset(shards, slow), batch_size=BATCH_SIZE)
         ours = build_loader(StreamingLAIONDataset(shards, image_size=IMAGE_SIZE, batch_size=BATCH_SIZE), BATCH_SIZE, 0,
                             build_tokenizer()).dataloader
-        speeds = [(images_per_sec(original), images_per_sec(ours)) for _ in range(5)]
-    their_median, our_median = (statistics.median(column) for column in zip(*speeds, strict=True))
-    print(f'the original\'s way {their_median:.0f} images/s   ours {our_median:.0f} images/s')
-    print(f'loader ratio {our_median / their_median:.1f}')
+        their_seconds, our_seconds = medians_in_turn(lambda: deque(original, 0), lambda: deque(ours, 0))  # an epoch
+        images = len(original.dataset)
+    print(f'the original\'s way {images / their_seconds:.0f} images/s   ours {images / our_seconds:.0f} images/s')
+    print(f'loader ratio {their_seconds / our_seconds:.1f}')
 
 
 if __name__ == '__main__':

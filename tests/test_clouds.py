@@ -64,9 +64,10 @@ def test_without_a_remote_the_runs_of_make_smoke_are_over_all_nodes_together(tmp
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(ROOT)
     runs = calls_of(tmp_path, 'composer')
-    for arguments, step in zip(runs, smoke_steps(Machine(8 * nodes, 'H100', 79.2, False)), strict=True):
+    steps = smoke_steps(Machine(8 * nodes, 'H100', 79.2, False))
+    for arguments, program in zip(runs, steps.values(), strict=True):
         assert launched(monkeypatch, arguments).world_size == 8 * nodes
-        assert flags_of(arguments) == parse(Train, '', list(step.program[1:]))
+        assert flags_of(arguments) == parse(Train, '', list(program[1:]))
     ports = {launched(monkeypatch, arguments).master_port for arguments in runs}
     assert len(ports) == 2  # a node that begins the second must not find the end of the first
 

@@ -61,7 +61,7 @@ def test_what_it_takes_without_the_compiler_is_what_its_plan_says(monkeypatch, c
 @pytest.fixture(autouse=True)
 def no_changes(monkeypatch):
     """Dry runs without what one change would do, for which the model is traced anew four times."""
-    monkeypatch.setattr(sdbench.forecast.dry_run, 'with_less_memory', lambda settings: {})
+    monkeypatch.setattr(sdbench.forecast.dry_run, 'with_one_change', lambda settings: {'none': settings})
 
 
 @pytest.mark.long

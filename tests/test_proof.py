@@ -1,5 +1,6 @@
 """`make proof`: every step is one that runs, none that has a record is repeated, and the page says what it must."""
 import json
+import math
 import shlex
 import subprocess
 
@@ -10,7 +11,7 @@ from composer.utils import dist
 
 import benchmark
 from benchmarks.proof import __main__ as proof
-from benchmarks.proof.__main__ import Machine, Step, all_steps, check, prove
+from benchmarks.proof.__main__ import Machine, all_steps, check, prove
 from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
@@ -33,9 +34,7 @@ def test_every_measurement_is_one_of_its_own_that_the_benchmark_takes(as_on_a_gp
     monkeypatch.setattr(dist, 'all_gather_object', lambda mine: [mine])
     monkeypatch.setenv('WORLD_SIZE', str(max(1, machine.gpus)))
     monkeypatch.chdir(ROOT)
-    steps = all_steps(machine)
-    assert len({step.name for step in steps}) == len(steps)
-    flags_of_runs = [step.program[1:] for step in steps if step.program[0] == 'benchmark.py']
+    flags_of_runs = [program[1:] for program in all_steps(machine).values() if program[0] == 'benchmark.py']
     measured = [complete(parse(Train, '', list(flags)), None) for flags in flags_of_runs]
     assert len(set(map(repr, measured))) == len(measured)
 
@@ -43,29 +42,31 @@ def test_every_measurement_is_one_of_its_own_that_the_benchmark_takes(as_on_a_gp
 @pytest.mark.long
 def test_a_proof_goes_on_where_it_was_and_its_page_names_what_failed_and_what_was_not_run(tmp_path, monkeypatch):
     wrong_size = ('benchmark.py', '--use_synth_data', '--image_size', '63')
-    steps = [Step('wrong size', 60, wrong_size), check('later', 9000, 'life')]
-    monkeypatch.setattr(proof, 'all_steps', lambda machine: steps)
-    prove(tmp_path, CPU, minutes=100)  # less than the second step takes
+    hangs = ('-c', 'import time; time.sleep(1000)')
+    steps = {'hangs': hangs, 'wrong size': wrong_size, 'later': check('life')}
+    monkeypatch.setattr(proof, 'all_steps', lambda machine: dict(steps))
+    monkeypatch.setattr(proof, 'LIMIT', 1)
+    prove(tmp_path, CPU, minutes=0.01)  # so that no second step begins
     records = (tmp_path / 'records.jsonl').read_text()
-    assert [json.loads(line)['step'] for line in records.splitlines()] == ['wrong size']
+    assert [json.loads(line)['step'] for line in records.splitlines()] == ['hangs']
+    page = (tmp_path / 'proof.md').read_text()
+    assert 'no end within 1 s' in page
+    assert 'Not run yet: wrong size, later.' in page
+
+    monkeypatch.setattr(proof, 'LIMIT', 600)
+    del steps['later']
+    prove(tmp_path, CPU, math.inf)
+    added = (tmp_path / 'records.jsonl').read_text().removeprefix(records)
+    assert [json.loads(line)['step'] for line in added.splitlines()] == ['wrong size']
     page = (tmp_path / 'proof.md').read_text()
     assert 'benchmark.py: error: argument --image_size: 63 is not a multiple of 8' in page
-    assert 'Not run yet: later.' in page
+    assert 'Not run yet' not in page
 
-    steps[1] = check('later', 1, 'identity')
-    prove(tmp_path, CPU, minutes=0.02)  # it is ended after a second, so that it is still to be run
-    assert (tmp_path / 'records.jsonl').read_text() == records
-    steps[1] = Step('later', 60, wrong_size)  # ten times as long, before it is ended
-    prove(tmp_path, CPU, None)
-    added = (tmp_path / 'records.jsonl').read_text().removeprefix(records)
-    assert json.loads(added)['step'] == 'later'
-    assert 'Not run yet' not in (tmp_path / 'proof.md').read_text()
-
-    with pytest.raises(ValueError, match='another machine'):
-        prove(tmp_path, ONE, None)
-    monkeypatch.setattr(proof, 'program', lambda: {'commit': 'abc'})
+    with pytest.raises(ValueError, match='the proof of machine 0 x CPU, and here is machine 1 x'):
+        prove(tmp_path, ONE, math.inf)
+    monkeypatch.setattr(proof, 'git_commit', lambda: 'abc')
     with pytest.raises(ValueError, match='the proof of commit .*, and here is commit abc; give a new one'):
-        prove(tmp_path, CPU, None)
+        prove(tmp_path, CPU, math.inf)
 
 
 def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_plan(tmp_path, monkeypatch, capfd):
@@ -82,7 +83,7 @@ def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_
         return subprocess.CompletedProcess(command, 0, json.dumps(measured) + '\n')
 
     monkeypatch.setattr(proof.subprocess, 'run', run)
-    monkeypatch.setattr('sdbench.forecast.dry_run.with_less_memory', lambda settings: {})  # which is not asked for
+    monkeypatch.setattr('sdbench.forecast.dry_run.with_one_change', lambda settings: {'none': settings})
     assert proof.smoke(Machine(8, A100, 39.4, False)) == 0
     rows = pd.DataFrame(read_records(str(tmp_path / 'results.jsonl')))
     corrections, _ = corrections_of(rows, rows)

@@ -2,7 +2,6 @@
 
 The tests compare the switches on a CPU by the same function and the same tolerances.
 """
-import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +15,7 @@ from sdbench.flags.train import Train
 from sdbench.models.switches import process_switches
 from sdbench.training.evaluation import NOISE, TIMESTEP
 
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 STEPS = 30
 SIDE = 64  # pixels
 STEPS_TOLERANCE = 1e-3  # of losses and gradient norms in thirty steps, and of the average; relative
@@ -86,52 +86,31 @@ def differences(one: tuple[float, torch.Tensor], other: tuple[float, torch.Tenso
     return abs(loss - other_loss) / abs(other_loss), float(gradient_difference)
 
 
-@contextlib.contextmanager
-def full_float32():
-    """Turn off TF32, which keeps 10 bits of a product's factors, while the context lasts."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
-def device_here() -> str:
-    """Return the kind of device of this machine."""
-    return 'cuda' if torch.cuda.is_available() else 'cpu'
-
-
 def compare_switches() -> list[dict]:
     """Compare each switch with eager float32 on this device. What cannot be built here says why."""
     results = []
-    switches = SWITCHES
-    if torch.cuda.is_available():
-        switches = [*SWITCHES, *GPU_SWITCHES]
-    with full_float32():
-        plain = loss_and_gradient(EAGER, device_here())
-        for argv, tolerance in switches:
-            result = {'flags': ' '.join(argv), 'tolerance': tolerance}
-            try:
-                loss, gradient = differences(loss_and_gradient(argv, device_here()), plain)
-                result |= {'loss': loss, 'gradient': gradient, 'holds': loss < tolerance and gradient < tolerance}
-            except Exception as error:  # one that does not run here leaves the others to be compared
-                result |= {'holds': None, 'error': str(error).strip().splitlines()[0][:200]}
-            results.append(result)
+    plain = loss_and_gradient(EAGER, DEVICE)
+    for argv, tolerance in SWITCHES if DEVICE == 'cpu' else [*SWITCHES, *GPU_SWITCHES]:
+        result = {'flags': ' '.join(argv), 'tolerance': tolerance}
+        try:
+            loss, gradient = differences(loss_and_gradient(argv, DEVICE), plain)
+            result |= {'loss': loss, 'gradient': gradient, 'holds': loss < tolerance and gradient < tolerance}
+        except Exception as error:  # one that does not run here leaves the others to be compared
+            result |= {'holds': None, 'error': str(error).strip().splitlines()[0][:200]}
+        results.append(result)
     return results
 
 
-def compare_devices() -> dict:
-    """Compare thirty steps with AdamW and the average, in float32, on this device and on the CPU."""
-    with full_float32():
-        here, average_here = thirty_steps(device_here())
-        cpu, average_cpu = thirty_steps('cpu')
+def compare_devices() -> tuple[float, float]:
+    """Compare thirty steps with AdamW and the average, in float32, on this device and on the CPU.
+
+    Returns the largest difference of a loss or a gradient norm, and that of the average, both relative.
+    """
+    here, average_here = thirty_steps(DEVICE)
+    cpu, average_cpu = thirty_steps('cpu')
     one, other = np.array(here), np.array(cpu)  # (STEPS, 2): loss and norm
     largest = float((abs(one - other) / abs(other)).max())  # NaN where one of them is
-    average = float((average_here - average_cpu).norm() / average_cpu.norm())
-    return {'device': device_here(), 'steps_here': here, 'steps_cpu': cpu, 'largest_difference': largest,
-            'average_difference': average, 'tolerance': STEPS_TOLERANCE,
-            'holds': largest < STEPS_TOLERANCE and average < STEPS_TOLERANCE}
+    return largest, float((average_here - average_cpu).norm() / average_cpu.norm())
 
 
 def thirty_steps(device: torch.device | str) -> tuple[list[tuple[float, float]], torch.Tensor]:

@@ -1,5 +1,6 @@
 """Write the page of a proof: what was measured beside its forecast, and what each check has seen."""
 import math
+from collections.abc import Collection
 from pathlib import Path
 
 import pandas as pd
@@ -13,14 +14,8 @@ from sdbench.report.markdown import table_text
 FAR = 1.25  # times the forecast either way, beyond its error on published speeds
 
 
-def write_page(folder: Path, records: list[dict], missing: list[str]) -> None:
-    """Write proof.md.
-
-    Args:
-        folder: where it goes.
-        records: of the steps, as `python -m benchmarks.proof` appends them.
-        missing: names of the steps that have none.
-    """
+def write_page(folder: Path, records: list[dict], missing: Collection[str]) -> None:
+    """Write proof.md into a folder: of the records of its steps, and with the names of those that have none."""
     # what was measured, the speeds that are far from their forecasts first
     trained = [record for record in records if record['stage'] == 'train' and record['step'] != 'loader']
     forecasts = {record['step']: record for record in trained if record['status'] == FORECAST}
@@ -68,7 +63,7 @@ def run_row(record: dict, forecast: dict) -> dict:
         ratio = speed / foreseen
     return {'run': record['step'], 'microbatch': str(record.get('device_train_microbatch_size')), 'images/s': speed,
             'forecast': foreseen, 'ratio': ratio, 'GiB': record.get('peak_memory_gib'),
-            'GiB forecast': forecast.get('peak_memory_gib'), 'expected': record['expectation'],
+            'GiB forecast': forecast.get('peak_memory_gib'),
             'notes': record.get('error') or why_unreliable(record)}
 
 

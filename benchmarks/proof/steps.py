@@ -6,19 +6,21 @@ A step appends its results to the file OUT as lines of JSON. A check has `holds`
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from composer import Callback
+from composer.algorithms.ema import ema as composer_ema
+from diffusers import UNet2DConditionModel
 
 import benchmark
-from benchmarks.proof.exactness import compare_devices, compare_switches
+from benchmarks.ema_update import medians_in_turn
+from benchmarks.loader import write_photographs
+from benchmarks.proof.exactness import DEVICE, STEPS_TOLERANCE, compare_devices, compare_switches
+from ema import ShadowModel, compute_ema
 from sdbench.models.loading import find_model
 
 ROOT = Path(__file__).parents[2]
@@ -82,34 +84,27 @@ def identity() -> list[dict]:
 
 def rates_of(device: torch.device) -> dict[str, float]:
     """Measure TFLOP/s of a product in bf16, and GB/s, read and written, of a copy."""
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)  # whose kernels are waited for
     side, nbytes = (8192, GIB) if device.type == 'cuda' else (1024, GIB // 16)
     one = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     source = torch.empty(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    product = seconds_of(lambda: one @ one, device)
-    copy = seconds_of(lambda: target.copy_(source), device)
+    product, copy = medians_in_turn(lambda: one @ one, lambda: target.copy_(source), runs=20)
     return {'tflops_per_sec': 2 * side ** 3 / product / 1e12, 'gigabytes_per_sec': 2 * nbytes / copy / 1e9}
-
-
-def seconds_of(work: Callable[[], object], device: torch.device, times: int = 20) -> float:
-    """Time one call, after a few to warm up."""
-    for repeats in (3, times):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        if device.type == 'cuda':
-            torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / times
 
 
 def exactness() -> list[dict]:
     """Compare this device with the CPU, and each switch with eager float32."""
-    devices, switches = compare_devices(), compare_switches()
-    seen = (f'thirty steps in float32 on {devices["device"]} and on the CPU differ by '
-            f'{devices["largest_difference"]:.1e} of a loss or a gradient norm, and by '
-            f'{devices["average_difference"]:.1e} of the average')
-    holds = devices['holds'] and all(switch['holds'] is not False for switch in switches)
-    return checked(holds, seen, devices=devices, rows=switches)
+    # TF32 would keep 10 bits of a product's factors
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    largest, of_average = compare_devices()
+    switches = compare_switches()
+    is_near = largest < STEPS_TOLERANCE and of_average < STEPS_TOLERANCE
+    holds = is_near and all(switch['holds'] is not False for switch in switches)
+    return checked(holds, f'thirty steps in float32 on {DEVICE} and on the CPU differ by {largest:.1e} of a loss or a '
+                   f'gradient norm, and by {of_average:.1e} of the average', rows=switches)
 
 
 def child(*program: str) -> subprocess.CompletedProcess:
@@ -163,14 +158,6 @@ def read_losses(path: Path) -> list[tuple[int, float]]:
     return [(int(batch), float(loss)) for batch, loss in pairs]
 
 
-def refused(reason: str, *flags: str) -> list[dict]:
-    """See whether benchmark.py ends, and says the reason in one line."""
-    done = child('benchmark.py', '--use_synth_data', *flags, '--results', os.devnull)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('benchmark.py: error:')]
-    said = ' / '.join(lines)
-    return checked(done.returncode != 0 and said.count(reason) == 1, said)
-
-
 def not_a_number(*flags: str) -> list[dict]:
     """See whether a run whose weights become infinite ends, and says why in one line."""
     return refused('not finite', *flags, '--learning_rate', '1e38')
@@ -181,9 +168,16 @@ def out_of_memory(*flags: str) -> list[dict]:
     return refused('out of memory', *flags, '--use_ema')
 
 
+def refused(reason: str, *flags: str) -> list[dict]:
+    """See whether benchmark.py ends, and says the reason in one line."""
+    done = child('benchmark.py', '--use_synth_data', *flags, '--results', os.devnull)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('benchmark.py: error:')]
+    said = ' / '.join(lines)
+    return checked(done.returncode != 0 and said.count(reason) == 1, said)
+
+
 def loader(*flags: str) -> list[dict]:
     """Measure the loader alone, and with the fastest model that needs no compiler, on JPEGs of this disk."""
-    from benchmarks.loader import write_photographs
     batch_size = int(flags[flags.index('--batch_size') + 1])
     microbatch = flags.index('--device_train_microbatch_size')
     with tempfile.TemporaryDirectory() as name:
@@ -202,20 +196,12 @@ def loader(*flags: str) -> list[dict]:
 
 def average(model_name: str) -> list[dict]:
     """Time an update of the average, Composer's and this repository's in turn."""
-    from composer.algorithms.ema import ema as composers
-    from diffusers import UNet2DConditionModel
-
-    from ema import ShadowModel, compute_ema
-    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-    with device:
+    with torch.device(DEVICE):
         unet = UNet2DConditionModel.from_config(find_model(model_name).configs['unet'])
-    ours, theirs = ShadowModel(unet), composers.EMAParameters(unet)
-    seconds_of_composer, seconds_here = [], []
+    ours, theirs = ShadowModel(unet), composer_ema.EMAParameters(unet)
     with torch.no_grad():
-        for _ in range(5):
-            seconds_of_composer.append(seconds_of(lambda: composers.compute_ema(unet, theirs, 0.999), device, 3))
-            seconds_here.append(seconds_of(lambda: compute_ema(unet, ours, 0.999), device, 3))
-    composer, here = statistics.median(seconds_of_composer), statistics.median(seconds_here)
+        composer, here = medians_in_turn(lambda: composer_ema.compute_ema(unet, theirs, 0.999),
+                                         lambda: compute_ema(unet, ours, 0.999))
     return checked(here < composer, f'an update takes {here * 1000:.3g} ms, and {composer * 1000:.3g} ms in Composer')
 
 

@@ -25,15 +25,17 @@ from sdbench.records.figures import WIDTH, rounded
 from sdbench.records.keys import ENCODERS, FORECAST, NOT_IN_A_FORECAST
 from sdbench.records.read import INPUTS, MEASURED, PUBLISHED, read_published, read_records, words
 from sdbench.records.record import append_line, make_record
+from sdbench.report.markdown import settings_in_words
 
-RANGE = f"""\
-In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on speeds of sources that it had not seen.
-A speed without brackets is not tested: no published run had this model, size, GPU and as many machines, and was
-compiled alike."""
-NO_RANGE = f"""\
-Not tested: no published run had this model, image size, input and GPU, as few images a step, and was compiled alike.
-Elsewhere the forecast was off by at most {LARGEST_ERROR:.0%}, on speeds of sources that it had not seen."""
-NO_PEAK = 'no peak is known in this precision. In amp_fp16 it is known (--precision).'
+RANGE = [
+    f'In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on speeds of sources that it had not '
+    'seen.',
+    'A speed without brackets is not tested: no published run had this model, size, GPU and as many machines, and was '
+    'compiled alike.']
+NO_RANGE = [
+    'Not tested: no published run had this model, image size, input and GPU, as few images a step, and was compiled '
+    'alike.',
+    f'Elsewhere the forecast was off by at most {LARGEST_ERROR:.0%}, on speeds of sources that it had not seen.']
 MOST_MICROBATCHES = 9  # columns of the table of memory, up to the first that does not fit
 MEMORY = (f'CUDA and its libraries take more than is counted: a microbatch fits where there is room for '
           f'{UNCOUNTED_SHARE:.0%} more.')
@@ -56,9 +58,71 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
     """
     if dist.get_global_rank() > 0:
         return []
-    # The run on each number of GPUs, or why there can be none.
+    runs, refused = runs_of(settings, index)
+
+    # what may be refused comes before the trace
+    cards = []
+    unknown = []
+    for card in cards_named(settings.gpu):
+        if peak_of(card.name, runs[0].precision):
+            cards.append(card)
+        else:
+            unknown.append(short_name(card.name))
+    if not cards:
+        raise ValueError(f'--precision {runs[0].precision}: no GPU that is asked for has a known peak in it; use '
+                         'amp_fp16')
+    measured = []
+    if os.path.isfile(settings.results_file):
+        measured = read_records(settings.results_file)
+
+    # a step of the run, and a forecast for each card that holds it, by number of GPUs; the cheapest card first
+    print('counting memory and work of a step', file=sys.stderr, flush=True)
+    estimates = [Estimate.of(run, build_model, build_optimizer) for run in runs]
+    forecasts = []
+    no_room = []
+    for card in cards:
+        own = {given.settings.num_devices: Forecast.of(given, card) for given in estimates if given.microbatch_on(card)}
+        if own:
+            forecasts.append(own)
+        else:
+            no_room.append(short_name(card.name))
+    if not forecasts:
+        asked = settings.device_train_microbatch_size
+        microbatch = asked if isinstance(asked, int) else 1
+        raise ValueError(f'--gpu: a microbatch of {microbatch} takes {estimates[0].taken(microbatch):.1f} GiB, and the '
+                         f'largest GPU asked for has {max(card.gib for card in cards):g}; choose a GPU with more '
+                         'memory by --gpu, or use --gradient_checkpointing or a smaller image')
+    forecasts.sort(key=lambda own: next(iter(own.values())).dollars_of_an_image)
+
+    # the text
+    rows = [forecast for own in forecasts for forecast in own.values()]
+    sentences = what_figures_mean(rows)
+    if settings.gpu and unknown:
+        sentences.append(f'No forecast of {", ".join(unknown)}: no peak is known in this precision. In amp_fp16 it is '
+                         'known (--precision).')
+    if no_room:
+        sentences.append(f'No room on {", ".join(no_room)}.')
+    if len(rows) > 1:
+        sentences.append('What follows is of the first row; --gpu NAME picks another GPU.')
+    blocks = [title(rows[0].given.settings), '\n\n'.join(tables(forecasts, refused)) + '\n' + filled(sentences),
+              *reasons(rows[0], build_model, build_optimizer, measured)]
+
+    # records are kept before anything is printed, which may end with the pipe that reads it
+    records = [forecast.record for forecast in rows]
+    if settings.results not in (None, '-'):
+        for record in records:
+            append_line(json.dumps(record), settings.results)
+        blocks.append(f'{plural(len(records), "forecast")} appended to {settings.results}')
+    print(*blocks, sep='\n\n')
+    if settings.results == '-':
+        print(*map(json.dumps, records), sep='\n')
+    return records
+
+
+def runs_of(settings: Train, index: dict | None) -> tuple[list[Train], dict[int, str]]:
+    """Return the run on each number of GPUs, and why there can be none, by number. Raises ValueError without any."""
     runs = []
-    refused = {}  # reasons, by number of GPUs
+    refused = {}
     for devices in sorted(settings.dry_run):
         try:
             settings.check_batch(devices or dist.get_world_size())
@@ -67,50 +131,7 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
             refused[devices] = str(error)
     if not runs:
         raise ValueError(next(iter(refused.values())))
-
-    # What may be refused comes before the trace. Without --gpu the cards are those whose speed can be forecast, if any.
-    cards = cards_named(settings.gpu)
-    if not settings.gpu:
-        cards = [card for card in cards if peak_of(card.name, runs[0].precision)] or cards
-    measured = []
-    if os.path.isfile(settings.results_file):
-        measured = read_records(settings.results_file)
-
-    # A step of the run, and a forecast for each card that holds it, by card and number of GPUs.
-    print('counting memory and work of a step', file=sys.stderr, flush=True)
-    estimates = [Estimate.of(run, build_model, build_optimizer) for run in runs]
-    forecasts = {}
-    for card in cards:
-        own = {given.settings.num_devices: Forecast.of(given, card) for given in estimates if given.microbatch_on(card)}
-        if own:
-            forecasts[card] = own
-    if not forecasts:
-        asked = settings.device_train_microbatch_size
-        microbatch = asked if isinstance(asked, int) else 1
-        raise ValueError(f'--gpu: a microbatch of {microbatch} takes {estimates[0].taken(microbatch):.1f} GiB, and the '
-                         f'largest GPU asked for has {max(card.gib for card in cards):g}; choose a GPU with more '
-                         f'memory by --gpu, or try {" or ".join(with_less_memory(runs[0]))}')
-
-    # Those with a speed are kept first: what is printed may end with the pipe that reads it.
-    cheapest = sorted(forecasts.values(), key=lambda own: next(iter(own.values())).dollars_of_an_image)
-    answer = training_answer(cheapest, refused, build_model, build_optimizer, measured)
-    records = [forecast.record for own in forecasts.values() for forecast in own.values()]
-    records = [record for record in records if record['images_per_sec'] is not None]
-    is_kept = settings.results not in (None, '-')
-    if is_kept:
-        for record in records:
-            append_line(json.dumps(record), settings.results)
-
-    # The answer.
-    print(answer)
-    without_room = [card.name for card in cards if card not in forecasts]
-    if without_room:
-        print(f'\nNo room on {", ".join(without_room)}.')
-    if is_kept:
-        print(f'\n{plural(len(records), "forecast")} appended to {settings.results}')
-    elif settings.results == '-':
-        print(*map(json.dumps, records), sep='\n')
-    return records
+    return runs, refused
 
 
 class Forecast(NamedTuple):
@@ -121,25 +142,21 @@ class Forecast(NamedTuple):
 
     @classmethod
     def of(cls, given: Estimate, card: Card) -> 'Forecast':
-        """Calculate the record; its speed is None where the peak of the card is not known in the precision."""
+        """Calculate the record, on a card whose peak is known in the precision."""
         microbatch = given.microbatch_on(card)
         settings = dataclasses.replace(given.settings, device_train_microbatch_size=microbatch)
-        speeds = dict.fromkeys(['images_per_sec', 'images_per_sec_least', 'images_per_sec_most',
-                                'encode_images_per_sec'])
-        if peak_of(card.name, settings.precision):
-            speed = given.speed_on(card, microbatch)
-            speeds['images_per_sec'] = speed
-            speeds['encode_images_per_sec'] = given.encoding_speed_on(card)
-            if given.is_tested(card):
-                speeds['images_per_sec_least'] = speed / (1 + LARGEST_ERROR)
-                speeds['images_per_sec_most'] = speed * (1 + LARGEST_ERROR)
+        speed = given.speed_on(card, microbatch)
+        is_tested = given.is_tested(card)
         return cls(given, card, make_record('train', settings, {
             'status': FORECAST,
             'device': card.name,
             'device_type': 'cuda',
             'num_nodes': given.machines_on(card),
             'gpus_per_node': given.gpus_per_node(card),
-            **speeds,
+            'images_per_sec': speed,
+            'images_per_sec_least': speed / (1 + LARGEST_ERROR) if is_tested else None,
+            'images_per_sec_most': speed * (1 + LARGEST_ERROR) if is_tested else None,
+            'encode_images_per_sec': given.encoding_speed_on(card),
             'peak_memory_gib': given.taken(microbatch),
         }))
 
@@ -155,47 +172,51 @@ class Forecast(NamedTuple):
 
     @property
     def dollars_of_an_image(self) -> float:
-        """Return what orders the cards; infinite where it is not known."""
-        if self.record['images_per_sec'] is None or math.isnan(self.price):
-            return math.inf
-        return self.price / self.record['images_per_sec_per_device']
+        """Return what orders the cards; infinite where there is no price."""
+        return math.inf if math.isnan(self.price) else self.price / self.record['images_per_sec_per_device']
 
-    def cells(self, each: float | None = None) -> dict[str, str]:
+    def cells(self, first: 'Forecast | None' = None) -> dict[str, str]:
         """Return the cells of its row by heading.
 
         Args:
-            each: images/s of each GPU that its efficiency is over, in a table of several numbers of GPUs; None: there
-                is one number, and days and dollars have a range as well.
+            first: of the same card, over whose speed its efficiency is, in a table of several numbers of GPUs; None:
+                there is one number, and days and dollars have a range as well.
         """
         record = self.record
-        speeds = [record['images_per_sec'], record['images_per_sec_least'], record['images_per_sec_most']]
-        cells = {'images/s': with_range(speeds)}
-        if each is not None and speeds[0] is not None:
-            own = record['images_per_sec_per_device']
-            cells |= {'each': rounded(own), 'efficiency': f'{own / each:.1%}'}
-        images = self.given.settings.training_images
-        if images:
-            days = [speed and days_to_train(speed, images) for speed in speeds]
-            hours = [each_days and each_days * 24 * record['num_devices'] for each_days in days]
-            dollars = [each_hours and each_hours * self.price for each_hours in hours]
-            if each is not None:
-                days, dollars = days[:1], dollars[:1]
-            cells['days'] = with_range(days)
-            if each is not None:
-                cells['GPU-hours'] = with_range(hours[:1])
-            cells['dollars'] = 'no price' if math.isnan(self.price) else with_range(dollars)
         sizes = {'microbatch': str(record['device_train_microbatch_size']),
                  'GiB taken': f'{record["peak_memory_gib"]:.1f}'}
-        return sizes | cells if each is None else cells | sizes
+        speeds = [record['images_per_sec']]
+        if record['images_per_sec_least']:
+            speeds += [record['images_per_sec_least'], record['images_per_sec_most']]
+        cells = {'images/s': with_range(speeds)}
+        if first is not None:
+            each = record['images_per_sec_per_device']
+            cells['each'] = rounded(each)
+            cells['efficiency'] = f'{each / first.record["images_per_sec_per_device"]:.1%}'
+            speeds = speeds[:1]
+
+        # what the training takes
+        images = self.given.settings.training_images
+        if images:
+            days = [days_to_train(speed, images) for speed in speeds]
+            hours = [each_days * 24 * record['num_devices'] for each_days in days]
+            cells['days'] = with_range(days)
+            if first is not None:
+                cells['GPU-hours'] = with_range(hours)
+            dollars = with_range([each_hours * self.price for each_hours in hours])
+            cells['dollars'] = 'no price' if math.isnan(self.price) else dollars
+        return sizes | cells if first is None else cells | sizes
 
 
-def with_less_memory(settings: Train) -> dict[str, Train]:
-    """Return the settings of a run with each change that takes less memory, by the change in words."""
+def with_one_change(settings: Train) -> dict[str, Train]:
+    """Return the settings of a run with each change that may be worth it, by the change in words."""
     half = settings.image_size // 16 * 8
     changes = {}
+    if isinstance(settings.device_train_microbatch_size, int):
+        changes['the largest microbatch'] = {'device_train_microbatch_size': 'auto'}
     if settings.encoder_precision != 'bf16':
         changes['--encoder_precision bf16'] = {'encoder_precision': 'bf16'}
-    if not settings.half_precision_norms and settings.precision != 'fp32':
+    if not settings.half_precision_norms:
         changes['--half_precision_norms'] = {'half_precision_norms': True}
     if not settings.gradient_checkpointing:
         changes['--gradient_checkpointing'] = {'gradient_checkpointing': True}
@@ -205,50 +226,13 @@ def with_less_memory(settings: Train) -> dict[str, Train]:
         changes[f'--image_size {half}'] = {'image_size': half}
     if not settings.latents:
         changes['latents (encode.py)'] = {'encoders': ENCODERS[True]}
+    if settings.num_devices > 1 and settings.allreduce_precision == 'fp32':
+        changes['--allreduce_precision bf16'] = {'allreduce_precision': 'bf16'}
     return {change: dataclasses.replace(settings, **flags) for change, flags in changes.items()}
 
 
-def training_answer(forecasts: list[dict[int, Forecast]], refused: dict[int, str], build_model: Callable,
-                    build_optimizer: Callable, measured: list[dict]) -> str:
-    """Return the text of a forecast: a row for each card and number of GPUs, and the reasons for the first of them.
-
-    Args:
-        forecasts: of each card that holds an image, by number of GPUs; the cheapest card first.
-        refused: why there can be no run, by number of GPUs.
-        build_model: makes the model, for the run with one change each.
-        build_optimizer: makes its optimizer.
-        measured: the rows of --results.
-    """
-    # the answer
-    given, card, record = next(iter(forecasts[0].values()))
-    basis = f'A forecast, from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'
-    blocks = ['\n'.join(textwrap.fill(text, WIDTH) for text in (title(given.settings), basis))]
-    blocks.append(answer(forecasts, refused))
-
-    # the reasons
-    is_forecast = record['images_per_sec'] is not None
-    if is_forecast:
-        blocks.append(aligned(change_rows(given, build_model, build_optimizer, card)))
-    blocks.append(f'{aligned(memory_rows(given, card))}\n{MEMORY}')
-    if is_forecast:
-        seconds = given.seconds_on(card, given.microbatch_on(card))
-        shares = (seconds / seconds.sum()).sort_values(ascending=False)
-        kinds = [f'{kind} {share:.0%}' for kind, share in shares.items() if share >= 0.005]
-        time = textwrap.fill(f'Where the time goes: {", ".join(kinds)}.', WIDTH)
-        encoding = rounded(record['encode_images_per_sec'])
-        blocks.append(f'{time}\nEncoding once, before a training on latents: {encoding} images/s.')
-
-    # the evidence
-    speeds = measured_speeds(given.settings, given.model.unet.config, card, measured)
-    if len(speeds):
-        blocks.append(aligned(speeds))
-        if PUBLISHED.name in set(speeds['file']):
-            blocks[-1] += f'\n{PUBLISHED_RUNS}'
-    return '\n\n'.join(blocks)
-
-
 def title(settings: Train) -> str:
-    """Return what is forecast: the model, its sizes, and the batch."""
+    """Return what is forecast, the model, its sizes and the batch, and what a forecast is."""
     parts = [f'{settings.image_size} pixels', settings.precision, f'encoders in {settings.encoder_precision}']
     if settings.latents:
         parts.append('latents that are encoded already')
@@ -256,26 +240,36 @@ def title(settings: Train) -> str:
         parts.append('compiled')
     if settings.use_ema:
         parts.append('EMA')
-    return f'{settings.model_name}: {", ".join(parts)}; a batch of {plural(settings.batch_size, "image")}'
+    return filled([f'{settings.model_name}: {", ".join(parts)}; a batch of {plural(settings.batch_size, "image")}',
+                   f'A forecast, from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'])
 
 
-def answer(forecasts: list[dict[int, Forecast]], refused: dict[int, str]) -> str:
-    """Return the tables of a forecast, and what their figures are of; the arguments are those of `training_answer`.
+def tables(forecasts: list[dict[int, Forecast]], refused: dict[int, str]) -> list[str]:
+    """Return the tables of a forecast: of one number of GPUs one with a row for each card, else one for each card.
 
-    Of one number of GPUs there is a table with a row for each card. Of several there is one for each card, with a row
-    for each number.
+    Args:
+        forecasts: of each card that holds an image, by number of GPUs.
+        refused: why there can be no run, by number of GPUs. It stands in the line of that number.
     """
-    rows = [forecast for own in forecasts for forecast in own.values()]
-    settings = rows[0].given.settings
-    counts = {row.record['num_devices'] for row in rows} | set(refused)
+    counts = {number for own in forecasts for number in own} | set(refused)
     if len(counts) == 1:
         heading = plural(*counts, 'GPU')
-        tables = [aligned(pd.DataFrame([{heading: row.name} | row.cells() for row in rows]))]
-    else:
-        tables = [table_of_numbers(own, refused | dict.fromkeys(counts - set(refused) - set(own), 'no room'))
-                  for own in forecasts]
+        rows = [{heading: forecast.name} | forecast.cells() for own in forecasts for forecast in own.values()]
+        return [aligned(pd.DataFrame(rows))]
+    found = []
+    for own in forecasts:
+        first = next(iter(own.values()))
+        rows = [{first.name: plural(number, 'GPU')} | forecast.cells(first) for number, forecast in own.items()]
+        heading, *lines = aligned(pd.DataFrame(rows)).splitlines()
+        line_of = {number: f'{plural(number, "GPU")}: {refused.get(number, "no room")}' for number in counts}
+        line_of |= zip(own, lines, strict=True)
+        found.append('\n'.join([heading, *(line_of[number] for number in sorted(counts))]))
+    return found
 
-    # what its figures are of, and how sure
+
+def what_figures_mean(rows: list[Forecast]) -> list[str]:
+    """Say in sentences what the figures of the tables are of, and how sure they are."""
+    settings = rows[0].given.settings
     sentences = []
     if settings.training_images:
         prices = prices_in_words([row.card.name for row in rows], settings.dollars_per_gpu_hour)
@@ -285,32 +279,8 @@ def answer(forecasts: list[dict[int, Forecast]], refused: dict[int, str]) -> str
         sentences.append(f'Days and dollars: {settings.training_images:,} images{epochs}, {prices} '
                          '(--dollars_per_gpu_hour).')
     sentences += network_sentences(rows)
-    with_speed = [row.record for row in rows if row.record['images_per_sec'] is not None]
-    if with_speed:
-        sentences.append(RANGE if any(record['images_per_sec_least'] for record in with_speed) else NO_RANGE)
-    without = dict.fromkeys(row.card.name for row in rows if row.record['images_per_sec'] is None)
-    if without:
-        sentences.append(f'No speed of {", ".join(without)}: {NO_PEAK}')
-    if len(rows) > 1:
-        sentences.append('What follows is of the first row; --gpu NAME picks another GPU.')
-    filled = '\n'.join(sentence if '\n' in sentence else textwrap.fill(sentence, WIDTH) for sentence in sentences)
-    return '\n\n'.join(tables) + '\n' + filled
-
-
-def table_of_numbers(own: dict[int, Forecast], reasons: dict[int, str]) -> str:
-    """Return a table with a row for each number of GPUs of one kind.
-
-    Args:
-        own: forecasts by number.
-        reasons: why there is none of other numbers. They stand in the lines of these.
-    """
-    first = next(iter(own.values()))
-    each = first.record['images_per_sec_per_device']
-    rows = [{first.name: plural(devices, 'GPU')} | forecast.cells(each) for devices, forecast in own.items()]
-    heading, *lines = aligned(pd.DataFrame(rows)).splitlines()
-    line_of = dict(zip(own, lines, strict=True))
-    line_of |= {devices: f'{plural(devices, "GPU")}: {reason}' for devices, reason in reasons.items()}
-    return '\n'.join([heading, *(line_of[devices] for devices in sorted(line_of))])
+    is_tested = any(row.record['images_per_sec_least'] for row in rows)
+    return sentences + (RANGE if is_tested else NO_RANGE)
 
 
 def network_sentences(rows: list[Forecast]) -> list[str]:
@@ -323,35 +293,41 @@ def network_sentences(rows: list[Forecast]) -> list[str]:
         return []
     machines = ' or '.join(f'{gpus} x {", ".join(cards)}' for gpus, cards in names.items())
     gbits = rows[0].given.settings.network_gbits
-    if gbits is None:
-        speed = 'is taken to be as fast as the link of its GPUs; --network_gbits says how fast it is.'
-    else:
+    speed = 'is taken to be as fast as the link of its GPUs; --network_gbits says how fast it is.'
+    if gbits is not None:
         speed = f'is {gbits:g} Gbit/s, of which {NETWORK_SHARE:.0%} count.'
     return [f'The network of a machine ({machines}) {speed}']
 
 
-def change_rows(given: Estimate, build_model: Callable, build_optimizer: Callable, card: Card) -> pd.DataFrame:
-    """Return what one change would do on a card: the microbatch that then fits, images/s, and these over the given."""
-    settings = given.settings
-    asked = given.microbatch_on(card)
-    largest = given.largest_microbatch(card.gib)
-    runs = {}
-    if largest != asked:
-        runs['the largest microbatch'] = (given, largest)
-    for change, changed in with_less_memory(settings).items():
-        other = Estimate.of(changed, build_model, build_optimizer)
-        runs[change] = (other, other.microbatch_on(card))
-    if settings.num_devices > 1 and settings.allreduce_precision == 'fp32':
-        half = dataclasses.replace(given, settings=dataclasses.replace(settings, allreduce_precision='bf16'))
-        runs['--allreduce_precision bf16'] = (half, asked)
+def reasons(first: Forecast, build_model: Callable, build_optimizer: Callable, measured: list[dict]) -> list[str]:
+    """Return why for a forecast: changes, memory, where the time goes, and what was measured, the rows of --results."""
+    given, card, record = first
+    seconds = given.seconds_on(card, record['device_train_microbatch_size'])
+    shares = (seconds / seconds.sum()).sort_values(ascending=False)
+    kinds = [f'{kind} {share:.0%}' for kind, share in shares.items() if share >= 0.005]
+    blocks = [aligned(change_rows(first, build_model, build_optimizer)),
+              f'{aligned(memory_rows(given, card))}\n{MEMORY}',
+              filled([f'Where the time goes: {", ".join(kinds)}.', 'Encoding once, before a training on latents: '
+                      f'{rounded(record["encode_images_per_sec"])} images/s.'])]
+    speeds = measured_speeds(given.settings, given.model.unet.config, card, measured)
+    if len(speeds):
+        blocks.append(aligned(speeds))
+        if PUBLISHED.name in set(speeds['file']):
+            blocks[-1] += f'\n{PUBLISHED_RUNS}'
+    return blocks
 
+
+def change_rows(first: Forecast, build_model: Callable, build_optimizer: Callable) -> pd.DataFrame:
+    """Return what one change would do on a card: the microbatch that then fits, images/s, and these over the given."""
     table = []
-    for change, (other, microbatch) in runs.items():
-        line = {'one change': change, 'microbatch': microbatch or 'none', 'images/s': '', 'times as fast': ''}
+    for change, settings in with_one_change(first.given.settings).items():
+        other = Estimate.of(settings, build_model, build_optimizer)
+        microbatch = other.microbatch_on(first.card)
+        line = {'one change': change, 'microbatch': 'none', 'images/s': '', 'times as fast': ''}
         if microbatch:
-            speed = other.speed_on(card, microbatch)
-            times = speed / given.speed_on(card, asked)
-            line |= {'images/s': rounded(speed), 'times as fast': f'{times:.2f}'}
+            speed = other.speed_on(first.card, microbatch)
+            times = speed / first.record['images_per_sec']
+            line |= {'microbatch': microbatch, 'images/s': rounded(speed), 'times as fast': f'{times:.2f}'}
         table.append(line)
     return pd.DataFrame(table)
 
@@ -373,7 +349,7 @@ def memory_rows(given: Estimate, card: Card) -> pd.DataFrame:
 def measured_speeds(settings: Train, unet_config: dict, card: Card, rows: list[dict]) -> pd.DataFrame:
     """Return a row for each reliable speed of the same model and input on a card.
 
-    Flags that such a run had otherwise stand in the column `with`.
+    Settings that such a run had otherwise stand in the column `with`.
 
     Args:
         settings: of the run that is forecast.
@@ -395,34 +371,29 @@ def measured_speeds(settings: Train, unet_config: dict, card: Card, rows: list[d
     for row in found:
         if any(row.get(key) != value for key, value in same.items()):
             continue
-        # flags that bear on speed and are others than those of the run, but for the microbatch
-        flags = []
+        # what bears on speed and is otherwise than in the run, but for the microbatch
+        others = []
         for name in ('batch_size', 'use_ema', *SWITCHES):
-            value = row[name]
-            if value in ('', words(getattr(settings, name))) or name == 'device_train_microbatch_size':
-                continue
-            if value in ('yes', 'no'):
-                flags.append(f'--{name}' if value == 'yes' else f'--no-{name}')
-            else:
-                flags.append(f'--{name} {value}')
+            if name != 'device_train_microbatch_size' and row[name] != words(getattr(settings, name)):
+                others.append(name)
         speeds.append({'measured on': row['device'], 'GPUs': row['num_devices'],
                        'microbatch': row['record'].get('device_train_microbatch_size', ''),
-                       'images/s': row['images_per_sec'], 'with': ' '.join(flags), 'file': row['file']})
+                       'images/s': row['images_per_sec'], 'with': settings_in_words(row, others), 'file': row['file']})
     return pd.DataFrame(speeds)
 
 
-def with_range(figures: list[float | None]) -> str:
-    """Return a figure with its range in brackets, such as '70 (57 to 85)'.
-
-    Of three figures the last two are its bounds, or None; one stands alone.
-    """
+def with_range(figures: list[float]) -> str:
+    """Return a figure, with its range in brackets where two bounds follow it, such as '70 (57 to 85)'."""
     figure, *bounds = figures
-    if figure is None:
-        return 'not known'
-    if not bounds or None in bounds:
+    if not bounds:
         return rounded(figure)
     least, most = sorted(bounds)
     return f'{rounded(figure)} ({rounded(least)} to {rounded(most)})'
+
+
+def filled(sentences: list[str]) -> str:
+    """Return each sentence in lines of its own."""
+    return '\n'.join(textwrap.fill(sentence, WIDTH) for sentence in sentences)
 
 
 def aligned(table: pd.DataFrame) -> str:

@@ -106,16 +106,11 @@ class Estimate:
         """Return the GiB that are taken of a GPU, with what cannot be counted."""
         return sum(self.needed(microbatch).values()) * (1 + UNCOUNTED_SHARE) / GIB
 
-    def largest_microbatch(self, gib: float) -> int | None:
-        """Return the largest microbatch that fits into so much memory; None: not even one image does."""
-        return largest_that_fits(self.settings.microbatch_sizes, lambda size: self.taken(size) <= gib)
-
     def microbatch_on(self, card: Card) -> int | None:
-        """Return the microbatch that was asked for, or the largest; None: it does not fit."""
+        """Return the microbatch that was asked for, or the largest; None: it does not fit, or not even one image."""
         asked = self.settings.device_train_microbatch_size
-        if isinstance(asked, int):
-            return asked if self.taken(asked) <= card.gib else None
-        return self.largest_microbatch(card.gib)
+        sizes = [asked] if isinstance(asked, int) else self.settings.microbatch_sizes
+        return largest_that_fits(sizes, lambda size: self.taken(size) <= card.gib)
 
     def gpus_per_node(self, card: Card) -> int:
         """Return how many of a card are in each machine of the run."""
