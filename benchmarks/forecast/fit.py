@@ -22,17 +22,6 @@ class Fitted(NamedTuple):
     in_a_graph: Constants
 
 
-class Judged(NamedTuple):
-    """What a fit says.
-
-    Attributes:
-        points: with `predicted` by all of them and `unseen`, by those of other sources, and the errors of both.
-        fitted: constants that are fitted to all, rounded as they stand in the code.
-    """
-    points: pd.DataFrame
-    fitted: Fitted
-
-
 # From which the search starts: shares of peak and bandwidth, bytes a cycle, seconds of a kernel launched and in a graph
 START = (0.5, 1.0, 10.0, 1e-5, 3e-6)
 
@@ -44,21 +33,13 @@ def fitted_of(values: tuple[float, ...]) -> Fitted:
     return Fitted(eager, replace(eager, bytes_a_cycle=math.inf, seconds_a_kernel=seconds_in_a_graph))
 
 
-class PublishedStep(NamedTuple):
-    """A point, as it is predicted."""
-    card: Card
-    work: StepWork
-    layout: BatchSplit
-    is_eager: bool
-
-
-def steps_of(points: pd.DataFrame) -> list[PublishedStep]:
-    """Return the steps whose speeds the points are."""
-    return [PublishedStep(card_of(point), work_of(point), layout_of(point), point['compile'] == 'no')
+def steps_of(points: pd.DataFrame) -> list[tuple[Card, StepWork, BatchSplit, bool]]:
+    """Return the steps whose speeds the points are, and whether each is eager."""
+    return [(card_of(point), work_of(point), layout_of(point), point['compile'] == 'no')
             for _, point in points.iterrows()]
 
 
-def speeds_of(steps: list[PublishedStep], fitted: Fitted) -> np.ndarray:
+def speeds_of(steps: list[tuple[Card, StepWork, BatchSplit, bool]], fitted: Fitted) -> np.ndarray:
     """Return images/s per GPU (steps,)."""
     speeds = []
     for card, work, layout, is_eager in steps:
@@ -90,8 +71,12 @@ def fit(points: pd.DataFrame, start: np.ndarray | tuple = START) -> np.ndarray:
     return start * np.exp(least_squares(residuals, np.zeros(len(START)), diff_step=1e-4).x)
 
 
-def judge(points: pd.DataFrame) -> Judged:
-    """Fit the constants to all points that are not left out, and to all but those of each source in turn."""
+def judge(points: pd.DataFrame) -> tuple[pd.DataFrame, Fitted]:
+    """Fit the constants to all points that are not left out, and to all but those of each source in turn.
+
+    Returns these points, with `predicted` by all of them and `unseen`, by those of other sources, and the errors of
+    both; and the constants that are fitted to all, rounded as they stand in the code.
+    """
     points = points[points['left_out'] == '']
     nearest = fit(points)
     fitted = fitted_of([float(f'{value:.3g}') for value in nearest])  # three significant digits
@@ -101,4 +86,4 @@ def judge(points: pd.DataFrame) -> Judged:
         points.loc[theirs, 'unseen'] = predict(points[theirs], fitted_of(fit(points[~theirs], nearest)))
     points['error'] = points['predicted'] / points['measured'] - 1
     points['unseen_error'] = points['unseen'] / points['measured'] - 1
-    return Judged(points, fitted)
+    return points, fitted
