@@ -112,8 +112,10 @@ def peak_of(device_name: str, precision: str) -> float | None:
     return CARDS[device_name].tflops
 
 
-# How clouds call the form of cards whose names do not have it: H100 SXM, H100 SXM5
-FORMS = {'NVIDIA H100 80GB HBM3': 'SXM5', 'NVIDIA H200': 'SXM5', 'NVIDIA B200': 'SXM6'}
+# What clouds call cards beside the name that they have for torch.
+OTHER_NAMES = {'NVIDIA A100-SXM4-40GB': 'A100 SXM', 'NVIDIA A100-SXM4-80GB': 'A100 SXM',
+               'NVIDIA H100 80GB HBM3': 'H100 SXM, H100 SXM5', 'NVIDIA H200': 'H200 SXM, H200 SXM5, H200 141GB',
+               'NVIDIA B200': 'B200 SXM, B200 SXM6'}
 
 
 def words_in(text: str) -> list[str]:
@@ -122,13 +124,11 @@ def words_in(text: str) -> list[str]:
 
 
 def has_words(device_name: str, words: str) -> bool:
-    """Tell whether a GPU's name has all of some words, whatever their capitals, spaces and hyphens; SXM is any SXM."""
-    name = f'{device_name} {FORMS.get(device_name, "")}'.upper()
+    """Tell whether a GPU's names have all of some words, whatever their capitals, spaces and hyphens."""
+    names = f'{device_name}, {OTHER_NAMES.get(device_name, "")}'.upper()
     for word in words_in(words):
         pattern = rf'\b{"[ -]?".join(word)}\b'  # RTX4090 for RTX 4090, but not A10 for A100
-        if word == 'SXM':
-            pattern = r'\bSXM[0-9]?\b'
-        if not re.search(pattern, name):
+        if not re.search(pattern, names):
             return False
     return True
 

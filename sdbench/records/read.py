@@ -1,7 +1,7 @@
 """Read records, as the commands write them or a CSV file has them, as the rows of a report.
 
-Two tables say what the keys of a record are: KINDS, as what its value is read, and SETTINGS, what it tells apart. Both
-follow from the flags, so that a new flag is in reports on the day that it is a flag.
+KINDS says as what the value of each key is read, and SETTINGS which keys tell records apart. Both follow from the
+flags, so that a new flag is in reports on the day that it is a flag.
 """
 import contextlib
 import csv
