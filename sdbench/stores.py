@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from sdbench.errors import disk_is_full, one_line
+from sdbench.errors import one_line
 
 OURS = ('s3://', 'gs://', 'azure://')
 AZURE_HOST = 'blob.core.windows.net'
@@ -254,8 +254,6 @@ def store_error(error: BaseException, label: str) -> OSError:
 
     It has the server's own words. That of a file which is not there is a FileNotFoundError.
     """
-    if disk_is_full(error):
-        return error  # of this machine
     status, words = answer_of(error)
     if re.search('NoSuchBucket|ContainerNotFound', words):
         return OSError(f'{label}: there is no such bucket; check its name and S3_ENDPOINT_URL')
@@ -264,9 +262,12 @@ def store_error(error: BaseException, label: str) -> OSError:
                        f'({words})')
     if status == 404 or isinstance(error, FileNotFoundError):
         return FileNotFoundError(f'{label}: there is no such file ({words})')
-    if status is not None:
-        return OSError(f'{label} cannot be read or written ({words})')
-    return OSError(f'{label}: {why_no_answer(error)}')
+    if status is None:
+        why = why_no_answer(error)
+        if why:
+            return OSError(f'{label}: {why}')
+        words = f'{type(error).__name__}: {words}'  # of this machine's disk, or of a client
+    return OSError(f'{label} cannot be read or written ({words})')
 
 
 def answer_of(error: BaseException) -> tuple[int | None, str]:
@@ -290,7 +291,7 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
 
 
 def why_no_answer(error: BaseException) -> str:
-    """Say why there was no answer of a server, with what is to be checked."""
+    """Say why no server has answered, with what is to be checked; '' where an error is of another kind."""
     text = f'{type(error).__name__} {error} {getattr(error, "kwargs", "")}'  # of botocore's error, with its cause
     advice = 'check the address, S3_ENDPOINT_URL and the network'
     if isinstance(error, RecursionError):  # of botocore, which follows a redirect to the same place without an end
@@ -301,7 +302,7 @@ def why_no_answer(error: BaseException) -> str:
         return f'its host is not known; {advice}'
     if re.search('HTTP error|sending request|Timeout|Connect|SSL|HTTPClient', text):
         return f'no server answers there; {advice}'
-    return f'cannot be read or written ({type(error).__name__}: {short_text(str(error))})'
+    return ''
 
 
 def short_text(text: str) -> str:
