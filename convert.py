@@ -34,12 +34,12 @@ from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, TABLE_SUFFIXES, Columns
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, one_line, plural
 from sdbench.flags.train import TINY_MODEL
+from sdbench.flags.training_command import training_command
 from sdbench.inputs.captions import CAPTIONS
 from sdbench.inputs.images import formats
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.paths import HELD_OUT, is_url
-from sdbench.records.summary import training_command
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,6 +30,7 @@ from sdbench.datasets.encoder import ImageShard, encode_parts
 from sdbench.datasets.output import SKIPPED, Output, done_already, join_parts, part_name, write_index
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, plural, redacted
+from sdbench.flags.training_command import training_command
 from sdbench.inputs.captions import CAPTIONS
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, number_of_samples, read_image_index
 from sdbench.models.flops import flops_of_latents
@@ -37,7 +38,6 @@ from sdbench.models.loading import find_model
 from sdbench.records.figures import OF_AN_ENCODING, summary_lines
 from sdbench.records.keys import COMPLETE, why_unreliable
 from sdbench.records.record import append_record, make_record
-from sdbench.records.summary import training_command
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU

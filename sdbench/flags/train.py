@@ -10,11 +10,11 @@ from sdbench.flags.parser import amount, below_1, count, flag, fraction, positiv
 from sdbench.flags.times import time_in
 from sdbench.gpus import cards_named
 from sdbench.process import of_launcher
-from sdbench.records.keys import ENCODERS
 
 TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
 BATCH_SIZE = 2048  # of the published benchmark
+ENCODERS = {False: 'in_loop', True: 'text_in_loop'}  # in the loop of a training, by whether it is on latents
 INTERVAL_DEFAULT = '(default: 1000ba, or a quarter of a shorter run)'
 TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4'
 
@@ -323,7 +323,7 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
     """All flags of benchmark.py. `sdbench/complete.py` fills in what is None here and has another default in --help.
 
     Attributes:
-        encoders: which encoders run in the loop, by a name of ENCODERS in records/keys.py.
+        encoders: which encoders run in the loop, by a name of ENCODERS.
         num_devices: number of devices of the run, or the number given to --dry_run.
         batches_per_epoch: length of the loader.
 

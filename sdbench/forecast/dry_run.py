@@ -17,12 +17,12 @@ from composer.utils import dist
 from sdbench.complete import complete
 from sdbench.costs import days_to_train, price_of, prices_in_words
 from sdbench.errors import plural
-from sdbench.flags.train import SWITCHES, Train
+from sdbench.flags.train import ENCODERS, SWITCHES, Train
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate, is_stable_diffusion_2
 from sdbench.gpus import GIB, NETWORK_SHARE, Card, cards_named, peak_of, short_name
 from sdbench.records.figures import WIDTH, rounded
-from sdbench.records.keys import ENCODERS, FORECAST, NOT_IN_A_FORECAST
+from sdbench.records.keys import FORECAST, NOT_IN_A_FORECAST
 from sdbench.records.read import INPUTS, MEASURED, PUBLISHED, read_published, read_records, words
 from sdbench.records.record import append_line, make_record
 from sdbench.report.markdown import settings_in_words

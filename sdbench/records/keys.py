@@ -13,9 +13,6 @@ PROFILED = 'profiled'
 FORECAST = 'forecast'
 NOT_IN_A_FORECAST = 'Not in a forecast: waiting for data, checkpoints, evaluations, storage and traffic.'
 
-# What a training has in its loop, by whether it is on latents: its `encoders`.
-ENCODERS = {False: 'in_loop', True: 'text_in_loop'}
-
 QUEUES_IN_WINDOW = 5  # in a shorter window many of its batches were made before it began
 FEWEST_BATCHES = 20   # a window that is shorter says little
 MUCH_DRIFT = 0.1      # within a window: another would show another speed

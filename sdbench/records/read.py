@@ -18,9 +18,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from sdbench.costs import Prices
 from sdbench.flags.commands import Encode, Evaluate
-from sdbench.flags.train import SAME_ON_RESUME, SWITCHES, TAKE_NO_TIME, Train
+from sdbench.flags.train import ENCODERS, SAME_ON_RESUME, SWITCHES, TAKE_NO_TIME, Train
 from sdbench.records.figures import OF_A_RUN
-from sdbench.records.keys import COMPLETE, ENCODERS, FORECAST, KEYS, KEYS_OF_TYPE, why_unreliable
+from sdbench.records.keys import COMPLETE, FORECAST, KEYS, KEYS_OF_TYPE, why_unreliable
 from sdbench.records.versions import PACKAGES
 
 PUBLISHED = Path(__file__).parents[2] / 'published.csv'

@@ -2,21 +2,18 @@
 import math
 import os
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from sdbench.costs import days_to_train, gpu_hours, price_of
 from sdbench.errors import plural
 from sdbench.flags.times import to_batches
-from sdbench.flags.train import BATCH_SIZE, TINY_MODEL, Train
+from sdbench.flags.train import Train
 from sdbench.gpus import CARDS
 from sdbench.paths import sibling_path
 from sdbench.records.figures import LINES, OF_A_TRAINING, OF_AN_EVALUATION, rounded, summary_lines
 from sdbench.records.keys import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
-FEWEST_SAMPLES = 10_000  # from which a model learns from random weights; of fewer, one that is trained already
 # A plan whose forecasts the records in two files correct: what was measured, and the forecast of the same flags.
 PLAN_COMMAND = 'python report.py docs/plan.jsonl {} @recipes/plan.txt @recipes/prices-on-demand.txt'
 
@@ -115,34 +112,3 @@ def evaluation_summary(record: dict) -> str:
         cautions.append('the weights of --inception are not those of published FIDs')
     lines = summary_lines(OF_AN_EVALUATION, record | notes)
     return '\n'.join(lines + [line for text in cautions for line in summary_lines(('caution',), {'caution': text})])
-
-
-def training_command(out: str, samples: int, model_name: str, pretrained: bool, flags: Sequence[str] = ()) -> str:
-    """Return the command that trains on a dataset: from random weights on many samples, from trained ones on few."""
-    # the data and the model
-    command = ['composer', 'benchmark.py', '--remote', out, '--model_name', model_name]
-    if pretrained:
-        command.append('--pretrained')
-
-    # length and batch, by the number of samples
-    if samples >= FEWEST_SAMPLES:
-        batch_size = min(BATCH_SIZE, power_of_two(samples // 100))  # an epoch has a hundred batches at least
-        command += ['--use_ema', '--ema_half_life', '1ep', '--max_duration', '10ep']
-    else:
-        batch_size = min(16, power_of_two(samples))
-        unet = Path(model_name, 'unet')
-        has_weights = any(unet.glob('diffusion_pytorch_model*')) if unet.is_dir() else model_name != TINY_MODEL
-        if pretrained and has_weights:
-            command += ['--load_weights', model_name, '--learning_rate', '1e-5']
-        command += ['--max_duration', '2000ba']
-    if batch_size != BATCH_SIZE:
-        command += ['--batch_size', str(batch_size)]
-
-    # the checkpoints
-    save_folder = f'{os.path.basename(out.rstrip("/"))}-checkpoints'
-    return shlex.join([*command, *flags, '--caption_drop', '0.1', '--save_folder', save_folder, '--autoresume'])
-
-
-def power_of_two(number: int) -> int:
-    """Return the largest power of two that is no larger than a number from 1 on."""
-    return 1 << (number.bit_length() - 1)

@@ -9,8 +9,8 @@ from sdbench.datasets.output import Output, PartWriter
 from sdbench.errors import DataError
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
+from sdbench.flags.training_command import training_command
 from sdbench.paths import CLAIM
-from sdbench.records.summary import training_command
 from tests.local_s3 import local_s3
 
 SETTINGS = {'program': 'convert.py', 'size_limit': 1}
