@@ -16,7 +16,6 @@ import glob
 import importlib.util
 import math
 import os
-import re
 import shlex
 import sys
 import types
@@ -24,37 +23,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from sdbench.files import read_text
 from sdbench.paths import PLACEHOLDER, is_url
 from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')
 DEFAULTS_IN_WORDS = {'None': 'none', 'True': 'on', 'False': 'off'}  # defaults in --help
-
-# What other programs call a flag: diffusers' examples, Composer, Lightning
-OTHER_NAMES = {
-    'autoresume': 'resume resume_from_checkpoint',
-    'batch_size': 'bs train_batch_size global_batch_size',
-    'clip_grad_norm': 'grad_clip max_grad_norm',
-    'device_train_microbatch_size': 'microbatch gradient_accumulation_steps grad_accum',
-    'dollars_per_gpu_hour': 'price cost',
-    'eval_interval': 'eval_steps',
-    'guidance': 'cfg',
-    'image_size': 'resolution size',
-    'learning_rate': 'lr',
-    'load_weights': 'checkpoint ckpt',
-    'max_duration': 'epochs num_train_epochs max_train_steps max_steps steps',
-    'model_name': 'pretrained_model_name_or_path',
-    'out': 'output_dir',
-    'precision': 'amp bf16 fp16 mixed_precision',
-    'remote': 'data data_dir dataset dataset_name train_data_dir',
-    'sample_prompts': 'prompt validation_prompt',
-    'save_folder': 'output output_dir',
-    'save_interval': 'checkpointing_steps save_steps',
-    'steps': 'num_inference_steps',
-    'use_synth_data': 'synthetic',
-    'weight_decay': 'wd',
-}
 
 
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
@@ -229,39 +202,19 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and knows the nearest flag to one that is none.
 
     An argument `@FILE` stands for the arguments that FILE holds, any number on a line, as a shell would split them.
-    What follows a # there is a comment, and a line that ends in a backslash goes on in the next.
+    What follows a # there is a comment.
     """
 
-    def _read_args_from_files(self, arg_strings: Sequence[str]) -> list[str]:
-        """Put what the files hold in the place of their names, where argparse does. Raises ValueError if it cannot."""
-        arguments = []
-        for argument in arg_strings:
-            if not argument.startswith('@'):
-                arguments.append(argument)
-                continue
-            text = read_text(argument[1:], f'the file of flags {argument}')
-            for line in re.sub(r'\\[ \t]*(\n|\Z)', '', text).split('\n'):
-                try:
-                    words = shlex.split(line, comments=True)
-                except ValueError:
-                    raise ValueError(f'{argument} has a quotation that does not end: {line}') from None
-                arguments += self._read_args_from_files(words)
-        return arguments
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line, comments=True)
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """Parse as argparse does; for an argument that is no flag, name the one that may have been meant."""
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition('=')[0]
-            # dashes and underscores are alike, as in the other programs
-            flags = {}  # by each of their names
-            for option in self._option_string_actions:
-                flag = option.removeprefix('--')
-                for other in OTHER_NAMES.get(flag, '').split():
-                    flags.setdefault(other, flag)
-                flags[flag.replace('-', '_')] = flag
-            nearest = difflib.get_close_matches(name.lstrip('-').replace('-', '_').lower(), flags, n=1)
-            remedy = f'did you mean --{flags[nearest[0]]}?' if nearest else 'see --help'
+            nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            remedy = f'did you mean {nearest[0]}?' if nearest else 'see --help'
             self.error(f'{name} is no flag; {remedy}')
         return known
 
