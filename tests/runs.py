@@ -24,8 +24,8 @@ from sdbench.complete import complete, index_of_data
 from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from sdbench.records.keys import KEYS
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
+from tests.records.keys import KEYS
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,7 +47,7 @@ def check_keys(record: dict, command: str) -> None:
     """Check that a record has all flags of its command, and else only keys whose meaning is said."""
     flags = {field.name for field in dataclasses.fields(COMMANDS[command])}
     assert flags <= record.keys()
-    assert record.keys() - flags - set(' '.join(KEYS).split()) == set()
+    assert record.keys() - flags - set(KEYS) == set()
 
 
 def refusal(capfd, function: Callable, *arguments) -> str:

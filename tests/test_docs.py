@@ -22,7 +22,6 @@ import pytest
 
 import report
 from sdbench.flags.parser import build_parser
-from sdbench.records.keys import KEYS
 from tests.runs import COMMANDS, ROOT, SMALLEST
 from tests.samples import write_photos
 
@@ -143,15 +142,6 @@ def test_every_flag_that_an_error_or_an_advice_names_is_one():
         for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
                 assert set(FLAG.findall(node.value)) <= known, path
-
-
-def test_the_table_of_a_record_says_what_the_program_says_of_each_key():
-    rows = [f"| {', '.join(f'`{name}`' for name in names.split())} | {meaning} |" for names, meaning in KEYS.items()]
-    _, _, below = (ROOT / 'docs/measuring.md').read_text().partition('| key | meaning |\n|---|---|\n')
-    table = below.partition('\n\n')[0].splitlines()
-    missing = [row for row in rows if row not in table]
-    assert not missing, 'the table of a record in docs/measuring.md lacks\n' + '\n'.join(missing)
-    assert table == rows
 
 
 def test_python_in_pages_and_in_benchmarks_compiles_and_imports_what_is_there():

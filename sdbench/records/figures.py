@@ -1,11 +1,13 @@
 """How figures are shown: as lines of a run's summary, and as columns of report.py's tables. Nothing here needs torch.
 
-A new figure has its value in the record, its meaning in keys.py, and here a line, a column, or both.
+A new figure has its value in the record, its meaning in docs/measuring.md, and here a line, a column, or both.
 """
 import math
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+from tabulate import tabulate
 
 WIDTH = 120  # of a line, in characters
 
@@ -66,7 +68,6 @@ LINES = {
     # of an evaluation
     'drawn': '{samples_drawn:,} pictures, {images_per_sec:.4g} images/s',
     'model': '{drawn_by}',
-    'guidance': '{scores_at}',
     'not scored': '{not_scored}',
 }
 # Of a training, what was trained comes first, and of its speed there is only that.
@@ -74,7 +75,7 @@ OF_A_TRAINING = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval loss', '
                  'next', 'images/s', 'no speed')
 OF_A_LOADER = ('loader', 'caution')
 OF_AN_ENCODING = ('encoded', 'stored', 'caution', 'skipped', 'next')
-OF_AN_EVALUATION = ('drawn', 'model', 'not scored', 'guidance')  # and its cautions
+OF_AN_EVALUATION = ('drawn', 'model', 'not scored')  # and its scores and cautions
 
 
 def summary_lines(headings: Iterable[str], values: dict[str, Any]) -> list[str]:
@@ -86,6 +87,20 @@ def summary_lines(headings: Iterable[str], values: dict[str, Any]) -> list[str]:
         if all(values.get(name) is not None for name in names):
             lines.append(f'{heading:<15} {template.format_map(values)}')
     return lines
+
+
+def table_of(rows: Sequence[dict[str, str]], texts: Sequence[str], style: str = 'pipe') -> str:
+    """Return a table of cells. Columns of `texts` stand to the left, and one with nothing in it is left out.
+
+    Args:
+        rows: of as many columns each.
+        texts: headings of columns.
+        style: of tabulate: Markdown, or 'plain'.
+    """
+    headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
+    cells = [[row[heading].replace('|', r'\|') for heading in headings] for row in rows]  # each a cell of its own
+    alignment = ['left' if heading in texts else 'right' for heading in headings]
+    return tabulate(cells, headings, style, disable_numparse=True, colalign=alignment)
 
 
 class Column(NamedTuple):

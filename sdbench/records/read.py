@@ -1,9 +1,8 @@
 """Read records, as the commands write them or a CSV file has them, as the rows of a report.
 
-KINDS says as what the value of each key is read, and SETTINGS which keys tell records apart. Both follow from the
-flags, so that a new flag is in reports on the day that it is a flag.
+SETTINGS says which keys tell records apart. It follows from the flags, so that a new flag is in reports on the day that
+it is a flag.
 """
-import contextlib
 import csv
 import datetime
 import io
@@ -11,16 +10,14 @@ import json
 import math
 import os
 import textwrap
-import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from sdbench.costs import Prices
-from sdbench.flags.commands import Encode, Evaluate
-from sdbench.flags.train import ENCODERS, SAME_ON_RESUME, SWITCHES, TAKE_NO_TIME, Train
+from sdbench.flags.train import ENCODERS, SAME_ON_RESUME, SWITCHES, TAKE_NO_TIME
 from sdbench.records.figures import OF_A_RUN
-from sdbench.records.keys import COMPLETE, FORECAST, KEYS, KEYS_OF_TYPE, why_unreliable
+from sdbench.records.keys import COMPLETE, FORECAST, why_unreliable
 from sdbench.records.versions import PACKAGES
 
 PUBLISHED = Path(__file__).parents[2] / 'published.csv'
@@ -42,10 +39,9 @@ SETTINGS = [*OF_SPEED, *OF_LEARNING]
 # Losses on --eval_remote are ranked and drawn together only where these agree: others are of other latents or samples.
 OF_LOSSES = ['image_size', 'input', 'model_name', 'pretrained', 'eval_remote']
 
-# The settings of an evaluation, and which scores are on one line of a picture only where they agree.
-SCORES = ('fid', 'clip_score')
-EVALUATED = dict.fromkeys(('model', 'weights', 'data', 'samples', 'image_size', 'steps', 'caption'), SCORES) | {
-    'network': ('fid',), 'inception_sha256': ('fid',), 'clip': ('clip_score',), 'clip_sha256': ('clip_score',)}
+# The settings of an evaluation. Scores are on one line of a picture only where all agree.
+EVALUATED = ['model', 'weights', 'data', 'samples', 'image_size', 'steps', 'caption', 'network', 'inception_sha256',
+             'clip', 'clip_sha256']
 
 # What a run says of its evaluation at a batch, and of the whole training, with the runs that it resumed.
 OF_AN_EVALUATION = ('eval_loss', 'eval_batch', 'eval_samples', 'eval_held_out')
@@ -61,64 +57,39 @@ WITH_FIGURES = [MEASURED, EXTRAPOLATED, FORECAST]
 # What is said behind the name of data, by whether the model was trained on it.
 TRAINED_ON = {False: '', True: ' (the model was trained on it)', None: ' (not known to be held out)'}
 INPUTS = {ENCODERS[False]: 'images', ENCODERS[True]: 'latents'}  # of a training, by the encoders in its loop
-POSITIVE = ('num_devices', 'num_nodes', 'image_size', 'batch_size', 'device_train_microbatch_size', 'images_per_sec',
-            'loader_images_per_sec')
+NOT_KNOWN = ('', 'none', 'nan', 'null', 'auto')  # as CSV files have it; an automatic microbatch that was never found
+TRUTHS = {'true': True, 'yes': True, 'false': False, 'no': False}
 
 
-def kinds_of_keys() -> dict[str, set[type]]:
-    """Return what the value of each key may be: bool, int, float, str, or list for all that only JSON can write."""
-    kinds = {key: {float} for names in KEYS for key in names.split()}
-    for kind, names in KEYS_OF_TYPE.items():
-        kinds |= {key: {kind} for key in names.split()}
-    for command in (Evaluate, Encode, Train):
-        for key, hint in get_type_hints(command).items():
-            kinds[key] = kinds_in(hint)
-    return kinds
-
-
-def kinds_in(hint: Any) -> set[type]:
-    """Return what a value may be by its type hint, such as bool and str for bool | Literal['max-autotune'] | None."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return set().union(*map(kinds_in, get_args(hint)))
-    if get_origin(hint) is Literal:
-        return {type(value) for value in get_args(hint)}
-    if hint is type(None):
-        return set()
-    return {hint} if hint in (bool, int, float, str) else {list}
-
-
-KINDS = kinds_of_keys()
-TRUTHS = {'true': True, 'yes': True, '1': True, '1.0': True, 'false': False, 'no': False, '0': False, '0.0': False}
-KINDS_IN_WORDS = {bool: 'yes or no', int: 'a whole number', float: 'a finite number', dict: 'a JSON object',
-                  list: 'a list as JSON has it'}
-
-
-def read_value(key: str, value: Any) -> Any:
-    """Return a value of a record as what its key says that it is, from a cell of a CSV file or from JSON.
+def read_value(value: Any) -> Any:
+    """Return a value of a record: a cell of a CSV file as JSON has it where that is possible, or else as text.
 
     So FALSE and 512.0, as spreadsheets and pandas write them, are false and 512. What is not known, such as an empty
-    cell or NaN, is None; the value of a key that is not known stays as it is. Raises ValueError if it is another kind.
+    cell or NaN, is None.
     """
-    kinds = KINDS.get(key, set())
-    text = str(value).strip()
-    if text.lower() in ('', 'none', 'nan', 'null') or (text == 'auto' and int in kinds):
+    if isinstance(value, str):
+        text = value.strip()
+        if text.lower() in NOT_KNOWN:
+            return None
+        if text.lower() in TRUTHS:
+            return TRUTHS[text.lower()]
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return text
+    if isinstance(value, float) and math.isnan(value):
         return None
-    if bool in kinds and text.lower() in TRUTHS:
-        return TRUTHS[text.lower()]
-    if kinds & {int, float} and not isinstance(value, bool):
-        with contextlib.suppress(ValueError):
-            number = float(text)
-            if math.isfinite(number) and (float in kinds or number.is_integer()):
-                return int(number) if number.is_integer() else number  # 512.0 is 512
-    if kinds & {list, dict} and isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    if str in kinds:
-        return str(value)
-    if not kinds or isinstance(value, dict) or (list in kinds and not isinstance(value, str)):
-        return value
-    what = ' or '.join(words for kind, words in KINDS_IN_WORDS.items() if kind in kinds)
-    raise ValueError(f'{key} {value!r} is not {what}')
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def number(record: dict, key: str) -> float:
+    """Return a number of a record, NaN where it does not have it. Raises ValueError if it is no finite number."""
+    value = record.get(key, math.nan)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isinf(value):
+        raise ValueError(f'{key} {value!r} is not a finite number')
+    return float(value)
 
 
 def read_records(path: str) -> list[dict]:
@@ -140,11 +111,11 @@ def read_records(path: str) -> list[dict]:
 
     # what is no record ends the report: a row that was left out in silence would be missing in every figure
     rows = []
-    for number, line in lines:
+    for line_number, line in lines:
         try:
             rows += rows_of(parse(line))
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f'{path}:{number}: not a record: {error}; mend or remove that line') from None
+            raise ValueError(f'{path}:{line_number}: not a record: {error}; mend or remove that line') from None
     return rows
 
 
@@ -182,7 +153,7 @@ def rows_of(record: dict) -> list[dict]:
         return []
     stated = {}
     for key, value in record.items():
-        known = read_value(key, value)
+        known = read_value(value)
         if known is not None:
             stated[key] = known
     if stated.get('stage') == 'evaluate':
@@ -204,8 +175,8 @@ def speed_row(record: dict) -> dict:
     missing = [key for key in needed if key not in record]
     if missing:
         raise ValueError(f'no {", ".join(missing)}; a record needs {", ".join(needed)}')
-    for key in POSITIVE:
-        if record.get(key, 1) <= 0:
+    for key in needed[1:]:
+        if number(record, key) <= 0:
             raise ValueError(f'{key} {record[key]!r} is not a positive number')
 
     # settings, but for those that do nothing there, and what the program chose where it was left open
@@ -229,12 +200,12 @@ def speed_row(record: dict) -> dict:
 
     # figures
     row['num_devices'] = record['num_devices']
-    row['microbatch'] = float(record.get('device_train_microbatch_size', math.nan))  # also one that was found
+    row['microbatch'] = number(record, 'device_train_microbatch_size')  # also one that was found
     for key in (*OF_A_RUN, 'images_per_sec_least', 'images_per_sec_most'):
-        row[key] = float(record.get(key, math.nan))
+        row[key] = number(record, key)
     for key in LEARNED:
-        row[key] = float(record.get(key, math.nan)) if learns else math.nan
-    row['images_per_sec'] = float(record.get(speed, math.nan))
+        row[key] = number(record, key) if learns else math.nan
+    row['images_per_sec'] = number(record, speed)
     losses = {}  # by images seen; of a batch that was evaluated again, the last counts
     for images, loss in record.get('evaluations', ()):
         losses[float(images)] = math.nan if loss is None else float(loss)
@@ -251,10 +222,7 @@ def moment(date: str) -> str:
 
     Raises ValueError if it is no date as ISO 8601 has them.
     """
-    try:
-        found = datetime.datetime.fromisoformat(date)
-    except ValueError:
-        raise ValueError(f'date {date!r} is not one such as 2026-11-20T10:00:00+00:00') from None
+    found = datetime.datetime.fromisoformat(date)
     if found.tzinfo is not None:
         found = found.astimezone(datetime.UTC)
     return found.replace(tzinfo=None).isoformat(' ')
@@ -273,7 +241,7 @@ def join_resumed(rows: list[dict]) -> list[dict]:
 
     A run goes on with the last one before it of its --save_folder, --run_name, --eval_remote and flags of learning. Of
     a setting the last part counts whose speed may be relied on; one that was resumed and has no such speed is no row
-    of its own. Each row has the number of its `training`, and the rows of all `parts` of that.
+    of its own. Each row has the number of its `training`.
     """
     # the parts of each training, in the order of time; trainings stand in the order of the records
     trainings = []
@@ -289,7 +257,7 @@ def join_resumed(rows: list[dict]) -> list[dict]:
     trainings.sort(key=lambda training: min(place for place, _ in training))
 
     joined = []
-    for number, training in enumerate(trainings):
+    for place, training in enumerate(trainings):
         parts = [part for _, part in training]
         kept = {}  # part by its setting of speed
         for part in parts:
@@ -306,7 +274,7 @@ def join_resumed(rows: list[dict]) -> list[dict]:
         for part in kept.values():
             if len(parts) > 1:
                 [part] = rows_of(part['record'] | learned)
-            joined.append(part | {'training': number, 'parts': parts})
+            joined.append(part | {'training': place})
     return joined
 
 
@@ -340,7 +308,7 @@ def score_rows(record: dict) -> list[dict]:
     if row['model'].endswith('.pt'):
         row['model'] = row['model'].rpartition('/')[0] or row['model']  # checkpoints of one training are one model
     for key in ('trained_batches', 'images_seen'):
-        row[key] = float(record.get(key, math.nan))
+        row[key] = number(record, key)
 
     # what the training of the model took, but of one on a CPU
     training = record.get('training', {})

@@ -25,8 +25,8 @@ def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, A
     Args:
         stage: `train`, `loader`, `encode` or `evaluate`.
         settings: of the command. Passwords and the like are left out.
-        found: its figures, by the keys of sdbench/records/keys.py, and what else the run says: of one that has ended,
-            its `status`. It counts where a flag or a line below has the same name.
+        found: its figures, by the keys that docs/measuring.md explains, and what else the run says: of one that has
+            ended, its `status`. It counts where a flag or a line below has the same name.
     """
     # when, how and where
     on_gpu = torch.cuda.is_available()

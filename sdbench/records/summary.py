@@ -10,7 +10,7 @@ from sdbench.flags.times import to_batches
 from sdbench.flags.train import Train
 from sdbench.gpus import CARDS
 from sdbench.paths import sibling_path
-from sdbench.records.figures import LINES, OF_A_TRAINING, OF_AN_EVALUATION, rounded, summary_lines
+from sdbench.records.figures import LINES, OF_A_TRAINING, OF_AN_EVALUATION, rounded, summary_lines, table_of
 from sdbench.records.keys import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
@@ -89,12 +89,15 @@ def evaluation_summary(record: dict) -> str:
         notes['drawn_by'] += f', {record["weights"]} weights after {record["trained_batches"]:,} batches'
 
     # the scores, in columns
+    table = []
     if record['inception'] or record['clip']:
-        rows = [f'{"FID":>10} {"CLIP score":>12}']
+        rows = []
         for score in record['scores']:
-            fid, clip = ('' if score[key] is None else rounded(score[key], 2) for key in ('fid', 'clip_score'))
-            rows.append(f'{score["guidance"]:<15g} {fid:>10} {clip:>12}')
-        notes['scores_at'] = '\n'.join(rows)
+            row = {'guidance': f'{score["guidance"]:g}'}
+            for heading, key in (('FID', 'fid'), ('CLIP score', 'clip_score')):
+                row[heading] = '' if score[key] is None else rounded(score[key], 2)
+            rows.append(row)
+        table.append(table_of(rows, ['guidance'], 'plain'))
     else:
         notes['not_scored'] = ('--inception is for FID, --clip for the CLIP score; the same command with them scores '
                                'these pictures')
@@ -110,5 +113,7 @@ def evaluation_summary(record: dict) -> str:
                         'and compares only with the same number')
     if record.get('fid_of_published_weights') is False:
         cautions.append('the weights of --inception are not those of published FIDs')
-    lines = summary_lines(OF_AN_EVALUATION, record | notes)
-    return '\n'.join(lines + [line for text in cautions for line in summary_lines(('caution',), {'caution': text})])
+    lines = summary_lines(OF_AN_EVALUATION, record | notes) + table
+    for caution in cautions:
+        lines += summary_lines(['caution'], {'caution': caution})
+    return '\n'.join(lines)

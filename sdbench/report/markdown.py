@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from sdbench.records.figures import COLUMNS, WIDTH, cell
+from sdbench.records.figures import COLUMNS, WIDTH, cell, table_of
 
 # How a sentence or a legend writes a setting, where its name and its value are not enough
 IN_WORDS = {'device': '{}', 'device_train_microbatch_size': 'microbatch {}', 'image_size': '{} pixels',
@@ -37,23 +37,21 @@ def settings_in_words(row: pd.Series, keys: Sequence[str]) -> str:
     return ', '.join(settings)
 
 
-def names_of_lines(firsts: pd.DataFrame, keys: Sequence[str], more: Sequence[str] = (),
-                   apart: Sequence[str] = ('stage',)) -> list[str]:
-    """Return a name for each line of a picture, by the settings in which lines differ, so that no two have the same.
+def names_of_lines(firsts: pd.DataFrame, keys: Sequence[str], apart: str = 'stage') -> list[str]:
+    """Return a name for each line of a picture, by the settings in which those lines differ that state them.
+
+    Where two lines would have the same name, all are named by what some state and others do not, too. The number of a
+    `training` is in no name.
 
     Args:
         firsts: a row of each line.
-        keys: of the settings that name it where those that state one do not agree.
-        more: keys that name it only where lines are alike without them, as are settings that one alone states.
-        apart: keys by which lines are told apart elsewhere.
+        keys: of the settings.
+        apart: a key by which lines are told apart elsewhere.
     """
+    keys = [key for key in keys if key != 'training']
     named = [key for key in keys if firsts[key].replace('', None).nunique() > 1]
-    told_apart = firsts.groupby([*named, *apart], dropna=False).ngroups
-    for key in (*keys, *more):
-        with_key = firsts.groupby([*named, *apart, key], dropna=False).ngroups
-        if with_key > told_apart:
-            named.append(key)
-            told_apart = with_key
+    if firsts.duplicated([*named, apart]).any():
+        named = [key for key in keys if firsts[key].nunique(dropna=False) > 1]
     return [settings_in_words(first, named) for _, first in firsts.iterrows()]
 
 
@@ -84,7 +82,4 @@ def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> str:
 
 def table_text(cells: pd.DataFrame, texts: Sequence[str]) -> str:
     """Return a Markdown table of cells; columns of `texts` stand to the left. One with nothing in it is left out."""
-    cells = cells[[column for column in cells if cells[column].any()]]
-    cells = cells.map(lambda text: text.replace('|', r'\|'))  # a cell of its own, else
-    alignment = ['left' if column in texts else 'right' for column in cells]
-    return cells.to_markdown(index=False, disable_numparse=True, colalign=alignment)
+    return table_of(cells.to_dict('records'), texts)

@@ -14,10 +14,10 @@ from sdbench.costs import Prices, days_to_train, price_of
 from sdbench.gpus import short_name
 from sdbench.records.figures import cell
 from sdbench.records.keys import FORECAST
-from sdbench.records.read import EVALUATED, EXTRAPOLATED, MEASURED, OF_LOSSES, SCORES, SETTINGS, VERSIONS
+from sdbench.records.read import EVALUATED, EXTRAPOLATED, MEASURED, OF_LOSSES, SETTINGS, VERSIONS
 from sdbench.report.markdown import differing, names_of_lines, settings_in_words
 from sdbench.report.plans import CORRECTED, told_apart_by
-from sdbench.report.speeds import one_point_each
+from sdbench.report.speeds import one_of_each_number
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 LINE_INCHES = 0.2  # of text
@@ -48,19 +48,15 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-    # a line has one setting, and one point at each number of GPUs: another on more machines, or extrapolated where it
-    # was measured, is of another line
+    # a line has one setting, of which a forecast has a line of its own
     rows = rows[rows['days'].notna()]
     if rows.empty:
         raise ValueError(f'--figure {path}: no training in these records has days; of the model tiny, '
                          '--training_images asks for them')
-    rows = one_point_each(rows, ['setting', 'status', 'num_devices', 'num_nodes'])
-    rows = rows.assign(days=days_to_train(rows['images_per_sec'], training_images),
-                       is_forecast=rows['status'] == FORECAST, is_extrapolated=rows['status'] == EXTRAPOLATED,
-                       nodes=pd.to_numeric(rows['num_nodes']))
-    rows = rows.sort_values(['num_devices', 'is_extrapolated', 'nodes'], kind='stable')
-    rows['line'] = rows.groupby(['setting', 'is_forecast', 'num_devices']).cumcount()
-    lines = [points for _, points in rows.groupby(['is_forecast', 'setting', 'line'], sort=False)]
+    rows = rows.assign(is_forecast=rows['status'] == FORECAST, is_extrapolated=rows['status'] == EXTRAPOLATED)
+    rows = one_of_each_number(rows.sort_values('is_extrapolated', kind='stable'), ['is_forecast', 'setting'])
+    rows['days'] = days_to_train(rows['images_per_sec'], training_images)
+    lines = [points for _, points in rows.groupby(['is_forecast', 'setting'], sort=False)]
 
     # a figure with a caption
     same = [key for key in SETTINGS if rows[key].nunique() == 1 and rows[key].iloc[0] != 'no']
@@ -73,12 +69,8 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
 
     # the lines, and what their marks mean: filled if measured, else hollow. Days are in inverse proportion to the speed
     firsts = pd.DataFrame([points.iloc[0] for points in lines])
-    what = np.select([firsts['is_forecast'], firsts['is_extrapolated'] & (firsts['line'] > 0)],
-                     [', forecast', ', extrapolated'], '')
-    firsts.loc[firsts['line'] == 0, 'num_nodes'] = ''  # only where there are others
-    firsts['line_of'] = firsts['device'].map(short_name) + what
-    keys = [key for key in SETTINGS if key not in ('stage', 'device')]
-    names = names_of_lines(firsts, keys, ['num_nodes', 'device'], ['line_of'])
+    firsts['line_of'] = firsts['device'].map(short_name) + np.where(firsts['is_forecast'], ', forecast', '')
+    names = names_of_lines(firsts, [key for key in SETTINGS if key not in ('stage', 'device')], 'line_of')
     for points, name, line_of, color in zip(lines, names, firsts['line_of'], colors_of(len(lines)), strict=True):
         first = points.iloc[0]
         gpus, days, speeds = points['num_devices'], points['days'], points['images_per_sec']
@@ -174,8 +166,8 @@ def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
 def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
     """Write a picture of the loss on --eval_remote over images seen, and over dollars where these are known.
 
-    A training is one line, with the runs that resumed one another. Those whose losses cannot be compared are in panels
-    of their own.
+    A training is one line, with the runs that resumed one another, and its dollars grow as its images do. Those whose
+    losses cannot be compared are in panels of their own.
 
     Args:
         path: of the picture.
@@ -187,10 +179,9 @@ def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
     # a row for each evaluation
     rows = []
     for _, training in records[records['stage'] == 'train'].drop_duplicates('training').iterrows():
-        images_at, dollars_at = dollars_of_training(training['parts'], prices)
+        dollars = dollars_an_image(training, prices)
         for images, loss in training['evaluations']:
-            dollars = np.interp(images, images_at, dollars_at)
-            rows.append(training.to_dict() | {'images_seen': images, 'loss': loss, 'dollars': dollars,
+            rows.append(training.to_dict() | {'images_seen': images, 'loss': loss, 'dollars': images * dollars,
                                               'save_folder': str(training['record'].get('save_folder', ''))})
     if not rows:
         raise ValueError(f'--learned {path}: no training in these records was evaluated; --eval_remote does it')
@@ -200,44 +191,24 @@ def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
         title = settings_in_words(comparable.iloc[0], differing(rows, OF_LOSSES))
         for across in ('images_seen', 'dollars'):
             if comparable[across].notna().any():
-                panels.append(Panel(comparable, across, 'loss', SETTINGS, title, ['save_folder', 'training']))
+                panels.append(Panel(comparable, across, 'loss', [*SETTINGS, 'save_folder', 'training'], title))
     draw_panels(path, panels, '')
 
 
-def dollars_of_training(parts: list[dict], prices: Prices) -> tuple[list[float], list[float]]:
-    """Return how many images a training had seen at some moments, and the dollars that it had cost by then.
-
-    Between the end of a run and that of the one that resumed it, dollars grow as images do. They are NaN where a
-    record has no GPU-hours, or none of GPUs.
+def dollars_an_image(training: pd.Series, prices: Prices) -> float:
+    """Return what a training has cost up to its end, over the images that it has seen; NaN where it does not say.
 
     Args:
-        parts: the rows of its runs, in the order of time.
-        prices: of GPUs; without any, the records' own.
+        training: its row.
+        prices: of GPUs; without any, the record's own.
     """
-    images_at = [0.0]
-    dollars_at = [0.0]
-    hours_before = 0.0
-    for part in parts:
-        # what it cost
-        record = part['record']
-        if part['on_cpu'] or not {'gpu_hours', 'batch_size', 'trained_batches'} <= record.keys():
-            return [0.0], [math.nan]
-        hours = record['gpu_hours'] - hours_before
-        hours_before = record['gpu_hours']
-        dollars = dollars_at[-1] + hours * price_of(part['device'], prices or part['prices'])
-        if not prices:
-            dollars = record.get('dollars', dollars)
-
-        # what was trained behind the checkpoint from which it went on was in vain
-        first, last = (record.get(key, 0) * record['batch_size'] for key in ('first_batch', 'trained_batches'))
-        if first <= images_at[-1]:
-            at_checkpoint = float(np.interp(first, images_at, dollars_at))
-            kept = sum(images < first for images in images_at)
-            images_at[kept:] = [first]
-            dollars_at[kept:] = [at_checkpoint]
-        images_at.append(last)
-        dollars_at.append(dollars)
-    return images_at, dollars_at
+    record = training['record']
+    if training['on_cpu'] or not record.get('trained_batches') or not {'gpu_hours', 'batch_size'} <= record.keys():
+        return math.nan
+    dollars = record['gpu_hours'] * price_of(training['device'], prices or training['prices'])
+    if not prices:
+        dollars = record.get('dollars', dollars)
+    return dollars / (record['trained_batches'] * record['batch_size'])
 
 
 def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
@@ -255,9 +226,8 @@ def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
     Raises ValueError if there is nothing to draw.
     """
     panels = [Panel(rows, 'clip_score', 'fid', [*EVALUATED, 'trained_batches'])]
-    for score in SCORES:
-        alike = [key for key, scores in EVALUATED.items() if score in scores]
-        panels.append(Panel(rows, 'images_seen', score, [*alike, 'guidance']))
+    for score in ('fid', 'clip_score'):
+        panels.append(Panel(rows, 'images_seen', score, [*EVALUATED, 'guidance']))
     panels = [panel for panel in panels if len(rows.dropna(subset=[panel.across, panel.up]))]
     if not panels:
         raise ValueError(f'--quality {path}: no evaluation has both scores, or the images of its training')
@@ -273,14 +243,12 @@ class Panel(NamedTuple):
         up: the column up.
         line_keys: the columns that a line agrees in.
         title: text above it.
-        more_keys: more such columns, which name lines only where these are alike without them.
     """
     rows: pd.DataFrame
     across: str
     up: str
     line_keys: list[str]
     title: str = ''
-    more_keys: Sequence[str] = ()
 
 
 def draw_panels(path: str, panels: list[Panel], caption: str) -> None:
@@ -292,11 +260,11 @@ def draw_panels(path: str, panels: list[Panel], caption: str) -> None:
     figure.supxlabel(wrapped(caption, PANEL_CHARACTERS * len(panels)), x=0.01, ha='left', fontsize=9)
     most_lines = 0  # of a legend
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        rows, across, up, line_keys, title, more_keys = panel
+        rows, across, up, line_keys, title = panel
         # lines, named by what distinguishes them
-        groups = rows.dropna(subset=[across, up]).groupby([*line_keys, *more_keys], dropna=False)
+        groups = rows.dropna(subset=[across, up]).groupby(line_keys, dropna=False)
         lines = [points for _, points in groups]
-        names = names_of_lines(pd.DataFrame([points.iloc[0] for points in lines]), line_keys, more_keys)
+        names = names_of_lines(pd.DataFrame([points.iloc[0] for points in lines]), line_keys)
         for points, name, color in zip(lines, names, colors_of(len(lines)), strict=True):
             label = [name]
             if across == 'clip_score':

@@ -14,7 +14,7 @@ from sdbench.flags.commands import Report
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import SWITCHES
 from sdbench.gpus import short_name
-from sdbench.records.figures import WIDTH, cell, days_in_words, rounded
+from sdbench.records.figures import cell, days_in_words, rounded
 from sdbench.records.keys import FORECAST, NOT_IN_A_FORECAST
 from sdbench.records.read import MEASURED, OF_SPEED, VERSIONS
 from sdbench.report.markdown import differing, settings_in_words, table_text
@@ -96,6 +96,11 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
     if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
         sentences.append(NOT_IN_A_FORECAST)
+    for images, size in settings.encode:
+        unused = images - sum(trained_on for trained_on, of_size in phases if of_size == size)
+        if unused > 0 and 'latents' in {*plans['input']}:
+            sentences.append(f'At {size} px {plural(unused, "image")} would be encoded that no phase trains on: with a '
+                             'smaller --encode they cost nothing.')
     networks = plans['network_gbits'][pd.to_numeric(plans['num_nodes']) > 1]
     if len(networks):
         speeds = [f'{gbits} Gbit/s' if gbits else 'as fast as the link of their GPUs (no --network_gbits)'
@@ -296,34 +301,24 @@ def told_apart_by(plans: pd.DataFrame) -> list[str]:
 
 
 def plan_blocks(plans: pd.DataFrame) -> list[str]:
-    """Return the tables of plans, one for each setting. No line is wider than WIDTH."""
-    # a row for each plan, with the days of each of its parts; its notes have no room there
+    """Return the table of plans, and their notes in sentences, for which it has no room."""
+    others = [key for key in told_apart_by(plans) if key != 'input']
     rows = []
     for _, plan in plans.iterrows():
-        row = {'GPUs': f'{plan["num_devices"]} x {short_name(plan["device"])}', 'input': plan['input']}
+        row = {'GPUs': f'{plan["num_devices"]} x {short_name(plan["device"])}'} | plan[['input', *others]].to_dict()
         for key, days in plan['record'].items():
             if key.startswith('days_'):
                 row[key.removeprefix('days_').replace('_', ' ')] = days_in_words(days, ' days')
         for key, heading in (('days', 'days'), ('total_gpu_hours', 'GPU-hours'), ('cost_usd', 'cost')):
             row[heading] = cell(key, plan[key])
         rows.append(row)
+
+    # what is encoded stands before what is trained, and the sums last
+    texts = ['GPUs', 'input', *others]
+    sums = ['days', 'GPU-hours', 'cost']
     cells = pd.DataFrame(rows, index=plans.index).fillna('')
-    ends = ['GPUs', 'input', 'days', 'GPU-hours', 'cost']
-    parts = sorted(column for column in cells if column not in ends)  # what is encoded stands before what is trained
-
-    # plans that differ in other settings stand apart; where there is no room, the parts are in the picture and in --csv
-    others = [key for key in told_apart_by(plans) if key != 'input']
-    blocks = []
-    for _, alike in plans.groupby(others or ['stage'], sort=False):
-        if others:
-            settings = settings_in_words(alike.iloc[0], others)
-            blocks.append(f'With {settings}:' if settings else 'Where the records do not say:')
-        for columns in ([*ends[:2], *parts, *ends[2:]], ends):
-            table = table_text(cells.loc[alike.index, columns], ['GPUs', 'input'])
-            if len(table.splitlines()[0]) <= WIDTH:
-                break
-        blocks.append(table)
-
+    parts = sorted(column for column in cells if column not in (*texts, *sums))
+    blocks = [table_text(cells[[*texts, *parts, *sums]], texts)]
     for note, noted in plans[plans['notes'] != ''].groupby('notes', sort=False):
         whose = 'All of these'
         if len(noted) < len(plans):
@@ -332,38 +327,25 @@ def plan_blocks(plans: pd.DataFrame) -> list[str]:
     return blocks
 
 
-def within_limits(plans: pd.DataFrame, max_dollars: float | None, max_days: float | None
-                  ) -> tuple[pd.DataFrame, list[str]]:
-    """Return the plans that keep within dollars and days, and a sentence on how near each is to them.
+def within_limits(plans: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
+    """Return the plans within --max_dollars and --max_days, all where none is, and a sentence that says so.
 
-    Where none does, all are returned, and the sentence says which comes nearest. A limit that is None is none; a plan
-    without a price keeps within no dollars.
+    A plan without a price keeps within no dollars.
     """
-    # what share of each limit a plan takes, and of the limit that it is nearest to
-    shares = {}
-    if max_dollars is not None:
-        shares[f'${max_dollars:,g}'] = plans['cost_usd'] / max_dollars
-    if max_days is not None:
-        shares[f'{max_days:g} days'] = plans['days'] / max_days
-    if not shares:
+    limits = []
+    kept = plans
+    if settings.max_dollars is not None:
+        limits.append(f'${settings.max_dollars:,g}')
+        kept = kept[kept['cost_usd'] <= settings.max_dollars]
+    if settings.max_days is not None:
+        limits.append(f'{settings.max_days:g} days')
+        kept = kept[kept['days'] <= settings.max_days]
+    if not limits:
         return plans, []
-    shares = pd.DataFrame(shares)
-    nearest = shares.max(axis='columns', skipna=False)
-
-    # those that keep within all, or else the one that passes them by least
-    limits = ' and '.join(shares)
-    kept = named = plans[nearest <= 1]
-    sentence = f'{len(kept)} of {plural(len(plans), "plan")} within {limits}'
+    within = f'within {" and ".join(limits)}'
     if kept.empty:
-        sentence = f'No plan is within {limits}. The nearest'
-        named = plans.loc[nearest.nsmallest(1).index]
-
-    # how near these are
-    each = []
-    for row, plan in named.iterrows():
-        taken = ' and '.join(f'{share:.0%} of {limit}' for limit, share in shares.loc[row].items())
-        each.append(f'{gpus_of(plan)}, {taken}')
-    return plans if kept.empty else kept, [f'{sentence}: {"; ".join(each) or "none has a price"}.']
+        return plans, [f'No plan is {within}; these are all.']
+    return kept, [f'{len(kept)} of {plural(len(plans), "plan")} {within}.']
 
 
 def gpus_of(row: pd.Series) -> str:

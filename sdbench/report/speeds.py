@@ -47,6 +47,9 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
     sentences += of_days
     if settings.learned:
         rows = rows.sort_values([*OF_LOSSES, 'eval_loss'], kind='stable', ignore_index=True)
+        if rows['eval_batch'].nunique() > 1:
+            sentences.append('The losses were evaluated after different batches ("eval batch"); the picture compares '
+                             'them at the same images.')
     return rows, sentences
 
 
@@ -109,10 +112,14 @@ def over_first(rows: pd.DataFrame, key: str, group: list[str]) -> pd.Series:
     return rows[key].where(rows['status'].isin(WITH_FIGURES)) / bases
 
 
-def one_point_each(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """Return the rows with the median of the images/s of those that agree in some keys, one row of each."""
-    speeds = rows.groupby(list(keys))['images_per_sec'].transform('median')
-    return rows.assign(images_per_sec=speeds).drop_duplicates(keys)
+def one_of_each_number(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Return one row of each number of GPUs of those that agree in some keys, with the fewest GPUs first.
+
+    It is the first of those on the fewest machines, with the median of their images/s.
+    """
+    rows = rows.assign(nodes=pd.to_numeric(rows['num_nodes'])).sort_values(['num_devices', 'nodes'], kind='stable')
+    speeds = rows.groupby([*keys, 'status', 'num_devices', 'num_nodes'])['images_per_sec'].transform('median')
+    return rows.assign(images_per_sec=speeds).drop_duplicates([*keys, 'num_devices'])
 
 
 def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame, list[str]]:
@@ -124,50 +131,44 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
     predicted = []
     sentences = []
     # one run of each setting on so many GPUs
-    trained = rows[(rows['status'] == MEASURED) & (rows['stage'] == 'train')]
-    trained = one_point_each(trained, ['setting', 'num_devices', 'num_nodes'])
-    trained = trained.sort_values(['num_devices', 'num_nodes'], key=pd.to_numeric).drop_duplicates(
-        ['setting', 'num_devices'])
+    trained = rows[(rows['status'] == MEASURED) & (rows['stage'] == 'train') & (rows['batch_size'] != '')]
+    trained = one_of_each_number(trained, ['setting'])
     different = differing(rows[rows['stage'] == 'train'], SETTINGS)  # tell a setting from the others
     for _, runs in trained.groupby('setting'):
         if len(runs) < 3:
             continue
         first = runs.iloc[0]
         which = settings_in_words(first, different)
-        batch = int(first['batch_size'] or 0)
-        possible = [count for count in sorted(set(counts)) if not 0 < batch < count]
+        batch = int(first['batch_size'])
+        possible = [count for count in sorted(set(counts)) if count <= batch]
         if len(possible) < len(set(counts)):
             more = ' and '.join(str(count) for count in sorted(set(counts)) if count not in possible)
             sentences.append(f'{which or "Extrapolated"}: not to {more} GPUs, which are more than the '
                              f'{plural(batch, "image")} of a batch.')
 
         # the a, b >= 0 for which a / n + b is closest to the seconds of a step on n devices: closest by relative
-        # errors, since the long steps on few devices would outweigh all others in absolute ones. Of a batch that is not
-        # stated they are those of an image: it cancels out, as long as it is fixed
-        images = batch or 1
-        seconds = (images / runs['images_per_sec']).to_numpy()
+        # errors, since the long steps on few devices would outweigh all others in absolute ones
+        seconds = (batch / runs['images_per_sec']).to_numpy()
         terms = np.stack([1 / runs['num_devices'].to_numpy(), np.ones(len(runs))], axis=1)  # (measurements, 2)
         (a, b), _ = nnls(terms / seconds[:, None], np.ones(len(runs)))
         for count in possible:
             note = 'extrapolated'
-            if images / count < int(first['device_train_microbatch_size'] or 0) and batch:
+            if batch / count < int(first['device_train_microbatch_size'] or 0):
                 note += f'; {batch / count:.3g} images a GPU: a smaller microbatch'
             predicted.append(first.to_dict() | UNKNOWN | {
-                'num_devices': count, 'num_nodes': '', 'images_per_sec': images / (a / count + b),
+                'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
                 'status': EXTRAPOLATED, 'notes': note, 'record': first['record'] | {'extrapolated': True}})
 
         # how well the fit meets what was measured
-        of_what = f'step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of {plural(batch, "image")}'
-        if batch == 0:
-            of_what = f'image_seconds(n) = {a:.5g} / n + {b:.5g} for a batch that is not stated'
-        residuals = images / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
+        residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
         worst = residuals.abs().argmax()
         sentences.append(
-            f'{which or "Extrapolated"}: {of_what}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst '
-            f'residual {residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
+            f'{which or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of '
+            f'{plural(batch, "image")}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
+            f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
     if not predicted:
         raise ValueError(f'--extrapolate {max(counts)} needs complete and reliable trainings of one setting on three '
-                         'numbers of GPUs, and a batch of as many images as GPUs')
+                         'numbers of GPUs, and a --batch_size of as many images as GPUs')
     return pd.DataFrame(predicted), sentences
 
 
