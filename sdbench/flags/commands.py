@@ -52,7 +52,6 @@ class Cluster:
 @dataclass(frozen=True, kw_only=True)
 class Convert(Cluster):
     heading = 'conversion'
-    READ = ('source',)
 
     source: tuple[str, ...] = positional('tars, Parquet files, folders of these or of images, or globs; in an object '
                                          'store (s3://bucket/tars/) tars or Parquet files')
@@ -95,7 +94,6 @@ class Encode(DataLoading, Model, Encoders, Warmup, Results, Cluster):
 @dataclass(frozen=True, kw_only=True)
 class Export:
     heading = 'export'
-    READ = ('checkpoint',)
 
     checkpoint: str = positional('checkpoint of benchmark.py, or a folder or an object store for its newest')
     out: str = positional('new folder for the pipeline; the folder of an earlier export is first renamed to OUT-1')
@@ -113,7 +111,6 @@ class Export:
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Results):
     heading = 'drawing and judging'
-    READ = ('model', 'data')
 
     model: str = positional('checkpoint of benchmark.py, a folder or an object store for its newest, or a pipeline '
                             'folder of diffusers, such as export.py writes')
@@ -152,7 +149,6 @@ class Evaluate(Results):
 @dataclass(frozen=True, kw_only=True)
 class Report:
     heading = 'report'
-    READ = ('records',)
 
     records: tuple[str, ...] = positional('files of records: JSON lines, or CSV where the name ends in .csv')
     training_images: int | None = flag(None, 'images of the training whose days and dollars are stated, with repeats '
@@ -198,10 +194,6 @@ class Report:
         for name in ('compare', 'extrapolate', 'days', 'training_images', 'quality'):
             if self.phase and getattr(self, name):
                 raise ValueError(f'--phase shows plans alone, and --{name} is not of a plan; leave one of them out')
-        sizes = [size for images, size in self.phase if images is None]
-        if len(set(sizes)) < len(sizes):
-            raise ValueError(f'--phase {" ".join(sizes)}: two phases of one size would take the images of one record; '
-                             'give each as IMAGES@SIZE')
         if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
             raise ValueError(f'--csv {self.csv} would overwrite the records; give another file')
         for name, suffixes in (('csv', ('.csv',)), ('figure', PICTURES), ('learned', PICTURES), ('quality', PICTURES)):

@@ -12,10 +12,8 @@
 import argparse
 import dataclasses
 import difflib
-import glob
 import importlib.util
 import math
-import os
 import shlex
 import sys
 import types
@@ -23,7 +21,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from sdbench.paths import PLACEHOLDER, is_url
 from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')
@@ -87,22 +84,13 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
 def answer_early(cls: type, description: str) -> None:
     """Answer --help and a mistake in the flags of this process before the imports of a command, which take seconds.
 
-    So is a path that is not there, of the fields that `READ` of the dataclass names. Its `main` parses once more, since
-    other programs call it with flags of their own.
+    Its `main` parses once more, since other programs call it with flags of their own.
     """
     begin()
-    settings = parse(cls, description)
+    parse(cls, description)
     if importlib.util.find_spec('composer') is None:
         exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} is not the Python of the environment, which has '
                         'the libraries: source .venv/bin/activate (make smoke makes it)')
-    for name in getattr(cls, 'READ', ()):
-        value = getattr(settings, name)
-        for path in value if isinstance(value, tuple) else (value,):
-            if path is None or is_url(path) or PLACEHOLDER in path or glob.has_magic(path):
-                continue  # it is found, or not, by what reads it
-            if not os.path.lexists(path):
-                given = f'{as_given(cls, name)} {path}'
-                exit_with_error(Path(sys.argv[0]).name, 2, f'{given} does not exist; check the path')
 
 
 def as_given(cls: type, name: str) -> str:

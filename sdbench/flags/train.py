@@ -72,7 +72,6 @@ PRICES_HELP = ('price of a GPU-hour in dollars, for all GPUs or by their names, 
 @dataclass(frozen=True, kw_only=True)
 class DataLoading:
     heading = 'data'
-    READ = ('remote',)
 
     remote: str | None = flag(None, 'folder or object store with the MDS shards to read: images and captions, as '
                               'convert.py writes them; a training also reads the latents that encode.py writes')
@@ -203,10 +202,6 @@ class Measuring:
     loader_only: bool = flag(False, 'measure the data loader alone, without a model')
     profile: str | None = flag(None, "folder for torch's profile of 3 batches after the warm-up; reports leave such a "
                                'run out (default: no profile)', metavar='DIR')
-
-    def check(self) -> None:
-        if self.loader_only and self.profile:
-            raise ValueError('--loader_only has no training for --profile; leave one out')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,10 +343,6 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
             self.check_batch(counts[0] or of_launcher('WORLD_SIZE') or 1)
         if len(set(counts)) < len(counts):
             raise ValueError(f'--dry_run {" ".join(map(str, counts))} has a number twice; leave one out')
-
-        # a training to forecast
-        if self.loader_only and self.dry_run is not None:
-            raise ValueError('--loader_only has no training for --dry_run; leave one out')
 
         # a VAE that decodes what is drawn
         if self.sample_prompts and not self.pretrained:

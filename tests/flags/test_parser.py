@@ -67,9 +67,7 @@ def test_help_begins_with_commands_and_has_every_flag_with_its_default(program):
 ANSWERED_EARLY = [
     ['benchmark.py', '--help'], ['benchmark.py', '--use_synth_data', '--image_size', '100'], ['convert.py'],
     ['encode.py', '--remote', 'x'], ['evaluate.py', 'm', 'd'], ['export.py', 'checkpoint', 'tests'],
-    ['report.py', '--extrapolate', '1,2'], ['report.py', 'tests', 'nowhere'], ['convert.py', 'nowhere', 'out'],
-    ['benchmark.py', '--remote', 'nowhere'], ['encode.py', '--remote', 'nowhere', '--out', 'out'],
-    ['export.py', 'nowhere', 'out'], ['evaluate.py', 'tests', 'nowhere', '--out', 'out']]
+    ['report.py', '--extrapolate', '1,2']]
 
 
 def test_a_command_line_is_answered_before_anything_heavy_is_imported():
@@ -85,6 +83,5 @@ for argv in {ANSWERED_EARLY!r}:
     run = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
     answers = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('[')]
     assert answers == [[0, []]] + [[2, []]] * (len(ANSWERED_EARLY) - 1)  # status, and what was imported
-    for (program, *arguments), line in zip(ANSWERED_EARLY[1:], run.stderr.splitlines(), strict=True):
+    for (program, *_), line in zip(ANSWERED_EARLY[1:], run.stderr.splitlines(), strict=True):
         assert line.startswith(f'{program}: error: ')
-        assert 'nowhere' not in arguments or ' nowhere does not exist; check the path' in line

@@ -175,11 +175,6 @@ def test_a_measurement_on_a_gpu_ends_with_the_commands_that_correct_a_plan_by_it
     assert plan.endswith(f"'{tmp_path}/my results' @recipes/plan.txt @recipes/prices-on-demand.txt")
 
 
-def test_a_record_without_an_outcome_has_no_status():
-    """So it is logged before the first batch."""
-    assert 'status' not in make_record('train', settings_of('--use_synth_data'), {})
-
-
 def test_a_trace_holds_three_batches_wherever_they_lie_and_its_run_is_in_no_figure(tmp_path, shards, results, capfd):
     """Epochs have three batches, and a run resumes in the middle of one; the trace is of its last three of five."""
     argv = ['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--save_folder', 'kept',
