@@ -31,6 +31,7 @@ from data import build_data, build_evaluator, normalize, open_held_out
 from ema import EMA
 from sdbench.complete import complete, index_of_data
 from sdbench.gpus import peak_of
+from sdbench.inputs.batches import NOISE, TIMESTEP
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.clock import Measurement, Trace, measure_loader
 from sdbench.models.flops import flops_of_an_image
@@ -38,15 +39,14 @@ from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, bui
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
 from sdbench.training.augmentation import build_augmentation
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
-from sdbench.training.compatibility import difference_of_models, facts_of_model, flags_to_keep
-from sdbench.training.evaluation import METRIC, NOISE, TIMESTEP, Evaluations
+from sdbench.training.compatibility import SameRun, difference_of_models, facts_of_model, flags_to_keep
+from sdbench.training.exact_resume import ExactResume
 from sdbench.training.loggers import build_loggers, kept_name, name_of_run
 from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import FiniteSteps, build_schedule, min_snr_weights
-from sdbench.training.progress import Progress
+from sdbench.training.progress import METRIC, HeldOutLoss, Progress
 from sdbench.training.ranks import GracefulStop, destroy_nccl_group, join_ranks, on_rank_0
 from sdbench.training.run import announce_build, begin_run, finish_run, fit, training_record
-from sdbench.training.safeguard import Safeguard
 from sdbench.training.sampling import Sampling, read_prompts
 from sdbench.training.spending import Spending
 from sdbench.training.weights import load_initial_weights
@@ -254,9 +254,10 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         measurement,    # the clock stops here, before anything is drawn or saved
         trace,
         Progress(settings.batch_size),
-        Safeguard(settings.seed, flags_to_keep(settings, files, dataset)),  # a resume goes on exactly
+        SameRun(flags_to_keep(settings, files, dataset)),  # a resume with other flags is refused
+        ExactResume(settings.seed),  # and one with these goes on exactly
         FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
-        Evaluations(),  # what the record says of them
+        HeldOutLoss(),
         LRMonitor(),    # the curve of the learning rate
         stop,           # decides whether this batch is the last, before it is drawn and saved
         drawings,

@@ -4,7 +4,6 @@ A batch is `image` uint8 (B, 3, H, H), or `moments` float16 (B, 8, H/8, H/8) as 
 int64 (B, 77). Images travel as bytes at the size they were stored in; `normalize` brings a microbatch to the training
 size and to [-1, 1] once it is on the device.
 """
-import math
 import multiprocessing
 import os
 import signal
@@ -12,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 
+import numpy as np
 import torch
 from composer import Evaluator
 from composer.core import DataSpec
@@ -23,8 +23,9 @@ from torchvision.transforms.functional import to_pil_image
 
 from sdbench.errors import DataError, unreadable_shard
 from sdbench.flags.train import SD2_BASE, Train
+from sdbench.inputs.batches import NOISE, TIMESTEP, BadSamples, bad_sample_line, collate
 from sdbench.inputs.captions import CAPTIONS, ONE_CAPTION, draw_caption, from_columns, require_names
-from sdbench.inputs.images import decode_image, decode_whole_image, normalize, resize, stack_images
+from sdbench.inputs.images import decode_image, decode_whole_image, normalize, resize
 from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from sdbench.inputs.shards import (
     DRAW,
@@ -41,7 +42,6 @@ from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_toke
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
 from sdbench.paths import INDEX
 from sdbench.process import end_with_parent
-from sdbench.training.evaluation import LABEL, NOISE, TIMESTEP, HeldOutSamples
 
 DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
 MOST_STAND_INS = 1000  # samples that may be bad in a row
@@ -69,7 +69,7 @@ class SyntheticImageCaptionDataset(Dataset):
         self.seed = seed
         self.latent_size = latent_size
         self.latents = latent_size is not None
-        self.samples = self.draw(DIFFERENT_SAMPLES)
+        self.samples = self.random_batch(DIFFERENT_SAMPLES)
         self.batch = None  # the newest, which is given again where the next is as large
 
     def __len__(self) -> int:
@@ -82,13 +82,13 @@ class SyntheticImageCaptionDataset(Dataset):
     def collate(self, samples: list[dict]) -> dict[str, torch.Tensor]:
         """Return the batch of as many samples: `image` uint8 (B, 3, H, H) or `moments`, and `caption` int64 (B, 77)."""
         if self.batch is None or len(self.batch['caption']) != len(samples):
-            self.batch = self.draw(len(samples))
+            self.batch = self.random_batch(len(samples))
             if torch.cuda.is_available():  # once: DataLoader(pin_memory=True) would copy every batch
                 self.batch = {name: tensor.pin_memory() for name, tensor in self.batch.items()}
         return dict(self.batch)
 
-    def draw(self, number: int) -> dict[str, torch.Tensor]:
-        """Draw a batch of `number` samples, the same each time."""
+    def random_batch(self, number: int) -> dict[str, torch.Tensor]:
+        """Make a batch of `number` random samples, the same each time."""
         generator = torch.Generator().manual_seed(self.seed)
         if self.latents:
             moments = torch.randn(number, 8, self.latent_size, self.latent_size, generator=generator)
@@ -229,60 +229,40 @@ class StreamingLAIONDataset(VerifiedDataset):
         return {'image': image, **captions}
 
 
-def bad_sample_line(index: int, reason: str) -> str:
-    return f'bad sample {index} is left out: {reason}'
+class HeldOutSamples(Dataset):
+    """The samples of a dataset by index, each with a noise and a timestep that depend on its index and the seed alone.
 
-
-class BadSamples:
-    """Names each bad sample once, and ends the run where too many are bad.
-
-    By chance more than the limit can be bad among few samples: up to three standard deviations more are accepted.
+    So the loss on them is the same on any number of ranks, in microbatches of any size, at any time of a training. A
+    sample that does not decode is replaced by another.
 
     Args:
-        limit: the share of samples that may be bad.
+        samples: that are held out.
+        latent_size: height and width of the latents that are trained on.
+        num_timesteps: of the noise schedule.
+        seed: of the noise and of the timesteps.
+        is_known: whether the training is known to have none of them.
     """
 
-    def __init__(self, limit: float):
-        self.limit = limit
-        self.read = 0  # samples so far
-        self.found: set[int] = set()  # the bad ones
+    def __init__(self, samples: StreamingLAIONDataset, latent_size: int, num_timesteps: int, seed: int,
+                 is_known: bool = True):
+        self.samples = samples
+        self.image_size = samples.image_size
+        self.latent_size = latent_size
+        self.num_timesteps = num_timesteps
+        self.seed = seed
+        self.is_known = is_known
 
-    def __call__(self, batch: dict) -> dict:
-        """Return the batch without its `bad_samples`. Raises DataError if too many are bad."""
-        self.read += len(batch['caption'])
-        for index, reason in batch.pop('bad_samples', ()):
-            if index not in self.found:
-                self.found.add(index)
-                print(bad_sample_line(index, reason), file=sys.stderr)
-        expected = self.limit * self.read
-        if len(self.found) > math.ceil(expected + 3 * math.sqrt(expected)):
-            raise DataError(f'{len(self.found):,} of {self.read:,} samples are bad, more than --max_bad_samples '
-                            f'{self.limit:g} of them; mend the data or raise it')
-        return batch
+    def __len__(self) -> int:
+        return self.samples.num_samples
 
-
-def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[str, torch.Tensor]:
-    """Return a batch: `image` uint8 (B, 3, H, H) or `moments`, `caption` int64 (B, 77), and any `bad_samples`.
-
-    An evaluation's has its draws as well: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
-    """
-    # images or moments, and captions
-    if MOMENTS in samples[0]:
-        batch = {MOMENTS: torch.stack([sample[MOMENTS] for sample in samples])}
-    else:
-        batch = {'image': stack_images([sample['image'] for sample in samples], image_size)}
-    tokenizer.encode_special_tokens = True  # else "!" is padding: pickling loses it, as for a loader's process on macOS
-    captions = tokenizer.encode_batch([sample['caption'] for sample in samples])
-    batch['caption'] = torch.tensor([caption.ids for caption in captions])
-
-    # what an evaluation has drawn, and the samples that others stand in for
-    for name in (NOISE, TIMESTEP):
-        if name in samples[0]:
-            batch[name] = torch.stack([sample[name] for sample in samples])
-    bad_samples = [entry for sample in samples for entry in sample.get('bad', ())]
-    if bad_samples:
-        batch['bad_samples'] = bad_samples
-    return batch
+    def __getitem__(self, index: int) -> dict:
+        """Return a sample with its `noise`, float32 (8, H/8, W/8), and its `timestep`, int64 ()."""
+        seeds = np.random.SeedSequence((self.seed, index))
+        generator = torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
+        side = self.latent_size
+        draws = {NOISE: torch.randn(8, side, side, generator=generator),
+                 TIMESTEP: torch.randint(self.num_timesteps, (), generator=generator)}
+        return self.samples.good_sample(index) | draws
 
 
 def begin_worker(worker: int) -> None:
@@ -418,5 +398,5 @@ def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples
     microbatch = settings.device_train_microbatch_size
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     data = build_loader(held_out, microbatch, settings.num_workers, tokenizer, settings.max_bad_samples)
-    return Evaluator(label=LABEL, dataloader=data, eval_interval=settings.eval_interval,
+    return Evaluator(label='eval', dataloader=data, eval_interval=settings.eval_interval,
                      device_eval_microbatch_size=microbatch)
