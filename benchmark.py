@@ -298,7 +298,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Gra
         ema_state = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
 
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
-    settings = with_found_microbatch(settings, model, data, partial(build_optimizer, model, settings))
+    settings = with_found_microbatch(settings, model, partial(build_optimizer, model, settings))
 
     # What changes a batch or the average, what watches the run, and the training itself.
     evaluator = build_evaluator(settings, files, held_out)
@@ -339,10 +339,9 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 
     # The training. A signal ends it, or its budget, and lets the record be kept.
     with GracefulStop() as stop:
-        spending = Spending(settings, stop)
-        settings, model, trainer = build_training(settings, files, data, stop, [*callbacks, spending], checkpoint)
+        callbacks = [*callbacks, Spending(settings, stop)]
+        settings, model, trainer = build_training(settings, files, data, stop, callbacks, checkpoint)
         begin_run(settings, model, trainer, checkpoint)
-        spending.require_money()
         outcome = fit(settings, trainer, stop)
         record = training_record(settings, model, data, trainer, outcome)
         finish_run(settings, trainer, record)
