@@ -176,8 +176,6 @@ def test_an_argument_that_cannot_be_honoured_is_one_line(shards, tmp_path):
         build_loader(StreamingLAIONDataset(shards, transform=str, batch_size=1), 1, 0)
     with pytest.raises(ValueError, match='^[^\n]*needs a remote, or a local folder[^\n]*$'):
         StreamingLAIONDataset(batch_size=1)
-    with pytest.raises(ValueError, match='^keep_zip would do nothing[^\n]+$'):
-        StreamingLAIONDataset(shards, batch_size=1, keep_zip=True)
     with pytest.raises(ValueError, match='^[^\n]*no-such-tokenizer[^\n]*$'):
         StreamingLAIONDataset(shards, tokenizer_name_or_path='no-such-tokenizer', batch_size=1)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision
-from PIL import ExifTags, Image, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from sdbench.errors import is_out_of_memory
 
@@ -17,7 +17,6 @@ from sdbench.errors import is_out_of_memory
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
 FLIP = 'flip'  # bool (B,): which images of a batch are to be mirrored
 DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
-FLOAT_BITS = (8, 16, 32)  # of whole numbers that are stored as floats
 MOST_FRAMES = 10  # of an animation that are looked at for one that is not wholly transparent
 
 # Of a profile of colours and of a text in a PNG. With Pillow's limit, 1 MiB, an image with more would not be read.
@@ -102,12 +101,9 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
     except Exception:  # of many kinds
         pass
 
-    # 8 bits, on white, RGB; of 48 bits a PNG names the transparent colour by 16 each, and Pillow keeps the upper 8
+    # 8 bits, on white, RGB
     if image.mode[0] in DEEP_MODES:
         image = to_eight_bits(image)
-    transparent = image.info.get('transparency')
-    if isinstance(transparent, tuple) and max(transparent) > 255:
-        image.info['transparency'] = tuple(value >> 8 for value in transparent)
     if image.has_transparency_data:
         image = image.convert('RGBA')
         image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image)
@@ -116,36 +112,15 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
 
 
 def to_eight_bits(image: Image.Image) -> Image.Image:
-    """Scale a grey image of more than 8 bits to 8 bits. Pillow's own conversion would make 255 and more white.
+    """Keep the highest 8 bits of a grey image of 16. Pillow's own conversion would make 255 and more white.
 
-    Integers are taken as 16 bits, the depth of PNG, PPM, JPEG 2000 and nearly every TIFF, and as 31 or 32 bits if a
-    value is larger. The scale is that of the depth, not of the brightest pixel, so that a dark image stays dark. Floats
-    up to 1 are taken as brightness, and larger ones as integers of the fewest of FLOAT_BITS that hold the largest
-    value.
+    16 is the depth of PNG, PPM, JPEG 2000 and nearly every TIFF. The scale is that of the depth, not of the brightest
+    pixel, so that a dark image stays dark. Raises ValueError if the image has floats, or integers of more bits.
     """
-    # Pillow reads the unsigned 32 bits of a TIFF with a sign
-    tags = getattr(image, 'tag_v2', {})
     values = np.asarray(image)  # (H, W)
-    if tags.get(TiffImagePlugin.BITSPERSAMPLE) == (32,) and tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,)) == (1,):
-        values = values.view(np.uint32)
-
-    # the depth
-    values = np.nan_to_num(values.astype(np.float64), posinf=0, neginf=0)
-    largest = values.max()
-    if image.mode == 'F' and largest <= 1:
-        end = 1
-    else:
-        stored = tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0]  # 12 in some scans
-        depths = FLOAT_BITS if image.mode == 'F' else (min(stored, 16), 31, 32)
-        end = next((2 ** bits for bits in depths if largest < 2 ** bits), largest)
-    grey = (values * (256 / end)).clip(0, 255).astype(np.uint8)
-
-    # what Pillow does only to 8 bits: a TIFF may count from white to black, and a PNG may have a transparent grey
-    if tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
-        grey = 255 - grey
-    if 'transparency' in image.info:
-        grey[values == image.info['transparency']] = 255
-    return Image.fromarray(grey)
+    if image.mode == 'F' or values.max() >= 2 ** 16:
+        raise ValueError('its grey has more than 16 bits, or is of floats; save it in 16 bits')
+    return Image.fromarray((values >> 8).astype(np.uint8))
 
 
 def is_upright(image: Image.Image) -> bool:
