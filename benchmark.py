@@ -37,7 +37,6 @@ from sdbench.measuring.clock import Measurement, Trace, measure_loader
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
-from sdbench.training.augmentation import build_augmentation
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
 from sdbench.training.compatibility import SameRun, difference_of_models, facts_of_model, flags_to_keep
 from sdbench.training.exact_resume import ExactResume
@@ -221,16 +220,14 @@ def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Opti
                              foreach=not settings.fused_optimizer)
 
 
-def build_algorithms(settings: Train, files: ModelFiles | None = None,
-                     ema_state: dict | None = None) -> list[Algorithm]:
-    """Build what changes a batch or averages the weights; `ema_state` is that of an average to go on with."""
-    algorithms = build_augmentation(settings, files)
-    if settings.use_ema:
-        ema = EMA(settings.ema_half_life, ema_start=settings.ema_start or '0ba')
-        if ema_state and not settings.ema_start:
-            ema.load_state_dict(ema_state)
-        algorithms.append(ema)
-    return algorithms
+def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Algorithm]:
+    """Build what averages the weights; `ema_state` is that of an average to go on with."""
+    if not settings.use_ema:
+        return []
+    ema = EMA(settings.ema_half_life, ema_start=settings.ema_start or '0ba')
+    if ema_state and not settings.ema_start:
+        ema.load_state_dict(ema_state)
+    return [ema]
 
 
 def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, stop: GracefulStop,
@@ -300,9 +297,9 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Gra
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
     settings = with_found_microbatch(settings, model, partial(build_optimizer, model, settings))
 
-    # What changes a batch or the average, what watches the run, and the training itself.
+    # What averages the weights, what watches the run, and the training itself.
     evaluator = build_evaluator(settings, files, held_out)
-    algorithms = build_algorithms(settings, files, ema_state)
+    algorithms = build_algorithms(settings, ema_state)
     callbacks = build_callbacks(settings, model, files, dataset, stop, prompts, callbacks)
     with resuming(checkpoint, settings.save_folder) as load_path:
         trainer = Trainer(

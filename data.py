@@ -103,8 +103,9 @@ class SyntheticImageCaptionDataset(Dataset):
 class StreamingLAIONDataset(VerifiedDataset):
     """Samples of MDS shards with the columns `jpg` (bytes) and `caption` (str), or encode.py's `moments` for `jpg`.
 
-    Where shards hold several captions of an image, an iteration draws one by `shuffle_seed`, the epoch and the number
-    of the sample; `sample(number)` has them all, and the first.
+    What is random of a sample, which of several captions it has, whether that is dropped and the image mirrored,
+    follows from `shuffle_seed`, the epoch and its number. So a resumed run draws the same, on any number of ranks and
+    of processes. `sample(number)` has all captions, and the first.
 
     A sample is what torch's own DataLoader collates; `build_loader`, which is faster, takes the captions as text.
 
@@ -124,6 +125,9 @@ class StreamingLAIONDataset(VerifiedDataset):
         index: the index.json of `remote`, if it was read already.
         cache_limit: bytes, or a text such as 500gb, that the copies may take: the oldest are dropped.
         caption_weights: of the captions of each name; default: all captions of an image have the same chance.
+        caption_drop: probability that the empty caption takes the place of a sample's, for classifier-free guidance: so
+            the model also learns to draw without a caption (Ho and Salimans 2022).
+        random_flip: whether half of the images are mirrored.
         kwargs: more for `streaming.StreamingDataset`.
 
     Raises ValueError if an argument is not one that these shards can have.
@@ -132,7 +136,8 @@ class StreamingLAIONDataset(VerifiedDataset):
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
                  predownload: int | None = None, download_retry: int = DOWNLOADS, download_timeout: float = 60,
                  batch_size: int | None = None, *, image_size: int = 512, index: dict | None = None,
-                 cache_limit: int | str | None = None, caption_weights: Mapping[str, float] | None = None, **kwargs):
+                 cache_limit: int | str | None = None, caption_weights: Mapping[str, float] | None = None,
+                 caption_drop: float = 0.0, random_flip: bool = False, **kwargs):
         if remote is None and local is None:
             raise ValueError('StreamingLAIONDataset needs a remote, or a local folder with shards')
         self.image_size = image_size
@@ -150,9 +155,12 @@ class StreamingLAIONDataset(VerifiedDataset):
         if index is None:
             index = read_index(remote or local, '--remote' if remote else '--local')
         self.latents = 'latents' in index
-        if transform and self.latents:
-            raise ValueError('these shards hold latents, which take no transform; leave it out, or read the images')
+        if (transform or random_flip) and self.latents:
+            raise ValueError('these shards hold latents, which take no transform and no random_flip; leave it out, or '
+                             'read the images')
         self.captions = index.get(CAPTIONS)  # how many there are of each name; None: the index does not say
+        self.caption_drop = caption_drop
+        self.random_flip = random_flip
         self.caption_weights = caption_weights or {}
         require_names(self.caption_weights, index, '--caption_weights', remote or local)
         self.draw = index.get(DRAW)
@@ -173,8 +181,17 @@ class StreamingLAIONDataset(VerifiedDataset):
         `caption` int64 (77,), of the caption that is drawn. Where it gives text, it is that of `good_sample`.
         """
         sample = self.good_sample(index)
+
+        # what is random
         epoch = max(0, self.next_epoch - 1)  # before an iteration, that of the first
         sample['caption'] = draw_caption(sample.pop(CAPTIONS), self.caption_weights, self.shuffle_seed, epoch, index)
+        for_drop, for_flip = np.random.default_rng((self.shuffle_seed, epoch, index)).random(2)
+        if for_drop < self.caption_drop:
+            sample['caption'] = ''
+        if self.random_flip and for_flip < 0.5:
+            sample['image'] = sample['image'].flip(-1)
+
+        # as text for our loader, or with all that torch's own takes
         if self.gives_text:
             return sample
         for number, reason in sample.pop('bad'):
@@ -348,7 +365,8 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
     dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
                                     cache_limit=settings.cache_limit, batch_size=settings.device_batch_size,
                                     epoch_size=settings.batches_per_epoch * settings.batch_size,
-                                    caption_weights=dict(settings.caption_weights), shuffle=True, shuffle_seed=seed)
+                                    caption_weights=dict(settings.caption_weights), caption_drop=settings.caption_drop,
+                                    random_flip=settings.random_flip, shuffle=True, shuffle_seed=seed)
     return build_loader(dataset, settings.device_batch_size, settings.num_workers, tokenizer, settings.max_bad_samples)
 
 

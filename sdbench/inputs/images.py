@@ -15,7 +15,6 @@ from sdbench.errors import is_out_of_memory
 
 # Some others are decoded in Python, minutes for a few hundred bytes (DDS), or run a program (EPS: Ghostscript).
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
-FLIP = 'flip'  # bool (B,): which images of a batch are to be mirrored
 DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
 MOST_FRAMES = 10  # of an animation that are looked at for one that is not wholly transparent
 
@@ -161,15 +160,14 @@ def stack_images(images: list[torch.Tensor], image_size: int) -> torch.Tensor:
 def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> dict[str, torch.Tensor]:
     """Bring a batch's images as stored, uint8 (B, 3, H, H), to float32 (B, 3, image_size, image_size) in [-1, 1].
 
-    Without `image_size` they keep their size. Images that are floats are in [-1, 1] already, and stay so. Those that
-    the batch's `flip` bool (B,) names are mirrored. A batch of moments stays as it is. All stay on their device.
+    Without `image_size` they keep their size. Images that are floats are in [-1, 1] already, and stay so. A batch of
+    moments stays as it is. All stay on their device.
 
     Raises ValueError if the images are whole numbers of another type, so that nothing says what is black and what is
     white.
     """
     if 'image' not in batch:
         return batch
-    batch = dict(batch)
     images = batch['image']
     is_bytes = images.dtype == torch.uint8
     if is_bytes:
@@ -180,6 +178,4 @@ def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> 
         images = F.interpolate(images, size=(image_size, image_size), mode='bilinear')
     if is_bytes:
         images = images / 127.5 - 1
-    if FLIP in batch:
-        images = torch.where(batch.pop(FLIP)[:, None, None, None], images.flip(-1), images)
     return {**batch, 'image': images}
