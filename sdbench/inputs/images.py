@@ -16,7 +16,6 @@ from sdbench.errors import is_out_of_memory
 # Some others are decoded in Python, minutes for a few hundred bytes (DDS), or run a program (EPS: Ghostscript).
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
 DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
-MOST_FRAMES = 10  # of an animation that are looked at for one that is not wholly transparent
 
 # Of a profile of colours and of a text in a PNG. With Pillow's limit, 1 MiB, an image with more would not be read.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
@@ -85,12 +84,10 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB)
 
-    # all that is in the file; a TIFF is turned upright by that
+    # all of the first frame; a TIFF is turned upright by that
     if much_larger:
         image.draft(None, (image_size, image_size))  # JPEG decodes straight to 1/2, 1/4 or 1/8; others ignore it
     image.load()
-    if image.has_transparency_data and getattr(image, 'is_animated', False):
-        seek_visible_frame(image)
 
     # upright, unless its EXIF is odd, which Pillow rewrites after it has rotated the image
     try:
@@ -130,18 +127,6 @@ def is_upright(image: Image.Image) -> bool:
         raise
     except Exception:  # of odd EXIF
         return True
-
-
-def seek_visible_frame(image: Image.Image) -> None:
-    """Go to the first frame of an animation that is not wholly transparent: many begin with an empty one."""
-    for number in range(MOST_FRAMES):
-        try:
-            image.seek(number)
-        except EOFError:
-            break
-        if image.convert('RGBA').getextrema()[3][1] > 0:  # the largest alpha
-            return
-    image.seek(0)
 
 
 def resize(image: torch.Tensor, image_size: int) -> torch.Tensor:

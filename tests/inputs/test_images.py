@@ -63,15 +63,6 @@ def test_what_is_transparent_is_put_on_white(mode):
     assert (decoded[:, :, 0] == 255).all()
 
 
-@pytest.mark.parametrize('format', ['GIF', 'WEBP', 'PNG'])
-def test_of_an_animation_the_first_frame_counts_in_which_something_is_to_be_seen(format):
-    clear, seen, later = (Image.new('RGBA', (32, 32), color) for color in ('#0000', '#f00f', '#00ff'))
-    for frames, colour in (([clear, clear, seen, later], [255, 0, 0]), ([seen, later], [255, 0, 0]),
-                           ([clear, clear], [255, 255, 255])):
-        data = encoded(frames[0], format, save_all=True, append_images=frames[1:], lossless=True)
-        assert decode_image(data)[:, 9, 9].tolist() == colour
-
-
 @pytest.mark.parametrize('name', ['orientation 6', 'orientation behind xmp', 'orientation in xmp alone'])
 def test_an_image_is_upright_at_every_size_that_it_is_decoded_at(name):
     whole, reduced = (decode_whole_image(ENCODED[name], size) for size in (None, 16))
