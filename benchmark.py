@@ -27,11 +27,11 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch.utils.data import Dataset
 from torchmetrics import MeanSquaredError
 
-from data import build_data, build_evaluator, normalize, open_held_out
+from data import build_data, build_evaluator, open_held_out
 from ema import EMA
 from sdbench.complete import complete, index_of_data
 from sdbench.gpus import peak_of
-from sdbench.inputs.batches import NOISE, TIMESTEP
+from sdbench.inputs.batches import NOISE, TIMESTEP, normalize
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.clock import Measurement, Trace, measure_loader
 from sdbench.models.flops import flops_of_an_image

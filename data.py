@@ -23,16 +23,23 @@ from torchvision.transforms.functional import to_pil_image
 
 from sdbench.errors import DataError, unreadable_shard
 from sdbench.flags.train import SD2_BASE, Train
-from sdbench.inputs.batches import NOISE, TIMESTEP, BadSamples, bad_sample_line, collate
-from sdbench.inputs.captions import CAPTIONS, ONE_CAPTION, draw_caption, from_columns, require_names
-from sdbench.inputs.images import decode_image, decode_whole_image, normalize, resize
+from sdbench.inputs.batches import (
+    NOISE,
+    TIMESTEP,
+    BadSamples,
+    bad_sample_line,
+    collate,
+    decode_sample,
+    normalize,
+)
+from sdbench.inputs.captions import CAPTIONS, draw_caption, require_names
+from sdbench.inputs.images import decode_image, decode_whole_image, resize
 from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from sdbench.inputs.shards import (
     DRAW,
     MOMENTS,
     are_two_sides,
     hash_of_images,
-    index_hash,
     number_of_samples,
     read_index,
     require_same_origin,
@@ -163,9 +170,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         self.random_flip = random_flip
         self.caption_weights = caption_weights or {}
         require_names(self.caption_weights, index, '--caption_weights', remote or local)
-        self.draw = index.get(DRAW)
-        self.index_hash = index_hash(index)
-        self.images_hash = hash_of_images(index)
+        self.index = index
         stream = VerifiedStream(index, remote, local, cache_limit, download_retry, download_timeout)
         super().__init__(stream, shuffle=shuffle, predownload=predownload, batch_size=batch_size, **kwargs)
 
@@ -231,19 +236,11 @@ class StreamingLAIONDataset(VerifiedDataset):
         except Exception as error:  # every storage client has its own
             raise unreadable_shard(error) from None
 
-        # the captions
-        if not columns[ONE_CAPTION].strip():
-            raise ValueError('no caption')
-        captions = {ONE_CAPTION: columns[ONE_CAPTION], CAPTIONS: from_columns(columns)}
-
-        # the image or its moments
-        if self.latents:
-            return {MOMENTS: torch.from_numpy(columns[MOMENTS].copy()), **captions}
+        # what they hold: for a transform all of an image
+        decode = partial(decode_image, image_size=self.image_size)
         if self.transform:
-            image = decode_whole_image(columns['jpg'])  # (3, H, W)
-        else:
-            image = decode_image(columns['jpg'], self.image_size)
-        return {'image': image, **captions}
+            decode = decode_whole_image
+        return decode_sample(columns, decode)
 
 
 class HeldOutSamples(Dataset):
@@ -391,14 +388,14 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
         require_same_origin(remote, index, files.origin_of_latents(settings.image_size), flag)
     elif trained_on.latents:
         raise ValueError(f'{flag} {remote} holds images, and the training is on latents, without a VAE; encode it, too')
-    if settings.remote and hash_of_images(index) == trained_on.images_hash:
+    if settings.remote and hash_of_images(index) == hash_of_images(trained_on.index):
         raise ValueError(f'{flag} {remote} is what the run trains on, --remote {settings.remote} by its {INDEX}; give '
                          'it shards of other samples')
     if number_of_samples(index) == 0:
         raise ValueError(f'{flag} {remote} holds no samples')
 
     # whether the run is known to train on none of them: random data and the other side of a draw have none
-    is_known = not settings.remote or are_two_sides(index.get(DRAW), trained_on.draw)
+    is_known = not settings.remote or are_two_sides(index.get(DRAW), trained_on.index.get(DRAW))
     if not is_known and dist.get_global_rank() == 0:
         print(f'warning: {flag} {remote} is not known to be held out: it and --remote {settings.remote} are not, by '
               f'their {INDEX}, the two sides of one convert.py --held_out', file=sys.stderr)

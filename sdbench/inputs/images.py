@@ -132,35 +132,3 @@ def is_upright(image: Image.Image) -> bool:
 def resize(image: torch.Tensor, image_size: int) -> torch.Tensor:
     """Resize uint8 (3, H, H) to (3, image_size, image_size), bilinear and antialiased."""
     return F.interpolate(image[None], size=(image_size, image_size), mode='bilinear', antialias=True)[0]
-
-
-def stack_images(images: list[torch.Tensor], image_size: int) -> torch.Tensor:
-    """Stack images into uint8 (B, 3, H, H). H is their size if all have the same; else all become `image_size`."""
-    if len({image.shape for image in images}) > 1:
-        images = [resize(image, image_size) for image in images]
-    # decoders lay pixels out as (H, W, 3): copying them in that order is 6 times as fast as turning them here
-    return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
-
-
-def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> dict[str, torch.Tensor]:
-    """Bring a batch's images as stored, uint8 (B, 3, H, H), to float32 (B, 3, image_size, image_size) in [-1, 1].
-
-    Without `image_size` they keep their size. Images that are floats are in [-1, 1] already, and stay so. A batch of
-    moments stays as it is. All stay on their device.
-
-    Raises ValueError if the images are whole numbers of another type, so that nothing says what is black and what is
-    white.
-    """
-    if 'image' not in batch:
-        return batch
-    images = batch['image']
-    is_bytes = images.dtype == torch.uint8
-    if is_bytes:
-        images = images.to(torch.float32, memory_format=torch.contiguous_format)
-    elif not images.is_floating_point():
-        raise ValueError(f'images of {images.dtype}; give bytes (uint8), or floats in [-1, 1]')
-    if image_size is not None and images.shape[-1] != image_size:
-        images = F.interpolate(images, size=(image_size, image_size), mode='bilinear')
-    if is_bytes:
-        images = images / 127.5 - 1
-    return {**batch, 'image': images}

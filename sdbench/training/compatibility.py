@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from sdbench.complete import TIMES
 from sdbench.errors import redacted
 from sdbench.flags.train import SAME_ON_RESUME, Train
-from sdbench.inputs.shards import DRAW, IMAGES_HASH, are_two_sides, hash_of_images
+from sdbench.inputs.shards import DRAW, IMAGES_HASH, are_two_sides, hash_of_images, index_hash
 from sdbench.inputs.tokenizer import hash_of_tokenizer
 from sdbench.models.loading import ModelFiles
 
@@ -82,9 +82,9 @@ def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:
     flags['remote'] = None
     if settings.remote:
         flags['remote'] = redacted(settings.remote)
-        flags[DATASET] = dataset.index_hash
-        flags[IMAGES_HASH] = dataset.images_hash
-        flags[DRAW] = dataset.draw
+        flags[DATASET] = index_hash(dataset.index)
+        flags[IMAGES_HASH] = hash_of_images(dataset.index)
+        flags[DRAW] = dataset.index.get(DRAW)
     return flags
 
 
