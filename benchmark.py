@@ -27,26 +27,25 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch.utils.data import Dataset
 from torchmetrics import MeanSquaredError
 
-from data import build_data, build_evaluator, normalize, open_held_out
+from data import build_data, build_evaluator, open_held_out
 from ema import EMA
 from sdbench.complete import complete, index_of_data
 from sdbench.gpus import peak_of
+from sdbench.inputs.batches import NOISE, TIMESTEP, normalize
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.clock import Measurement, Trace, measure_loader
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
-from sdbench.training.augmentation import build_augmentation
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
-from sdbench.training.compatibility import difference_of_models, facts_of_model, flags_to_keep
-from sdbench.training.evaluation import METRIC, NOISE, TIMESTEP, Evaluations
+from sdbench.training.compatibility import SameRun, difference_of_models, facts_of_model, flags_to_keep
+from sdbench.training.exact_resume import ExactResume
 from sdbench.training.loggers import build_loggers, kept_name, name_of_run
 from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import FiniteSteps, build_schedule, min_snr_weights
-from sdbench.training.progress import Progress
+from sdbench.training.progress import METRIC, HeldOutLoss, Progress
 from sdbench.training.ranks import GracefulStop, destroy_nccl_group, join_ranks, on_rank_0
 from sdbench.training.run import announce_build, begin_run, finish_run, fit, training_record
-from sdbench.training.safeguard import Safeguard
 from sdbench.training.sampling import Sampling, read_prompts
 from sdbench.training.spending import Spending
 from sdbench.training.weights import load_initial_weights
@@ -221,16 +220,14 @@ def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Opti
                              foreach=not settings.fused_optimizer)
 
 
-def build_algorithms(settings: Train, files: ModelFiles | None = None,
-                     ema_state: dict | None = None) -> list[Algorithm]:
-    """Build what changes a batch or averages the weights; `ema_state` is that of an average to go on with."""
-    algorithms = build_augmentation(settings, files)
-    if settings.use_ema:
-        ema = EMA(settings.ema_half_life, ema_start=settings.ema_start or '0ba')
-        if ema_state and not settings.ema_start:
-            ema.load_state_dict(ema_state)
-        algorithms.append(ema)
-    return algorithms
+def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Algorithm]:
+    """Build what averages the weights; `ema_state` is that of an average to go on with."""
+    if not settings.use_ema:
+        return []
+    ema = EMA(settings.ema_half_life, ema_start=settings.ema_start or '0ba')
+    if ema_state and not settings.ema_start:
+        ema.load_state_dict(ema_state)
+    return [ema]
 
 
 def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, stop: GracefulStop,
@@ -254,9 +251,10 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         measurement,    # the clock stops here, before anything is drawn or saved
         trace,
         Progress(settings.batch_size),
-        Safeguard(settings.seed, flags_to_keep(settings, files, dataset)),  # a resume goes on exactly
+        SameRun(flags_to_keep(settings, files, dataset)),  # a resume with other flags is refused
+        ExactResume(settings.seed),  # and one with these goes on exactly
         FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
-        Evaluations(),  # what the record says of them
+        HeldOutLoss(),
         LRMonitor(),    # the curve of the learning rate
         stop,           # decides whether this batch is the last, before it is drawn and saved
         drawings,
@@ -297,11 +295,11 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Gra
         ema_state = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
 
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
-    settings = with_found_microbatch(settings, model, data, partial(build_optimizer, model, settings))
+    settings = with_found_microbatch(settings, model, partial(build_optimizer, model, settings))
 
-    # What changes a batch or the average, what watches the run, and the training itself.
+    # What averages the weights, what watches the run, and the training itself.
     evaluator = build_evaluator(settings, files, held_out)
-    algorithms = build_algorithms(settings, files, ema_state)
+    algorithms = build_algorithms(settings, ema_state)
     callbacks = build_callbacks(settings, model, files, dataset, stop, prompts, callbacks)
     with resuming(checkpoint, settings.save_folder) as load_path:
         trainer = Trainer(
@@ -338,10 +336,9 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 
     # The training. A signal ends it, or its budget, and lets the record be kept.
     with GracefulStop() as stop:
-        spending = Spending(settings, stop)
-        settings, model, trainer = build_training(settings, files, data, stop, [*callbacks, spending], checkpoint)
+        callbacks = [*callbacks, Spending(settings, stop)]
+        settings, model, trainer = build_training(settings, files, data, stop, callbacks, checkpoint)
         begin_run(settings, model, trainer, checkpoint)
-        spending.require_money()
         outcome = fit(settings, trainer, stop)
         record = training_record(settings, model, data, trainer, outcome)
         finish_run(settings, trainer, record)

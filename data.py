@@ -4,7 +4,6 @@ A batch is `image` uint8 (B, 3, H, H), or `moments` float16 (B, 8, H/8, H/8) as 
 int64 (B, 77). Images travel as bytes at the size they were stored in; `normalize` brings a microbatch to the training
 size and to [-1, 1] once it is on the device.
 """
-import math
 import multiprocessing
 import os
 import signal
@@ -12,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 
+import numpy as np
 import torch
 from composer import Evaluator
 from composer.core import DataSpec
@@ -23,15 +23,23 @@ from torchvision.transforms.functional import to_pil_image
 
 from sdbench.errors import DataError, unreadable_shard
 from sdbench.flags.train import SD2_BASE, Train
-from sdbench.inputs.captions import CAPTIONS, ONE_CAPTION, draw_caption, from_columns, require_names
-from sdbench.inputs.images import decode_image, decode_whole_image, normalize, resize, stack_images
+from sdbench.inputs.batches import (
+    NOISE,
+    TIMESTEP,
+    BadSamples,
+    bad_sample_line,
+    collate,
+    decode_sample,
+    normalize,
+)
+from sdbench.inputs.captions import CAPTIONS, draw_caption, require_names
+from sdbench.inputs.images import decode_image, decode_whole_image, resize
 from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from sdbench.inputs.shards import (
     DRAW,
     MOMENTS,
     are_two_sides,
     hash_of_images,
-    index_hash,
     number_of_samples,
     read_index,
     require_same_origin,
@@ -41,7 +49,6 @@ from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_toke
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
 from sdbench.paths import INDEX
 from sdbench.process import end_with_parent
-from sdbench.training.evaluation import LABEL, NOISE, TIMESTEP, HeldOutSamples
 
 DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
 MOST_STAND_INS = 1000  # samples that may be bad in a row
@@ -69,7 +76,7 @@ class SyntheticImageCaptionDataset(Dataset):
         self.seed = seed
         self.latent_size = latent_size
         self.latents = latent_size is not None
-        self.samples = self.draw(DIFFERENT_SAMPLES)
+        self.samples = self.random_batch(DIFFERENT_SAMPLES)
         self.batch = None  # the newest, which is given again where the next is as large
 
     def __len__(self) -> int:
@@ -82,13 +89,13 @@ class SyntheticImageCaptionDataset(Dataset):
     def collate(self, samples: list[dict]) -> dict[str, torch.Tensor]:
         """Return the batch of as many samples: `image` uint8 (B, 3, H, H) or `moments`, and `caption` int64 (B, 77)."""
         if self.batch is None or len(self.batch['caption']) != len(samples):
-            self.batch = self.draw(len(samples))
+            self.batch = self.random_batch(len(samples))
             if torch.cuda.is_available():  # once: DataLoader(pin_memory=True) would copy every batch
                 self.batch = {name: tensor.pin_memory() for name, tensor in self.batch.items()}
         return dict(self.batch)
 
-    def draw(self, number: int) -> dict[str, torch.Tensor]:
-        """Draw a batch of `number` samples, the same each time."""
+    def random_batch(self, number: int) -> dict[str, torch.Tensor]:
+        """Make a batch of `number` random samples, the same each time."""
         generator = torch.Generator().manual_seed(self.seed)
         if self.latents:
             moments = torch.randn(number, 8, self.latent_size, self.latent_size, generator=generator)
@@ -103,8 +110,9 @@ class SyntheticImageCaptionDataset(Dataset):
 class StreamingLAIONDataset(VerifiedDataset):
     """Samples of MDS shards with the columns `jpg` (bytes) and `caption` (str), or encode.py's `moments` for `jpg`.
 
-    Where shards hold several captions of an image, an iteration draws one by `shuffle_seed`, the epoch and the number
-    of the sample; `sample(number)` has them all, and the first.
+    What is random of a sample, which of several captions it has, whether that is dropped and the image mirrored,
+    follows from `shuffle_seed`, the epoch and its number. So a resumed run draws the same, on any number of ranks and
+    of processes. `sample(number)` has all captions, and the first.
 
     A sample is what torch's own DataLoader collates; `build_loader`, which is faster, takes the captions as text.
 
@@ -124,6 +132,9 @@ class StreamingLAIONDataset(VerifiedDataset):
         index: the index.json of `remote`, if it was read already.
         cache_limit: bytes, or a text such as 500gb, that the copies may take: the oldest are dropped.
         caption_weights: of the captions of each name; default: all captions of an image have the same chance.
+        caption_drop: probability that the empty caption takes the place of a sample's, for classifier-free guidance: so
+            the model also learns to draw without a caption (Ho and Salimans 2022).
+        random_flip: whether half of the images are mirrored.
         kwargs: more for `streaming.StreamingDataset`.
 
     Raises ValueError if an argument is not one that these shards can have.
@@ -132,7 +143,8 @@ class StreamingLAIONDataset(VerifiedDataset):
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
                  predownload: int | None = None, download_retry: int = DOWNLOADS, download_timeout: float = 60,
                  batch_size: int | None = None, *, image_size: int = 512, index: dict | None = None,
-                 cache_limit: int | str | None = None, caption_weights: Mapping[str, float] | None = None, **kwargs):
+                 cache_limit: int | str | None = None, caption_weights: Mapping[str, float] | None = None,
+                 caption_drop: float = 0.0, random_flip: bool = False, **kwargs):
         if remote is None and local is None:
             raise ValueError('StreamingLAIONDataset needs a remote, or a local folder with shards')
         self.image_size = image_size
@@ -150,14 +162,15 @@ class StreamingLAIONDataset(VerifiedDataset):
         if index is None:
             index = read_index(remote or local, '--remote' if remote else '--local')
         self.latents = 'latents' in index
-        if transform and self.latents:
-            raise ValueError('these shards hold latents, which take no transform; leave it out, or read the images')
+        if (transform or random_flip) and self.latents:
+            raise ValueError('these shards hold latents, which take no transform and no random_flip; leave it out, or '
+                             'read the images')
         self.captions = index.get(CAPTIONS)  # how many there are of each name; None: the index does not say
+        self.caption_drop = caption_drop
+        self.random_flip = random_flip
         self.caption_weights = caption_weights or {}
         require_names(self.caption_weights, index, '--caption_weights', remote or local)
-        self.draw = index.get(DRAW)
-        self.index_hash = index_hash(index)
-        self.images_hash = hash_of_images(index)
+        self.index = index
         stream = VerifiedStream(index, remote, local, cache_limit, download_retry, download_timeout)
         super().__init__(stream, shuffle=shuffle, predownload=predownload, batch_size=batch_size, **kwargs)
 
@@ -173,8 +186,17 @@ class StreamingLAIONDataset(VerifiedDataset):
         `caption` int64 (77,), of the caption that is drawn. Where it gives text, it is that of `good_sample`.
         """
         sample = self.good_sample(index)
+
+        # what is random
         epoch = max(0, self.next_epoch - 1)  # before an iteration, that of the first
         sample['caption'] = draw_caption(sample.pop(CAPTIONS), self.caption_weights, self.shuffle_seed, epoch, index)
+        for_drop, for_flip = np.random.default_rng((self.shuffle_seed, epoch, index)).random(2)
+        if for_drop < self.caption_drop:
+            sample['caption'] = ''
+        if self.random_flip and for_flip < 0.5:
+            sample['image'] = sample['image'].flip(-1)
+
+        # as text for our loader, or with all that torch's own takes
         if self.gives_text:
             return sample
         for number, reason in sample.pop('bad'):
@@ -214,75 +236,47 @@ class StreamingLAIONDataset(VerifiedDataset):
         except Exception as error:  # every storage client has its own
             raise unreadable_shard(error) from None
 
-        # the captions
-        if not columns[ONE_CAPTION].strip():
-            raise ValueError('no caption')
-        captions = {ONE_CAPTION: columns[ONE_CAPTION], CAPTIONS: from_columns(columns)}
-
-        # the image or its moments
-        if self.latents:
-            return {MOMENTS: torch.from_numpy(columns[MOMENTS].copy()), **captions}
+        # what they hold: for a transform all of an image
+        decode = partial(decode_image, image_size=self.image_size)
         if self.transform:
-            image = decode_whole_image(columns['jpg'])  # (3, H, W)
-        else:
-            image = decode_image(columns['jpg'], self.image_size)
-        return {'image': image, **captions}
+            decode = decode_whole_image
+        return decode_sample(columns, decode)
 
 
-def bad_sample_line(index: int, reason: str) -> str:
-    return f'bad sample {index} is left out: {reason}'
+class HeldOutSamples(Dataset):
+    """The samples of a dataset by index, each with a noise and a timestep that depend on its index and the seed alone.
 
-
-class BadSamples:
-    """Names each bad sample once, and ends the run where too many are bad.
-
-    By chance more than the limit can be bad among few samples: up to three standard deviations more are accepted.
+    So the loss on them is the same on any number of ranks, in microbatches of any size, at any time of a training. A
+    sample that does not decode is replaced by another.
 
     Args:
-        limit: the share of samples that may be bad.
+        samples: that are held out.
+        latent_size: height and width of the latents that are trained on.
+        num_timesteps: of the noise schedule.
+        seed: of the noise and of the timesteps.
+        is_known: whether the training is known to have none of them.
     """
 
-    def __init__(self, limit: float):
-        self.limit = limit
-        self.read = 0  # samples so far
-        self.found: set[int] = set()  # the bad ones
+    def __init__(self, samples: StreamingLAIONDataset, latent_size: int, num_timesteps: int, seed: int,
+                 is_known: bool = True):
+        self.samples = samples
+        self.image_size = samples.image_size
+        self.latent_size = latent_size
+        self.num_timesteps = num_timesteps
+        self.seed = seed
+        self.is_known = is_known
 
-    def __call__(self, batch: dict) -> dict:
-        """Return the batch without its `bad_samples`. Raises DataError if too many are bad."""
-        self.read += len(batch['caption'])
-        for index, reason in batch.pop('bad_samples', ()):
-            if index not in self.found:
-                self.found.add(index)
-                print(bad_sample_line(index, reason), file=sys.stderr)
-        expected = self.limit * self.read
-        if len(self.found) > math.ceil(expected + 3 * math.sqrt(expected)):
-            raise DataError(f'{len(self.found):,} of {self.read:,} samples are bad, more than --max_bad_samples '
-                            f'{self.limit:g} of them; mend the data or raise it')
-        return batch
+    def __len__(self) -> int:
+        return self.samples.num_samples
 
-
-def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[str, torch.Tensor]:
-    """Return a batch: `image` uint8 (B, 3, H, H) or `moments`, `caption` int64 (B, 77), and any `bad_samples`.
-
-    An evaluation's has its draws as well: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
-    """
-    # images or moments, and captions
-    if MOMENTS in samples[0]:
-        batch = {MOMENTS: torch.stack([sample[MOMENTS] for sample in samples])}
-    else:
-        batch = {'image': stack_images([sample['image'] for sample in samples], image_size)}
-    tokenizer.encode_special_tokens = True  # else "!" is padding: pickling loses it, as for a loader's process on macOS
-    captions = tokenizer.encode_batch([sample['caption'] for sample in samples])
-    batch['caption'] = torch.tensor([caption.ids for caption in captions])
-
-    # what an evaluation has drawn, and the samples that others stand in for
-    for name in (NOISE, TIMESTEP):
-        if name in samples[0]:
-            batch[name] = torch.stack([sample[name] for sample in samples])
-    bad_samples = [entry for sample in samples for entry in sample.get('bad', ())]
-    if bad_samples:
-        batch['bad_samples'] = bad_samples
-    return batch
+    def __getitem__(self, index: int) -> dict:
+        """Return a sample with its `noise`, float32 (8, H/8, W/8), and its `timestep`, int64 ()."""
+        seeds = np.random.SeedSequence((self.seed, index))
+        generator = torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
+        side = self.latent_size
+        draws = {NOISE: torch.randn(8, side, side, generator=generator),
+                 TIMESTEP: torch.randint(self.num_timesteps, (), generator=generator)}
+        return self.samples.good_sample(index) | draws
 
 
 def begin_worker(worker: int) -> None:
@@ -368,7 +362,8 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
     dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
                                     cache_limit=settings.cache_limit, batch_size=settings.device_batch_size,
                                     epoch_size=settings.batches_per_epoch * settings.batch_size,
-                                    caption_weights=dict(settings.caption_weights), shuffle=True, shuffle_seed=seed)
+                                    caption_weights=dict(settings.caption_weights), caption_drop=settings.caption_drop,
+                                    random_flip=settings.random_flip, shuffle=True, shuffle_seed=seed)
     return build_loader(dataset, settings.device_batch_size, settings.num_workers, tokenizer, settings.max_bad_samples)
 
 
@@ -393,14 +388,14 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
         require_same_origin(remote, index, files.origin_of_latents(settings.image_size), flag)
     elif trained_on.latents:
         raise ValueError(f'{flag} {remote} holds images, and the training is on latents, without a VAE; encode it, too')
-    if settings.remote and hash_of_images(index) == trained_on.images_hash:
+    if settings.remote and hash_of_images(index) == hash_of_images(trained_on.index):
         raise ValueError(f'{flag} {remote} is what the run trains on, --remote {settings.remote} by its {INDEX}; give '
                          'it shards of other samples')
     if number_of_samples(index) == 0:
         raise ValueError(f'{flag} {remote} holds no samples')
 
     # whether the run is known to train on none of them: random data and the other side of a draw have none
-    is_known = not settings.remote or are_two_sides(index.get(DRAW), trained_on.draw)
+    is_known = not settings.remote or are_two_sides(index.get(DRAW), trained_on.index.get(DRAW))
     if not is_known and dist.get_global_rank() == 0:
         print(f'warning: {flag} {remote} is not known to be held out: it and --remote {settings.remote} are not, by '
               f'their {INDEX}, the two sides of one convert.py --held_out', file=sys.stderr)
@@ -418,5 +413,5 @@ def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples
     microbatch = settings.device_train_microbatch_size
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     data = build_loader(held_out, microbatch, settings.num_workers, tokenizer, settings.max_bad_samples)
-    return Evaluator(label=LABEL, dataloader=data, eval_interval=settings.eval_interval,
+    return Evaluator(label='eval', dataloader=data, eval_interval=settings.eval_interval,
                      device_eval_microbatch_size=microbatch)

@@ -22,7 +22,7 @@ def sibling_path(folder: str, name: str) -> str:
 
 
 def with_run_name(folder: str, name: str | None) -> str:
-    """Return a --save_folder with `{run_name}` filled in, as Composer does. Other braces are characters of its name.
+    """Return a --save_folder with `{run_name}` filled in, as Composer does.
 
     Raises ValueError if the run has no name.
     """
@@ -46,14 +46,6 @@ def by_run_name(folder: str, flag: str) -> str:
         return found[0]
     there = f'there are {", ".join(found)}' if found else 'there is no such folder'
     raise ValueError(f'{flag} {folder}: {there}; give the name of the run in the place of {PLACEHOLDER}')
-
-
-def without_placeholders(path: str, times: int = 1) -> str:
-    """Return a path with its braces doubled, since Composer formats paths: `{` is then a character of the name.
-
-    Composer 0.32 formats a path once where it saves or traces, and twice (`times`) where it loads.
-    """
-    return path.replace('{', '{' * 2 ** times).replace('}', '}' * 2 ** times)
 
 
 def is_url(path: str) -> bool:

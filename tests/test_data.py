@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from benchmark import main
-from data import StreamingLAIONDataset, build_loader, collate, normalize
+from data import StreamingLAIONDataset, build_data, build_loader, collate, normalize
 from sdbench.inputs.images import decode_image
+from sdbench.inputs.shards import read_index
 from sdbench.inputs.tokenizer import build_tokenizer
-from tests.runs import TINY, failed
+from sdbench.models.loading import find_model
+from tests.runs import SMALLEST, TINY, failed, settings_of
 from tests.samples import encoded, good, large_png, picture, pillow_square, pixels, write_shards
 
 
@@ -68,3 +70,35 @@ def test_too_many_bad_samples_end_the_run(tmp_path, results, capfd):
     line = failed(['--remote', shards, *TINY, '--measure_batches', '9'], results, capfd)
     assert 'samples are bad, more than --max_bad_samples 0.01' in line
     assert main(['--remote', shards, *TINY, '--max_bad_samples', '1'])['bad_samples'] > 2
+
+
+def test_captions_are_dropped_and_images_mirrored_in_the_shares_asked_for_by_seed_epoch_and_sample(shards, samples):
+    # each image as it is and mirrored, by its pixels
+    known = {}
+    for number, sample in enumerate(samples):
+        image = torch.from_numpy(pixels(pillow_square(sample['jpg']))).to(torch.uint8)
+        known |= {image.numpy().tobytes(): (number, False), image.flip(2).numpy().tobytes(): (number, True)}
+    empty = torch.tensor([49406, 49407] + [0] * 75)
+
+    def drawn_in(epochs: int, *flags: str, first: int = 0) -> list[dict]:
+        """Return whether each image is mirrored and its caption dropped, by number, in each epoch."""
+        settings = settings_of('--remote', shards, *TINY, '--image_size', '64', '--random_flip', '--caption_drop',
+                               '0.2', *flags)
+        loader = build_data(settings, find_model(SMALLEST), read_index(shards)).dataloader
+        loader.dataset.resume_at(first, 0)
+        drawn = []
+        for _ in range(epochs):
+            drawn.append({})
+            for batch in loader:
+                for image, caption in zip(batch['image'], batch['caption'], strict=True):
+                    number, is_mirrored = known[image.contiguous().numpy().tobytes()]
+                    drawn[-1][number] = (is_mirrored, torch.equal(caption, empty))
+        return drawn
+
+    epochs = drawn_in(20, '--num_workers', '0')
+    mirrored, dropped = np.array([[epoch[number] for number in range(24)] for epoch in epochs]).mean(axis=(0, 1))
+    assert mirrored == pytest.approx(0.5, abs=0.1)  # of 480: 4 standard deviations
+    assert dropped == pytest.approx(0.2, abs=0.08)
+    assert len({tuple(sorted(epoch.items())) for epoch in epochs}) == 20
+    assert drawn_in(2, '--num_workers', '2', '--batch_size', '8', first=18) == epochs[18:]
+    assert drawn_in(1, '--num_workers', '0', '--seed', '18') != epochs[:1]

@@ -20,7 +20,7 @@ from ema import EMA, compute_ema
 from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import BUILT_IN
-from sdbench.training.safeguard import Safeguard
+from sdbench.training.exact_resume import ExactResume
 from tests.runs import ROOT, assert_equal
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
 
@@ -47,7 +47,7 @@ def test_a_training_of_ones_own_goes_on_as_one_that_never_stopped_and_is_exporte
         model = StableDiffusion(smallest_model, image_size=16, pretrained=True)
         optimizer = torch.optim.SGD(model.unet.parameters(), lr=0.1)
         Trainer(model=model, optimizers=optimizer, train_dataloader=build_loader(dataset, 4, 0), run_name='mine',
-                algorithms=[EMA(half_life='1ba')], callbacks=[Safeguard(seed=5)], max_duration=f'{epochs}ep',
+                algorithms=[EMA(half_life='1ba')], callbacks=[ExactResume(seed=5)], max_duration=f'{epochs}ep',
                 save_folder=folder, autoresume=True, device='cpu', progress_bar=False).fit()
         return model.unet.state_dict()
 
@@ -86,7 +86,7 @@ def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_sig
 
     # Composer's Trainer, with an evaluation that is the same each time
     with_composer = with_composer.replace(
-        'callbacks=[', "eval_dataloader=evaluation, eval_interval='1ba', callbacks=[Evaluations(), ")
+        'callbacks=[', "eval_dataloader=evaluation, eval_interval='1ba', callbacks=[HeldOutLoss(), ")
     def loss_with_a_signal(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return loss(*arguments)
@@ -176,8 +176,6 @@ def test_an_argument_that_cannot_be_honoured_is_one_line(shards, tmp_path):
         build_loader(StreamingLAIONDataset(shards, transform=str, batch_size=1), 1, 0)
     with pytest.raises(ValueError, match='^[^\n]*needs a remote, or a local folder[^\n]*$'):
         StreamingLAIONDataset(batch_size=1)
-    with pytest.raises(ValueError, match='^keep_zip would do nothing[^\n]+$'):
-        StreamingLAIONDataset(shards, batch_size=1, keep_zip=True)
     with pytest.raises(ValueError, match='^[^\n]*no-such-tokenizer[^\n]*$'):
         StreamingLAIONDataset(shards, tokenizer_name_or_path='no-such-tokenizer', batch_size=1)
 

@@ -12,8 +12,8 @@ from ema import ShadowModel, compute_ema
 from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
+from sdbench.inputs.batches import NOISE, TIMESTEP
 from sdbench.models.switches import process_switches
-from sdbench.training.evaluation import NOISE, TIMESTEP
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 STEPS = 30

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -22,8 +23,9 @@ from sdbench.datasets.output import Output, PartWriter
 from sdbench.datasets.workers import Part
 from sdbench.errors import DataError
 from sdbench.flags.commands import Encode
-from sdbench.inputs.captions import CAPTION_COLUMNS, from_columns, to_columns
-from sdbench.inputs.images import decode_image, normalize, stack_images
+from sdbench.inputs.batches import decode_sample, normalize, stack_images
+from sdbench.inputs.captions import CAPTION_COLUMNS, CAPTIONS, to_columns
+from sdbench.inputs.images import decode_image
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.stream import VerifiedStream, is_readable_in_place
 from sdbench.models.loading import build_vae, find_model
@@ -65,15 +67,13 @@ class Batches(Dataset):
         images = []
         for number in numbers:
             try:
-                columns = reader[number]
-                if not columns['caption'].strip():
-                    raise ValueError('no caption')
-                images.append(decode_image(columns['jpg'], self.image_size))
+                sample = decode_sample(reader[number], partial(decode_image, image_size=self.image_size))
             except ValueError as error:  # also of a caption that is not UTF-8
                 batch['bad'].append((number, str(error)))
                 continue
+            images.append(sample['image'])
             batch['number'].append(number)
-            batch['captions'].append(to_columns(from_columns(columns)))
+            batch['captions'].append(to_columns(sample[CAPTIONS]))
         if images:
             batch['image'] = stack_images(images, self.image_size)
         return batch

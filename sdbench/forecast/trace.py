@@ -286,7 +286,7 @@ def forward_and_backward(model: ComposerModel, precision: str, counter: StepCoun
         counter.watch_encoder(model.vae)
     backend = SDPBackend.MATH if attention == 'math' else SDPBackend.FLASH_ATTENTION
     autocast = torch.autocast('cpu', AUTOCAST_DTYPES.get(precision), enabled=precision in AUTOCAST_DTYPES)
-    batch = blank_batch(model, counter.images, torch.float32, 'cpu')
+    batch = blank_batch(model, counter.images, 'cpu')
     composers_copy = tree_map(torch.clone, batch)  # which its Trainer keeps through the step
     with sdpa_kernel(backend), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         with autocast:

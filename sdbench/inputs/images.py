@@ -9,16 +9,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision
-from PIL import ExifTags, Image, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from sdbench.errors import is_out_of_memory
 
 # Some others are decoded in Python, minutes for a few hundred bytes (DDS), or run a program (EPS: Ghostscript).
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
-FLIP = 'flip'  # bool (B,): which images of a batch are to be mirrored
 DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
-FLOAT_BITS = (8, 16, 32)  # of whole numbers that are stored as floats
-MOST_FRAMES = 10  # of an animation that are looked at for one that is not wholly transparent
 
 # Of a profile of colours and of a text in a PNG. With Pillow's limit, 1 MiB, an image with more would not be read.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
@@ -87,12 +84,10 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB)
 
-    # all that is in the file; a TIFF is turned upright by that
+    # all of the first frame; a TIFF is turned upright by that
     if much_larger:
         image.draft(None, (image_size, image_size))  # JPEG decodes straight to 1/2, 1/4 or 1/8; others ignore it
     image.load()
-    if image.has_transparency_data and getattr(image, 'is_animated', False):
-        seek_visible_frame(image)
 
     # upright, unless its EXIF is odd, which Pillow rewrites after it has rotated the image
     try:
@@ -102,12 +97,9 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
     except Exception:  # of many kinds
         pass
 
-    # 8 bits, on white, RGB; of 48 bits a PNG names the transparent colour by 16 each, and Pillow keeps the upper 8
+    # 8 bits, on white, RGB
     if image.mode[0] in DEEP_MODES:
         image = to_eight_bits(image)
-    transparent = image.info.get('transparency')
-    if isinstance(transparent, tuple) and max(transparent) > 255:
-        image.info['transparency'] = tuple(value >> 8 for value in transparent)
     if image.has_transparency_data:
         image = image.convert('RGBA')
         image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image)
@@ -116,36 +108,15 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
 
 
 def to_eight_bits(image: Image.Image) -> Image.Image:
-    """Scale a grey image of more than 8 bits to 8 bits. Pillow's own conversion would make 255 and more white.
+    """Keep the highest 8 bits of a grey image of 16. Pillow's own conversion would make 255 and more white.
 
-    Integers are taken as 16 bits, the depth of PNG, PPM, JPEG 2000 and nearly every TIFF, and as 31 or 32 bits if a
-    value is larger. The scale is that of the depth, not of the brightest pixel, so that a dark image stays dark. Floats
-    up to 1 are taken as brightness, and larger ones as integers of the fewest of FLOAT_BITS that hold the largest
-    value.
+    16 is the depth of PNG, PPM, JPEG 2000 and nearly every TIFF. The scale is that of the depth, not of the brightest
+    pixel, so that a dark image stays dark. Raises ValueError if the image has floats, or integers of more bits.
     """
-    # Pillow reads the unsigned 32 bits of a TIFF with a sign
-    tags = getattr(image, 'tag_v2', {})
     values = np.asarray(image)  # (H, W)
-    if tags.get(TiffImagePlugin.BITSPERSAMPLE) == (32,) and tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,)) == (1,):
-        values = values.view(np.uint32)
-
-    # the depth
-    values = np.nan_to_num(values.astype(np.float64), posinf=0, neginf=0)
-    largest = values.max()
-    if image.mode == 'F' and largest <= 1:
-        end = 1
-    else:
-        stored = tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0]  # 12 in some scans
-        depths = FLOAT_BITS if image.mode == 'F' else (min(stored, 16), 31, 32)
-        end = next((2 ** bits for bits in depths if largest < 2 ** bits), largest)
-    grey = (values * (256 / end)).clip(0, 255).astype(np.uint8)
-
-    # what Pillow does only to 8 bits: a TIFF may count from white to black, and a PNG may have a transparent grey
-    if tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
-        grey = 255 - grey
-    if 'transparency' in image.info:
-        grey[values == image.info['transparency']] = 255
-    return Image.fromarray(grey)
+    if image.mode == 'F' or values.max() >= 2 ** 16:
+        raise ValueError('its grey has more than 16 bits, or is of floats; save it in 16 bits')
+    return Image.fromarray((values >> 8).astype(np.uint8))
 
 
 def is_upright(image: Image.Image) -> bool:
@@ -158,53 +129,6 @@ def is_upright(image: Image.Image) -> bool:
         return True
 
 
-def seek_visible_frame(image: Image.Image) -> None:
-    """Go to the first frame of an animation that is not wholly transparent: many begin with an empty one."""
-    for number in range(MOST_FRAMES):
-        try:
-            image.seek(number)
-        except EOFError:
-            break
-        if image.convert('RGBA').getextrema()[3][1] > 0:  # the largest alpha
-            return
-    image.seek(0)
-
-
 def resize(image: torch.Tensor, image_size: int) -> torch.Tensor:
     """Resize uint8 (3, H, H) to (3, image_size, image_size), bilinear and antialiased."""
     return F.interpolate(image[None], size=(image_size, image_size), mode='bilinear', antialias=True)[0]
-
-
-def stack_images(images: list[torch.Tensor], image_size: int) -> torch.Tensor:
-    """Stack images into uint8 (B, 3, H, H). H is their size if all have the same; else all become `image_size`."""
-    if len({image.shape for image in images}) > 1:
-        images = [resize(image, image_size) for image in images]
-    # decoders lay pixels out as (H, W, 3): copying them in that order is 6 times as fast as turning them here
-    return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
-
-
-def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> dict[str, torch.Tensor]:
-    """Bring a batch's images as stored, uint8 (B, 3, H, H), to float32 (B, 3, image_size, image_size) in [-1, 1].
-
-    Without `image_size` they keep their size. Images that are floats are in [-1, 1] already, and stay so. Those that
-    the batch's `flip` bool (B,) names are mirrored. A batch of moments stays as it is. All stay on their device.
-
-    Raises ValueError if the images are whole numbers of another type, so that nothing says what is black and what is
-    white.
-    """
-    if 'image' not in batch:
-        return batch
-    batch = dict(batch)
-    images = batch['image']
-    is_bytes = images.dtype == torch.uint8
-    if is_bytes:
-        images = images.to(torch.float32, memory_format=torch.contiguous_format)
-    elif not images.is_floating_point():
-        raise ValueError(f'images of {images.dtype}; give bytes (uint8), or floats in [-1, 1]')
-    if image_size is not None and images.shape[-1] != image_size:
-        images = F.interpolate(images, size=(image_size, image_size), mode='bilinear')
-    if is_bytes:
-        images = images / 127.5 - 1
-    if FLIP in batch:
-        images = torch.where(batch.pop(FLIP)[:, None, None, None], images.flip(-1), images)
-    return {**batch, 'image': images}

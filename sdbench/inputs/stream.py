@@ -36,7 +36,6 @@ from sdbench.paths import INDEX
 from sdbench.stores import download
 
 DOWNLOADS = 14  # tries of each request for a shard: a minute and a half in the mean, two to three at most
-IGNORED = ('validate_hash', 'keep_zip', 'stream_name', 'stream_config')  # by Streaming where the stream is there
 MEMORY_NUMBERS = range(10 ** 6, 2 ** 31)  # others count from 0, and longer names are more than macOS takes
 
 
@@ -128,17 +127,11 @@ class VerifiedDataset(StreamingDataset):
 
     Args:
         stream: of its shards.
-        kwargs: of StreamingDataset, but for those that make a stream.
-
-    Raises ValueError if any of those are given, which Streaming would ignore.
+        kwargs: of StreamingDataset; those that make a stream do nothing.
     """
     failure = None  # the exception of a background thread
 
     def __init__(self, stream: VerifiedStream, **kwargs):
-        ignored = [name for name in IGNORED if name in kwargs]
-        if ignored:
-            raise ValueError(f'{", ".join(ignored)} would do nothing: shards are compared with all hashes of their '
-                             'index.json, and kept as they are read')
         with own_shared_memory():
             super().__init__(streams=[stream], cache_limit=stream.cache_limit, **kwargs)
 

@@ -1,1 +1,1 @@
-"""A training, what keeps it alive and what shows it: ranks, checkpoints, safeguards, evaluations, drawings, loggers."""
+"""A training, what keeps it alive and what shows it: ranks, checkpoints, exact resumes, drawings, loggers."""

@@ -1,19 +1,17 @@
 """Checkpoints as Composer writes them: saved whole, found again, and loaded without running code."""
 import contextlib
 import datetime
-import multiprocessing
 import os
 import pickle
 import re
-import signal
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -30,9 +28,8 @@ from tqdm import tqdm
 
 from sdbench.errors import DataError, disk_is_full, one_line
 from sdbench.files import atomic_write, locked
-from sdbench.paths import without_placeholders
 from sdbench.stores import addresses_in, download, upload
-from sdbench.training.ranks import SIGNALS, on_every_rank, on_rank_0
+from sdbench.training.ranks import on_every_rank, on_rank_0
 
 LATEST = 'latest-rank{rank}.pt'
 FILE_NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
@@ -115,40 +112,28 @@ def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
 def read_beside(folder: str, name: str) -> str | None:
     """Read a text that lies beside the checkpoints of a folder or a store; None if it is not there.
 
-    Raises ValueError if it cannot be read.
+    Raises OSError or ValueError if it cannot be read.
     """
     path = os.path.join(folder, name)
     if path not in names_in(folder):
         return None
-    try:
-        with tempfile.TemporaryDirectory() as temporary:
-            copy = path
-            if '://' in folder:
-                copy = os.path.join(temporary, name)
-                download(path, copy, path)
-            return Path(copy).read_text(encoding='utf-8')
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f'--save_folder {folder}: {name} cannot be read ({one_line(error)})') from None
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary, name)
+        download(path, str(copy), f'--save_folder {folder}')
+        return copy.read_text(encoding='utf-8')
 
 
 def write_beside(folder: str, name: str, text: str) -> None:
-    """Write a text beside the checkpoints of a folder or a store, whole or not at all.
-
-    Raises OSError as `upload` does, or ValueError if a folder cannot be written to.
-    """
+    """Write a text beside the checkpoints of a folder or a store, whole or not at all. Raises OSError if that fails."""
     path = os.path.join(folder, name)
-    if '://' in folder:
-        with tempfile.TemporaryDirectory() as temporary:
-            copy = Path(temporary, name)
-            copy.write_text(text, encoding='utf-8')
-            upload(str(copy), path, f'--save_folder {folder}')
-        return
-    try:
+    if '://' not in folder:
         with atomic_write(path) as file:
             file.write(text.encode())
-    except OSError as error:
-        raise ValueError(f'--save_folder {folder} cannot be written to ({one_line(error)}); check your permissions'
-                         ) from None
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary, name)
+        copy.write_text(text, encoding='utf-8')
+        upload(str(copy), path, f'--save_folder {folder}')
 
 
 def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
@@ -256,7 +241,7 @@ def resuming(checkpoint: str | None, folder: str | None) -> Iterator[str | None]
         try:
             # Composer 0.32 would run what a file holds, and takes no other function
             with patch.object(composer_checkpoint, '_torch_load_with_validation', load_checkpoint):
-                yield path and without_placeholders(path, times=2)
+                yield path
         except (RuntimeError, KeyError, ValueError) as error:
             of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
             if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
@@ -268,34 +253,14 @@ def resuming(checkpoint: str | None, folder: str | None) -> Iterator[str | None]
 
 # Saving them
 
-def move_into_store(file: str, address: str, label: str) -> None:
-    """Send a file to a store, and remove it here once it is there. Raises OSError as `upload` does."""
-    upload(file, address, label)
-    os.remove(file)
-
-
-def try_to_write(folder: str) -> None:
-    """Raise OSError if a store cannot be written to, before the run has trained until its first checkpoint."""
-    with tempfile.NamedTemporaryFile() as file:
-        upload(file.name, f'{folder.rstrip("/")}/{TRIAL}', f'--save_folder {folder}')
-
-
-class Upload(NamedTuple):
-    """A checkpoint on its way to a store."""
-    file: str     # on this machine
-    name: str     # in the store
-    done: Future  # of the process that sends it
-
-
 class AtomicCheckpointSaver(CheckpointSaver):
     """Composer's saver, made safe for runs of days.
 
     The differences from the saver of Composer 0.32:
     - A checkpoint is whole or not there, even if the run is killed or a disk fills. Composer writes into the file that
       a resume looks for.
-    - Braces in the folder are plain characters. Composer fills in what it knows, and fails on others.
     - Files of the same name are written over. Composer refuses to, unless it is told to.
-    - The random state is left out: `Safeguard` gives each batch its own.
+    - The random state is left out: `ExactResume` gives each batch its own.
     - The checkpoints of a run that is resumed make room as well. Composer forgets them.
     - A checkpoint that the user has removed is no error. Composer ends the run where it would remove that one.
     - An upload to a store that fails is a warning, and the next checkpoint takes its place. Composer ends the run at
@@ -321,14 +286,15 @@ class AtomicCheckpointSaver(CheckpointSaver):
             remote_file_name = FILE_NAME
             latest = None
             to_keep = None  # a file on this machine is removed once it is sent
-        super().__init__(without_placeholders(local), FILE_NAME, remote_file_name, latest,
+        super().__init__(local, FILE_NAME, remote_file_name, latest,
                          latest_remote_file_name=latest,  # of a folder: Trainer(autoresume=True) asserts one
                          save_interval=save_interval,
                          overwrite=True,  # files newer than the one resumed from, which a killed run left
                          num_checkpoints_to_keep=-1 if to_keep is None else to_keep,
                          ignore_keys=leave_out)
         self.address = folder  # as it was given; `folder` is on this machine
-        self.upload: Upload | None = None  # the newest
+        self._sender = ThreadPoolExecutor(1)
+        self._sending: Future | None = None  # of the newest checkpoint of a store, as `_send` returns
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what the run that is resumed has saved, by file names: its folder may have another name now."""
@@ -343,10 +309,14 @@ class AtomicCheckpointSaver(CheckpointSaver):
         self.last_checkpoint_batch = max(batches, default=None)
 
     def init(self, state: State, logger: Logger) -> None:
-        """Make the folder, and try whether a store can be written to. Raises ValueError on all ranks if it cannot."""
+        """Make the folder, and try whether a store can be written to. Raises OSError on all ranks if it cannot."""
         super().init(state, logger)
+
+        def try_to_write() -> None:
+            with tempfile.NamedTemporaryFile() as file:
+                upload(file.name, f'{self.address.rstrip("/")}/{TRIAL}', f'--save_folder {self.address}')
         if '://' in self.address:
-            on_rank_0(partial(try_to_write, self.address))
+            on_rank_0(try_to_write)
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         """Save as Composer does, but with `save_atomically`. Raises DataError if the disk is full."""
@@ -363,58 +333,44 @@ class AtomicCheckpointSaver(CheckpointSaver):
 
     def _upload_checkpoint(self, remote_file_name: str, local_file_name: str, local_remote_file_names: list[str],
                            logger: Logger) -> None:
-        """Start to send a checkpoint to the store, once the upload of the one before has ended. Composer calls this."""
-        unsent = self._wait_for_upload()
+        """Start to send a checkpoint to the store, once the one before is there or has failed. Composer calls this."""
+        unsent = self._unsent()
         if unsent is not None:
-            Path(unsent.file).unlink(missing_ok=True)  # this newer one takes its place
-        self._start_upload(local_file_name, remote_file_name)
+            Path(unsent).unlink(missing_ok=True)  # this newer one takes its place
+        self._sending = self._sender.submit(self._send, local_file_name)
 
-    def _start_upload(self, file: str, name: str) -> None:
-        """Send a file to the store by a process of its own, which removes it when it is there.
+    def _send(self, path: str) -> str | None:
+        """Send a file to the store, and remove it here; where that fails, warn and return its path.
 
-        A thread would compete with the training for Python's lock (GIL). While 900 MB were sent on two cores, the tiny
-        model's training lost 3.4 to 3.9 s to a thread, and 0.6 to 1.6 s to a process. The `upload_file_async` of
-        Composer's RemoteUploader copies the file first, while the training waits, and the next batch ends a run whose
-        upload has failed; its processes get the signals that end the run.
+        A thread calls this while the training goes on. The `upload_file_async` of Composer's RemoteUploader copies the
+        file first, while the training waits, and the next batch ends a run whose upload has failed.
         """
-        # the process inherits which signals are blocked: those that end a run go to all its processes, and not to this
-        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        name = os.path.basename(path)
         try:
-            executor = ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))
-            done = executor.submit(move_into_store, file, f'{self.address.rstrip("/")}/{name}', name)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
-        executor.shutdown(wait=False)  # nothing more is sent by it
+            upload(path, f'{self.address.rstrip("/")}/{name}', name)
+        except Exception as error:  # of whatever kind: weeks of training do not end with it
+            tqdm.write(f'warning: {name} could not be sent to --save_folder {self.address} ({one_line(error, 200)}); '
+                       'it is tried again at the end, or the next one takes its place', file=sys.stderr)
+            return path
+        os.remove(path)
+        return None
 
-        # how that ends is seen at the next checkpoint, or at the end of the run
-        done.add_done_callback(partial(self._warn_of_failure, name))
-        self.upload = Upload(file, name, done)
-
-    def _warn_of_failure(self, name: str, done: Future) -> None:
-        """Warn on the terminal if an upload failed. A thread calls this at the end of each upload."""
-        error = done.exception()
-        if error is not None:
-            tqdm.write(f'warning: {os.path.basename(name)} could not be sent to --save_folder {self.address} '
-                       f'({one_line(error, 200)}); it is tried again with the next one', file=sys.stderr)
-
-    def _wait_for_upload(self) -> Upload | None:
-        """Wait for the newest upload, and return it if it failed; None if its file is in the store."""
-        if self.upload is None or self.upload.done.exception() is None:
-            return None
-        return self.upload
+    def _unsent(self) -> str | None:
+        """Wait for the newest checkpoint on its way to a store; return its path if it has not come there."""
+        return self._sending and self._sending.result()
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait for the last checkpoint, and send it once more if that failed.
 
         Raises DataError if it fails again; then the file stays on this machine.
         """
-        unsent = self._wait_for_upload()
-        if unsent is None:
-            return
-        self._start_upload(unsent.file, unsent.name)
-        if self._wait_for_upload() is not None:
-            raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address}: it is '
-                            f'{unsent.file}')
+        unsent = self._unsent()
+        if unsent is not None and self._send(unsent) is not None:
+            raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address}: it is {unsent}')
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Wait for the last checkpoint of a run that has failed, too: boto3 sends nothing when Python ends."""
+        self._sender.shutdown()
 
     def _rotate_checkpoints(self, sharding_enabled: bool = False) -> None:
         """Remove the oldest of this run's checkpoints while there are too many. Composer calls this.
@@ -427,7 +383,7 @@ class AtomicCheckpointSaver(CheckpointSaver):
 
 def leave_out(state_dict: dict[str, Any]) -> None:
     """Remove from what Composer saves what a resume has no use for."""
-    del state_dict['rng']  # Safeguard seeds every batch
+    del state_dict['rng']  # ExactResume seeds every batch
     if not any(state_dict['state']['scaler'].values()):  # as on a CPU; on a GPU a GradScaler refuses to load none
         del state_dict['state']['scaler']
 

@@ -3,12 +3,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from composer import Callback
 from torch.utils.data import Dataset
 
 from sdbench.complete import TIMES
 from sdbench.errors import redacted
 from sdbench.flags.train import SAME_ON_RESUME, Train
-from sdbench.inputs.shards import DRAW, IMAGES_HASH, are_two_sides, hash_of_images
+from sdbench.inputs.shards import DRAW, IMAGES_HASH, are_two_sides, hash_of_images, index_hash
 from sdbench.inputs.tokenizer import hash_of_tokenizer
 from sdbench.models.loading import ModelFiles
 
@@ -81,35 +82,10 @@ def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:
     flags['remote'] = None
     if settings.remote:
         flags['remote'] = redacted(settings.remote)
-        flags[DATASET] = dataset.index_hash
-        flags[IMAGES_HASH] = dataset.images_hash
-        flags[DRAW] = dataset.draw
+        flags[DATASET] = index_hash(dataset.index)
+        flags[IMAGES_HASH] = hash_of_images(dataset.index)
+        flags[DRAW] = dataset.index.get(DRAW)
     return flags
-
-
-def require_same_run(before: dict, now: dict) -> None:
-    """Raise ValueError if a flag of a run that is resumed, its data or its tokenizer was another.
-
-    A flag that a checkpoint does not hold is a newer one, and had its default.
-    """
-    # the flags that decide what is learned: with another value the losses would go on as those of no run
-    for field in SAME_ON_RESUME:
-        flag = field.name
-        was = before.get(flag, field.default)
-        if was != now[flag]:
-            remedy = ''
-            if flag in TIMES and was is not None:  # another --max_duration makes it another number of batches
-                remedy = f'; give --{flag} {was}'
-            raise ValueError(f'--{flag} was {was}, and is {now[flag]} now{remedy}')
-
-    # data and tokenizer, by what they hold: they may have moved
-    if before.get(DATASET) != now.get(DATASET):
-        raise ValueError(f'the data of --remote has changed since: the hash of its index was '
-                         f'{str(before.get(DATASET))[:12]}, and is {str(now.get(DATASET))[:12]} now')
-    if before.get(TOKENIZER) != now[TOKENIZER]:
-        name = now['tokenizer'] or now['model_name']
-        raise ValueError(f'the tokenizer of {name} gives other token ids; give that of the run by --tokenizer, such as '
-                         'what export.py makes of the checkpoint')
 
 
 def was_trained_on(flags: dict, index: dict) -> bool | None:
@@ -120,3 +96,44 @@ def was_trained_on(flags: dict, index: dict) -> bool | None:
     if flags.get(IMAGES_HASH) == hash_of_images(index):
         return True
     return False if are_two_sides(flags.get(DRAW), index.get(DRAW)) else None
+
+
+class SameRun(Callback):
+    """Keeps what a run was told in its checkpoints, and lets no other run go on from them.
+
+    Args:
+        flags: of `flags_to_keep`.
+    """
+
+    def __init__(self, flags: dict):
+        self.flags = flags
+
+    def state_dict(self) -> dict:
+        return {'flags': self.flags}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Raise ValueError if a flag of the run that is resumed, its data or its tokenizer was another.
+
+        A flag that a checkpoint does not hold is a newer one, and had its default.
+        """
+        before = state['flags']
+        now = self.flags
+
+        # the flags that decide what is learned: with another value the losses would go on as those of no run
+        for field in SAME_ON_RESUME:
+            flag = field.name
+            was = before.get(flag, field.default)
+            if was != now[flag]:
+                remedy = ''
+                if flag in TIMES and was is not None:  # another --max_duration makes it another number of batches
+                    remedy = f'; give --{flag} {was}'
+                raise ValueError(f'--{flag} was {was}, and is {now[flag]} now{remedy}')
+
+        # data and tokenizer, by what they hold: they may have moved
+        if before.get(DATASET) != now.get(DATASET):
+            raise ValueError(f'the data of --remote has changed since: the hash of its index was '
+                             f'{str(before.get(DATASET))[:12]}, and is {str(now.get(DATASET))[:12]} now')
+        if before.get(TOKENIZER) != now[TOKENIZER]:
+            name = now['tokenizer'] or now['model_name']
+            raise ValueError(f'the tokenizer of {name} gives other token ids; give that of the run by --tokenizer, '
+                             'such as what export.py makes of the checkpoint')

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from composer import ComposerModel
-from composer.core import DataSpec, get_precision_context
+from composer.core import get_precision_context
 from composer.utils import dist, get_device
 
 from sdbench.errors import is_out_of_memory, plural
@@ -39,7 +39,7 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
     return sizes[too_large - 1]
 
 
-def with_found_microbatch(settings: Train, model: ComposerModel, data: DataSpec,
+def with_found_microbatch(settings: Train, model: ComposerModel,
                           build_optimizer: Callable[[], torch.optim.Optimizer]) -> Train:
     """Return the settings with the largest microbatch that trains within the memory of every rank, if it is open.
 
@@ -50,7 +50,6 @@ def with_found_microbatch(settings: Train, model: ComposerModel, data: DataSpec,
         settings: of the run.
         model: with its switches; it is moved to its device. Compiled parts run uncompiled: compiling takes minutes for
             each size, and a compiled model usually needs less memory.
-        data: what the run will train on.
         build_optimizer: makes that of the run.
 
     Raises ValueError if not even one image fits.
@@ -63,7 +62,7 @@ def with_found_microbatch(settings: Train, model: ComposerModel, data: DataSpec,
     copies = int(settings.use_ema) + int(settings.num_devices > 1)  # the average, and the buckets of DDP
 
     def fits_on_all(size: int) -> bool:
-        fits_here = fits(model, data, size, settings.precision, copies, build_optimizer)
+        fits_here = fits(model, size, settings.precision, copies, build_optimizer)
         return all(dist.all_gather_object(fits_here))
 
     with torch.compiler.set_stance('force_eager'):
@@ -75,14 +74,14 @@ def with_found_microbatch(settings: Train, model: ComposerModel, data: DataSpec,
     return dataclasses.replace(settings, device_train_microbatch_size=largest)
 
 
-def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int,
+def fits(model: ComposerModel, size: int, precision: str, copies: int,
          build_optimizer: Callable[[], torch.optim.Optimizer]) -> bool:
     """Tell whether a microbatch of `size` images fits on this rank, next to `copies` copies of the weights.
 
     It frees all memory that the trial took.
     """
     try:
-        train_twice(model, data, size, precision, copies, build_optimizer)
+        train_twice(model, size, precision, copies, build_optimizer)
         return True
     except RuntimeError as error:
         if not is_too_large(error, size):
@@ -100,7 +99,7 @@ def is_too_large(error: RuntimeError, size: int) -> bool:
     return is_out_of_memory(error) or (size > 1 and re.search(TOO_LARGE, str(error)) is not None)
 
 
-def train_twice(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int,
+def train_twice(model: ComposerModel, size: int, precision: str, copies: int,
                 build_optimizer: Callable[[], torch.optim.Optimizer]) -> None:
     """Run forward and backward for two batches of `size` images, with the memory occupied that a run occupies.
 
@@ -120,7 +119,7 @@ def train_twice(model: ComposerModel, data: DataSpec, size: int, precision: str,
         occupied.append(torch.empty(spare, dtype=torch.uint8, device='cuda'))
 
     # the first batch
-    forward_and_backward(model, data, size, precision)
+    forward_and_backward(model, size, precision)
 
     # a step that leaves the weights as they are: of gradients of 0, which in fp16 may not have been finite, at a rate
     # of 0
@@ -131,26 +130,26 @@ def train_twice(model: ComposerModel, data: DataSpec, size: int, precision: str,
     optimizer.step()
 
     # the second batch
-    forward_and_backward(model, data, size, precision)
+    forward_and_backward(model, size, precision)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # a kernel's own error comes late
     del occupied, optimizer
 
 
-def forward_and_backward(model: ComposerModel, data: DataSpec, size: int, precision: str) -> None:
+def forward_and_backward(model: ComposerModel, size: int, precision: str) -> None:
     """Run forward and backward for one blank microbatch, as Composer's Trainer does."""
-    microbatch = data.microbatch_transforms(blank_batch(model, size, torch.uint8, get_device()._device))
+    microbatch = blank_batch(model, size, get_device()._device)
     with get_precision_context(precision):
         outputs = model.train()(microbatch)
         loss = model.loss(outputs, microbatch)
     loss.backward()
 
 
-def blank_batch(model: ComposerModel, size: int, image_type: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+def blank_batch(model: ComposerModel, size: int, device: str) -> dict[str, torch.Tensor]:
     """Make a batch of zeros: `image` (B, 3, H, H) or `moments` (B, 8, H/8, H/8), and `caption` int64 (B, 77)."""
     batch = {'caption': torch.zeros(size, CAPTION_LENGTH, dtype=torch.long, device=device)}
     if model.vae is None:
         batch[MOMENTS] = torch.zeros(size, 8, model.latent_size, model.latent_size, dtype=torch.half, device=device)
     else:
-        batch['image'] = torch.zeros(size, 3, model.image_size, model.image_size, dtype=image_type, device=device)
+        batch['image'] = torch.zeros(size, 3, model.image_size, model.image_size, device=device)
     return batch

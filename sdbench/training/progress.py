@@ -1,4 +1,7 @@
-"""Show the progress of a training."""
+"""Show the progress of a training, and what it has learned by the loss on held-out samples."""
+import math
+import sys
+
 from composer import Callback
 from composer.core import State
 from composer.utils import dist
@@ -6,6 +9,8 @@ from tqdm import tqdm
 
 from sdbench.process import progress_bar
 from sdbench.training.spending import Spending
+
+METRIC = 'MeanSquaredError'  # of an evaluation; Composer logs it as metrics/eval/MeanSquaredError
 
 
 class Progress(Callback):
@@ -39,7 +44,36 @@ class Progress(Callback):
         self.bar.set_postfix_str(', '.join(parts), refresh=False)
         self.bar.update(self.batch_size)
 
-    def stop(self) -> None:
+    def close(self, state: State, logger) -> None:
         """Close the bar, so that what is printed next begins a new line."""
         if self.bar is not None:
             self.bar.close()
+
+
+class HeldOutLoss(Callback):
+    """Says the loss on held-out samples at each evaluation on rank 0, and remembers what the record says of them."""
+
+    def __init__(self):
+        self.found = {'evaluations': [], 'eval_loss': None, 'eval_batch': None, 'eval_samples': None,
+                      'eval_held_out': None}
+
+    def eval_end(self, state: State, logger) -> None:
+        # what the record has, which all ranks know
+        loss = float(state.eval_metrics[state.dataloader_label][METRIC].compute())  # over all ranks
+        batch = state.timestamp.batch.value
+        samples = state.dataloader.dataset
+        is_known = getattr(samples, 'is_known', False)  # a program's own may be any dataset
+        kept = loss if math.isfinite(loss) else None
+        self.found['evaluations'].append([state.timestamp.sample.value, kept])
+        self.found |= {'eval_loss': kept, 'eval_batch': batch, 'eval_samples': len(samples),
+                       'eval_held_out': is_known}
+
+        # what people see, over the bar
+        which = 'the held-out samples'
+        if not is_known:
+            which = 'samples that are not known to be held out'
+        if dist.get_global_rank() == 0:
+            tqdm.write(f'batch {batch}: loss {loss:.4g} on {which}', file=sys.stderr)
+
+    def figures(self, all_ranks: bool) -> dict:
+        return self.found

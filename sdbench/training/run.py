@@ -23,7 +23,6 @@ from sdbench.records.keys import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEAS
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
 from sdbench.training.checkpoints import RECORD, read_beside, write_beside
-from sdbench.training.progress import Progress
 from sdbench.training.ranks import GracefulStop, on_rank_0, print_on_rank_0
 from sdbench.training.sampling import Sampling
 
@@ -151,10 +150,6 @@ def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]
             traceback.print_exception(error)
             reason = f'{type(error).__name__}: {one_line(error, 500)}'
         outcome |= {'status': FAILED, 'error': redacted(reason)}
-    finally:
-        for callback in trainer.state.callbacks:
-            if isinstance(callback, Progress):
-                callback.stop()
     if stop.interrupted and outcome['status'] != FAILED:
         outcome['status'] = INTERRUPTED
     return outcome
@@ -214,8 +209,10 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         else:
             text += '; without --save_folder nothing was saved'
 
-    # the end of the loggers, and the record
-    if record['status'] != FAILED:
+    # the end of the loggers and callbacks, and the record
+    if record['status'] == FAILED:
+        trainer.engine.close()  # without the other ranks, which may be gone
+    else:
         numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
         trainer.logger.log_metrics(numbers)  # each is a curve of one point
         trainer.close()

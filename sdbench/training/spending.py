@@ -61,12 +61,6 @@ class Spending(Callback):
         if self._dollars_before is None:
             self._dollars_before = self._hours_before * (self.price or 0)
 
-    def require_money(self) -> None:
-        """Raise ValueError if the runs that this one resumes have left nothing to spend."""
-        if self.budget is not None and self._dollars_before >= self.budget:
-            raise ValueError(f'--budget {self.budget:g} is spent: the training has cost ${self._dollars_before:,.2f}; '
-                             'give a larger one')
-
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the curves, and end the training where the money is spent."""
         spent = self.so_far()

@@ -11,7 +11,6 @@ from composer import ComposerModel
 from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from ema import DDP_PREFIX
 from sdbench.errors import one_line
 from sdbench.inputs.tokenizer import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
@@ -96,28 +95,23 @@ def trained_model_of(state: dict) -> TrainedModel:
             spent = callback
     timestamp = state.get('timestamp', {}).get('Timestamp', {})
 
-    # the average where it has started, this program's or Composer's own
+    # the average where it has started
     ema = dict(state.get('algorithms', ())).get('EMA')
     averaged = None
     average = None
     young_half_life = None
     if ema is not None and ema['ema_started']:
-        shadow = {}
-        for group, tensors in ema['ema_model'].items():  # parameters and buffers, with DDP's prefix of several devices
-            shadow[group] = {name.removeprefix(DDP_PREFIX): tensor for name, tensor in tensors.items()}
-
-        # Composer saves while the average is in the model, and the live weights are in its shadow
         if ema['ema_weights_active']:
-            for group, live in shadow.items():
-                shadow[group] = {name: model.get(name, tensor) for name, tensor in live.items()}
-                model |= {name: tensor for name, tensor in live.items() if name in model}
+            raise ValueError("Composer's own EMA has saved it, with the average in the place of the weights; resume it "
+                             'with that of ema.py')
+        shadow = ema['ema_model']
         averaged = with_prefix_removed(model | shadow['named_parameters_dict'], 'unet.')
         average = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False}
 
         # It is young as long as much of it is still what the training started from. One that started later began as a
         # copy of trained weights.
-        half_life = ema.get('half_life')
-        if half_life and ema.get('from_start', True):
+        half_life = ema['half_life']
+        if half_life and ema['from_start']:
             passed = timestamp['batch' if half_life.endswith('ba') else 'epoch']
             if 4 * int(half_life[:-2]) > passed:
                 young_half_life = half_life

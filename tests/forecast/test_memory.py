@@ -41,7 +41,7 @@ def peak_of_real_tensors(settings: Train) -> int:
     tracker.track_external(model)
     backend = SDPBackend.MATH if settings.attention == 'math' else SDPBackend.FLASH_ATTENTION
     with norms_in_float32(), sdpa_kernel(backend), tracker:
-        batch = blank_batch(model, IMAGES, torch.float32, 'cpu')
+        batch = blank_batch(model, IMAGES, 'cpu')
         composers_copy = copy.deepcopy(batch)
         with torch.autocast('cpu', dtype, enabled=dtype is not None):
             loss = model.loss(model(batch), batch)

@@ -4,9 +4,8 @@ from collections import Counter
 import pytest
 from torch.utils.data import DataLoader
 
-from data import StreamingLAIONDataset
+from data import HeldOutSamples, StreamingLAIONDataset
 from sdbench.inputs.captions import draw_caption
-from sdbench.training.evaluation import HeldOutSamples
 from tests.samples import three_captions
 
 CAPTIONS = {'short': ['a'], 'long': ['b', 'c'], 'tags': ['d']}

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from transformers import CLIPTokenizer
 
-from data import collate
 from sdbench.datasets.converter import mend_letters
+from sdbench.inputs.batches import collate
 from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer, hash_of_tokenizer
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import benchmark
-from benchmark import StableDiffusion, build_data, build_optimizer, main
+from benchmark import StableDiffusion, build_optimizer, main
 from sdbench.complete import complete
-from sdbench.models.loading import find_model
 from sdbench.training.microbatch import is_too_large, largest_that_fits, with_found_microbatch
 from tests.forked_runs import run_ranks
 from tests.runs import SMALLEST, TINY, assert_same_training, settings_of
@@ -49,8 +48,7 @@ def test_the_largest_that_fits_is_found_with_a_try_of_each_size_and_nothing_of_a
     model.unet.up_blocks[0].register_forward_hook(note)
     tried = run_out_of_memory_above(3, model, where)
     settings = settings_of('--use_synth_data', *TINY, '--batch_size', '12')  # 1, 2, 3, 4, 6 and 12 divide it
-    data = build_data(settings, find_model(SMALLEST), None)
-    found = with_found_microbatch(replace(settings, device_train_microbatch_size='auto'), model, data,
+    found = with_found_microbatch(replace(settings, device_train_microbatch_size='auto'), model,
                                   partial(build_optimizer, model, settings))
     assert found.device_train_microbatch_size == 3
     assert tried == [1, 4, 3]

@@ -51,7 +51,7 @@ def test_a_run_does_what_its_flags_say_and_has_them_in_its_record_and_in_its_che
     expected = {'learning_rate': 3e-4, 'weight_decay': 0.02, 'lr_warmup': '4ba', 'ema_half_life': '3ba',
                 'ema_start': '2ba', 'clip_grad_norm': 0.25, 'snr_gamma': 5.0, 'adam_betas': (0.8, 0.95)}
     assert {flag: record[flag] for flag in expected} == expected | {'adam_betas': [0.8, 0.95]}  # as in JSON
-    flags = dict(state['callbacks'])['Safeguard']['flags']
+    flags = dict(state['callbacks'])['SameRun']['flags']
     assert {flag: flags[flag] for flag in expected} == expected
 
 

@@ -5,20 +5,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from composer import Callback
 from composer.cli import launcher
-from composer.utils import dist
 from torch.distributed.run import config_from_args, parse_args
 
 import benchmark
-from sdbench.errors import DataError
 from sdbench.training.checkpoints import checkpoints_in
-from sdbench.training.ranks import join_ranks, on_every_rank
 from tests.forked_runs import mount_small_disk, run_program, run_ranks, skip_unless_mounts_are_allowed
 from tests.runs import ROOT, TINY, calls_of, free_port, write_noting_programs
 from tests.samples import good, write_several_captions
@@ -179,27 +175,6 @@ def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(se
     assert code == 2
     assert line.startswith('benchmark.py: error: the 2 processes of this run did not meet at')
     assert 'within 1 seconds' in line
-
-
-def fail_on_rank_1(file: Path) -> None:
-    join_ranks(600)
-
-    def fail(kind: type[Exception]) -> None:
-        if dist.get_global_rank() == 1:
-            raise kind('no luck')
-    for kind in (ValueError, DataError, OSError, KeyError):
-        with pytest.raises(Exception, match='no luck') as error:
-            on_every_rank(partial(fail, kind))
-        with open(file, 'a') as seen:
-            print(type(error.value).__name__, file=seen)
-
-
-def test_an_error_of_one_rank_ends_all_with_its_words_whatever_it_is(server, tmp_path):
-    files = [tmp_path / f'seen{rank}' for rank in range(2)]
-    log = tmp_path / 'log'
-    assert run_ranks(server, [log] * 2, fail_on_rank_1, [(file,) for file in files]) == [0, 0], log.read_text()
-    assert files[0].read_text().split() == ['ValueError', 'DataError', 'DataError', 'DataError']
-    assert files[1].read_text().split() == ['ValueError', 'DataError', 'OSError', 'KeyError']
 
 
 def test_bad_input_is_one_line_on_rank_0(server, tmp_path):

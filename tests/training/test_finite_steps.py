@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer.core import Timestamp
-from composer.optim import DecoupledSGDW
 
 import benchmark
 from benchmark import main
-from sdbench.training import optimization, safeguard
+from sdbench.training import exact_resume, optimization
+from sdbench.training.exact_resume import ExactResume
 from sdbench.training.optimization import MOST_SKIPS_IN_A_ROW
-from sdbench.training.safeguard import Safeguard
 from tests.runs import TINY, Weights, failed
 
 ARGV = ['--use_synth_latents', '--use_ema', *TINY, '--max_duration', '5ba']
@@ -77,25 +76,8 @@ def test_too_many_skips_in_a_row_end_the_run(results, capfd, monkeypatch):
 
 def test_the_noise_of_a_batch_depends_on_seed_batch_and_rank_alone(monkeypatch):
     def noise(seed: int, batch: int, rank: int = 0) -> tuple[float, ...]:
-        monkeypatch.setattr(safeguard.dist, 'get_global_rank', lambda: rank)
-        Safeguard(seed).batch_start(SimpleNamespace(timestamp=Timestamp(batch=batch)), None)
+        monkeypatch.setattr(exact_resume.dist, 'get_global_rank', lambda: rank)
+        ExactResume(seed).batch_start(SimpleNamespace(timestamp=Timestamp(batch=batch)), None)
         return tuple(torch.rand(4).tolist())
     assert noise(17, 3) == noise(17, 3)
     assert len({noise(17, 3), noise(18, 3), noise(17, 4), noise(17, 3, rank=1)}) == 4
-
-
-def test_what_an_optimizer_keeps_beside_moments_of_its_weights_stays_as_it_is():
-    weights = torch.nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
-    weights.grad = torch.ones_like(weights)
-    optimizer = DecoupledSGDW([weights], 0.1)
-    optimizer.step()
-    codes = torch.randint(256, weights.shape, dtype=torch.uint8)  # as 8-bit optimizers keep their moments
-    optimizer.state[weights] |= {'calls': 3, 'codes': codes}
-    state = SimpleNamespace(timestamp=Timestamp(), train_dataloader=SimpleNamespace(dataset=None),
-                            optimizers=[optimizer])
-    Safeguard(5).fit_start(state, None)
-    kept = optimizer.state[weights]
-    assert (kept['momentum_buffer'], kept['calls']) == (None, 3)
-    assert kept['codes'].dtype == torch.uint8
-    assert torch.equal(kept['codes'], codes)
-    assert kept['codes'].stride() == weights.stride()

@@ -7,10 +7,9 @@ from composer import Callback
 from composer.utils import dist
 
 from sdbench.inputs.stream import VerifiedDataset
-from sdbench.training.compatibility import require_same_run
 
 
-class Safeguard(Callback):
+class ExactResume(Callback):
     """Lets a training that resumes go on exactly: its noise, its data and its optimizer.
 
     Composer restores the random state in the middle of an epoch only where it spins the loader itself, so every batch
@@ -18,13 +17,10 @@ class Safeguard(Callback):
 
     Args:
         seed: of the run.
-        flags: of `flags_to_keep`, which a run that resumes compares with those in the checkpoint. Without any it
-            compares none.
     """
 
-    def __init__(self, seed: int, flags: dict | None = None):
+    def __init__(self, seed: int):
         self.seed = seed
-        self.flags = flags or {}
 
     def before_load(self, state, logger) -> None:
         for optimizer in state.optimizers:
@@ -37,29 +33,17 @@ class Safeguard(Callback):
             dataset.resume_at(state.timestamp.epoch.value, state.timestamp.sample_in_epoch.value)
 
         # A checkpoint has moments in the memory format of its run, and a fused optimizer pairs weights and moments as
-        # they lie in memory. On a CPU they are still mapped from the checkpoint, which may be removed.
+        # they lie in memory.
         for optimizer in state.optimizers:
             for parameter, moments in optimizer.state.items():
                 for name, moment in moments.items():
-                    if not isinstance(moment, torch.Tensor):
-                        continue  # as None, or a number that an optimizer counts
-                    if moment.shape == parameter.shape:
+                    if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape:
                         moments[name] = torch.empty_like(parameter, dtype=moment.dtype).copy_(moment)
-                    else:
-                        moments[name] = moment.clone()  # the number of the step
 
     def batch_start(self, state, logger) -> None:
         """Seed the batch's noise and timesteps."""
         seeds = np.random.SeedSequence((self.seed, state.timestamp.batch.value, dist.get_global_rank()))
         torch.manual_seed(int(seeds.generate_state(1)[0]))
-
-    def state_dict(self) -> dict:
-        return {'flags': self.flags}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Raise ValueError if a flag of the run that is resumed, its data or its tokenizer was another."""
-        if self.flags:
-            require_same_run(state['flags'], self.flags)
 
 
 def keep_arguments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
