@@ -123,7 +123,6 @@ def make_client(scheme: str, endpoint: str | None, tries: int, silence: float, p
                     retries={'mode': 'standard', 'total_max_attempts': tries}, **checksums)
     maker = session or boto3.session.Session(region_name='auto' if scheme == 'gs' else None)
     client = maker.client('s3', endpoint_url=endpoint, config=config)
-    client.meta.events.register('after-call.s3', keep_words)
     return S3(client, session)
 
 
@@ -135,12 +134,6 @@ def google_credentials_exist() -> bool:
         return True
     except google.auth.exceptions.DefaultCredentialsError:
         return False
-
-
-def keep_words(http_response, parsed: dict, **_) -> None:
-    """Keep a server's own words in an error of boto3, which drops what is no XML. boto3 calls this at each answer."""
-    if http_response.status_code >= 300:
-        parsed['Error']['Message'] = http_response.text
 
 
 def download(address: str, path: str, label: str, tries: int = TRIES, silence: float = SILENCE,
@@ -255,19 +248,24 @@ def store_error(error: BaseException, label: str) -> OSError:
     It has the server's own words. That of a file which is not there is a FileNotFoundError.
     """
     status, words = answer_of(error)
-    if re.search('NoSuchBucket|ContainerNotFound', words):
+    if 'NoSuchBucket' in words or 'ContainerNotFound' in words:
         return OSError(f'{label}: there is no such bucket; check its name and S3_ENDPOINT_URL')
     if status in (401, 403):
         return OSError(f'{label}: access is denied; check the name and the credentials, which may lack the permission '
                        f'({words})')
     if status == 404 or isinstance(error, FileNotFoundError):
         return FileNotFoundError(f'{label}: there is no such file ({words})')
-    if status is None:
-        why = why_no_answer(error)
-        if why:
-            return OSError(f'{label}: {why}')
-        words = f'{type(error).__name__}: {words}'  # of this machine's disk, or of a client
-    return OSError(f'{label} cannot be read or written ({words})')
+    if status is not None:
+        return OSError(f'{label} cannot be read or written ({words})')
+
+    # no server has answered, or it is this machine's disk; botocore's error has its cause apart
+    text = f'{type(error).__name__} {error} {getattr(error, "kwargs", "")}'
+    advice = 'check the address, S3_ENDPOINT_URL and the network'
+    if re.search('refused', text, re.IGNORECASE):
+        return OSError(f'{label}: the connection is refused; {advice}')
+    if re.search('dns error|resolve|Name or service|HTTP error|sending request|Timeout|Connect|SSL|HTTPClient', text):
+        return OSError(f'{label}: no server answers there; {advice}')
+    return OSError(f'{label} cannot be read or written ({type(error).__name__}: {words})')
 
 
 def answer_of(error: BaseException) -> tuple[int | None, str]:
@@ -276,7 +274,7 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
     status = None
     if isinstance(getattr(error, 'response', None), dict):  # of boto3
         status = error.response['ResponseMetadata']['HTTPStatusCode']
-        text = error.response['Error'].get('Message', '')
+        text = f'{error.response["Error"].get("Code", "")} {error.response["Error"].get("Message", "")}'
     elif found := re.search('status code: ([0-9]+)[^:]*(?:: |$)', text):  # of obstore
         status = int(found[1])
         text = text[found.end():].removesuffix('No Body')
@@ -284,30 +282,12 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
         for name in ('status_code', 'code'):  # of Azure's client and of Google's
             if isinstance(getattr(error, name, None), int):
                 status = int(getattr(error, name))
-    words = short_text(text)
-    if status is not None:
-        words = f'{status} {words or http.HTTPStatus(status).phrase}'
-    return status, words
 
-
-def why_no_answer(error: BaseException) -> str:
-    """Say why no server has answered, with what is to be checked; '' where an error is of another kind."""
-    text = f'{type(error).__name__} {error} {getattr(error, "kwargs", "")}'  # of botocore's error, with its cause
-    advice = 'check the address, S3_ENDPOINT_URL and the network'
-    if isinstance(error, RecursionError):  # of botocore, which follows a redirect to the same place without an end
-        return f'the server redirects; {advice}, http or https'
-    if re.search('refused', text, re.IGNORECASE):
-        return f'the connection is refused; {advice}'
-    if re.search('dns error|resolve|Name or service', text):
-        return f'its host is not known; {advice}'
-    if re.search('HTTP error|sending request|Timeout|Connect|SSL|HTTPClient', text):
-        return f'no server answers there; {advice}'
-    return ''
-
-
-def short_text(text: str) -> str:
-    """Return what a client or a server says in one line, without Rust's debug output, XML and URLs with passwords."""
+    # without Rust's debug output, XML, and URLs with passwords
     text = text.partition('\n\nDebug source:')[0]
     text = re.sub('<[^>]*>', ' ', text)
     text = re.sub(r'https?://\S*', '', text)
-    return one_line(Exception(text), 300)
+    words = one_line(Exception(text), 300)
+    if status is not None:
+        words = f'{status} {words or http.HTTPStatus(status).phrase}'
+    return status, words

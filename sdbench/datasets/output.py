@@ -9,10 +9,8 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import BaseError
 from obstore.store import LocalStore, ObjectStore
 from streaming import MDSWriter
 
@@ -29,7 +27,7 @@ from sdbench.datasets.stores import open_store, reach
 from sdbench.errors import DataError, plural, redacted
 from sdbench.files import locked
 from sdbench.paths import CLAIM, INDEX, is_url
-from sdbench.stores import answer_of, store_error
+from sdbench.stores import store_error
 
 LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
@@ -62,8 +60,7 @@ class Output:
     def begun(self, settings: dict, sources: Sequence[str] = ()) -> Iterator[None]:
         """Claim OUT for this run, and hold the lock of a folder meanwhile, so that no other run works in it.
 
-        In a store two runs of the same settings may work at once: both write the same. So where it is made of files of
-        a machine, the claim names that.
+        In a store two runs of the same settings may work at once: both write the same.
 
         Args:
             settings: that its samples depend on, which JSON can hold; `program` is the name of the one that makes it.
@@ -74,8 +71,6 @@ class Output:
         claim = {'layout': LAYOUT, **settings}
         if sources:
             claim['source'] = [redacted(name if is_url(name) else os.path.abspath(name)) for name in sources]
-        if not self.is_folder and not all(map(is_url, sources)):
-            claim['machine'] = platform.node()
         with contextlib.ExitStack() as stack:
             if self.is_folder:
                 path = Path(self.out, LOCK)
@@ -92,9 +87,8 @@ class Output:
             names = os.listdir(self.out) if self.is_folder else self.names()
             if any(name not in (CLAIM, LOCK) for name in names):
                 raise ValueError(f'{self.label} already holds something; give a new folder')
-            if self._create(CLAIM, json.dumps(settings).encode()):
-                return
-            held = self.read(CLAIM)  # another run was faster
+            self.write(CLAIM, json.dumps(settings).encode())
+            return
 
         # begin one again of which nothing came
         begun = json.loads(held)
@@ -106,37 +100,10 @@ class Output:
         for key in ('program', *settings, *begun):
             if begun.get(key) == settings.get(key):
                 continue
-            remedy = 'give the same flags as then, or a new folder'
-            if key == 'machine':
-                remedy = ('each may have other files there: give each machine an OUT of its own; if both see the same '
-                          f'files, write the new name into {CLAIM}')
             then = 'none' if begun.get(key) is None else begun[key]
             now = 'none' if settings.get(key) is None else settings[key]
-            raise ValueError(f'{self.label} was begun with {key} {then}, and this command has {now}; {remedy}')
-
-    def _create(self, name: str, content: bytes) -> bool:
-        """Write a file if there is none of that name, as a store itself decides. Return whether there was none."""
-        if self.is_folder:  # which nobody else writes to
-            self.write(name, content)
-            return True
-        store, key = open_store(f'{self.out}/{name}', self.flag, is_first=True)
-        with self._reaching():
-            for seconds in (1, 2, 4, None):
-                try:
-                    obstore.put(store, key, content, mode='create')
-                    return True
-                except AlreadyExistsError:  # or of two that begin at once Amazon has refused both, for a moment
-                    if self.read(name) is not None:
-                        return False
-                    if seconds is None:
-                        raise
-                    time.sleep(seconds)
-                except BaseError as error:
-                    if answer_of(error)[0] not in (400, 501):
-                        raise
-                    break
-        self.write(name, content)  # to a store that knows no such condition, as Alibaba's
-        return True
+            raise ValueError(f'{self.label} was begun with {key} {then}, and this command has {now}; '
+                             'give the same flags as then, or a new folder')
 
     def write(self, name: str, content: bytes | BinaryIO) -> None:
         """Write a file, which appears whole in the place of an earlier one."""
@@ -251,7 +218,6 @@ class Joined:
     skipped: Counter = field(default_factory=Counter)  # what was left out, by kind of reason
     first_skipped: dict | None = None  # the first line of it
     damaged: list[dict] = field(default_factory=list)  # the lines of files that could not be read to their end
-    whole_files: set[str] = field(default_factory=set)  # lines of whole files: each piece of a file has the same
 
     def add_part(self, part: str, index: dict) -> None:
         """Add the shards of a part, by its index.json; their names become paths in OUT."""
@@ -268,10 +234,6 @@ class Joined:
         """Count what was left out, and write its lines into a file."""
         for line in lines:
             text = json.dumps(line, ensure_ascii=False)  # a name is found as it is written
-            if text in self.whole_files:
-                continue
-            if line['key'] is None:
-                self.whole_files.add(text)
             if not self.skipped:
                 self.first_skipped = line
             file.write(f'{text}\n'.encode(errors='backslashreplace'))  # bytes of a name that are no UTF-8

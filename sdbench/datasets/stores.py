@@ -13,6 +13,7 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from itertools import islice
 from typing import BinaryIO, NamedTuple
+from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import BaseError
@@ -41,18 +42,26 @@ def open_store(address: str, flag: str, is_first: bool = False) -> tuple[ObjectS
         flag: its name in error messages.
         is_first: whether requests give up early, as FIRST_RETRIES says.
 
-    Raises ValueError if such a store cannot be reached, no bucket is named, or a profile is missing.
+    Raises ValueError if such a store cannot be reached, no bucket is named, its key is no path, or a profile is
+    missing.
     """
     label = f'{flag} {address}'
     if not address.startswith(OURS):
         raise ValueError(f'{label}: of stores, s3://, gs:// and azure:// can be used; use an S3-compatible address '
                          'with S3_ENDPOINT_URL')
     place = parse_address(address, label)
+    if has_odd_key(place.key):
+        raise ValueError(f'{label} has //, /./ or /../ in its key, which no client opens; copy it to another')
     s3 = connect(place.scheme, label)  # which looks at the endpoint, too: one that is no URL makes obstore panic
     try:
         return client(place._replace(key=''), s3, is_first), place.key
     except Exception as error:  # each kind of credentials has its own
         raise no_client(error, label) from None
+
+
+def has_odd_key(key: str) -> bool:
+    """Tell whether a key has an empty part, . or .. in it, so that it is no path: obstore does not open it."""
+    return key != '' and not {'', '.', '..'}.isdisjoint(key.split('/'))
 
 
 def reach(address: str, flag: str) -> None:
@@ -133,7 +142,7 @@ def client(bucket: Address, s3: S3 | None, is_first: bool) -> ObjectStore:
             settings['credential_provider'] = Boto3CredentialProvider(s3.session)
 
         # plain HTTP only where the endpoint asks for it, and a certificate authority of one's own
-        options['client_options'] = {**TIMEOUTS, 'allow_http': url.startswith('http://')}
+        options['client_options'] = {**TIMEOUTS, 'allow_http': urlsplit(url).scheme == 'http'}
         if os.environ.get('AWS_CA_BUNDLE'):
             with open(os.environ['AWS_CA_BUNDLE'], 'rb') as file:
                 options['client_options']['root_certificate'] = file.read()
@@ -163,11 +172,7 @@ def open_file(path: str) -> Iterator[BinaryIO]:
     # Tars and Parquet files are read back and forth, which in a store would be a request each time.
     with tempfile.TemporaryFile() as copy:
         try:
-            try:
-                reader = obstore.open_reader(*open_store(path, 'SOURCE'), buffer_size=PIECE_BYTES)
-            except (BaseError, OSError):  # obstore asks for the size by HEAD, whose answer has no words
-                obstore.get(*open_store(path, 'SOURCE', is_first=True))
-                raise
+            reader = obstore.open_reader(*open_store(path, 'SOURCE'), buffer_size=PIECE_BYTES)
             shutil.copyfileobj(reader, copy, PIECE_BYTES)
         except (BaseError, OSError) as error:
             raise DataError(store_error(error, path)) from None

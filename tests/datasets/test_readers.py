@@ -68,13 +68,11 @@ def test_files_are_paired_by_what_stands_before_the_last_dot_whatever_the_form_o
     assert {key: set(fields) for key, fields in read_file(tmp_path / 'x.tar')} == expected
 
 
-@pytest.mark.parametrize('suffixes, expected', [
-    (['jpg', 'txt', 'jpg', 'txt'], [{'.jpg': b'0', '.txt': b'1'}, {'.jpg': b'2', '.txt': b'3'}]),
-    (['jpg', 'jpg', 'txt', 'txt'], [{'.jpg': b'0', '.txt': b'2'}, {'.jpg': b'1', '.txt': b'3'}]),
-    (['jpg', 'jpg', 'txt'], [{NO_SAMPLE: 'files of one name: which belong together is not known, of 2 .jpg, 1 .txt'}])])
-def test_of_files_of_one_name_the_first_belong_together_and_so_on_or_all_are_named(tmp_path, suffixes, expected):
-    write_tar(tmp_path / 'x.tar', [(f'a.{suffix}', str(number).encode()) for number, suffix in enumerate(suffixes)])
-    assert read_file(tmp_path / 'x.tar') == [('a', fields) for fields in expected]
+def test_a_name_that_comes_twice_is_of_no_sample_and_says_so(tmp_path):
+    files = [('a.jpg', b'0'), ('a.txt', b'1'), ('b.jpg', b'2'), ('./a.jpg', b'3'), ('b.txt', b'4')]
+    write_tar(tmp_path / 'x.tar', files)
+    assert read_file(tmp_path / 'x.tar') == [
+        ('a', {'.jpg': 'the tar has several files called a.jpg', '.txt': b'1'}), ('b', {'.jpg': b'2', '.txt': b'4'})]
 
 
 def test_what_cannot_be_read_at_the_moment_is_no_damage_and_ends_the_run(tmp_path):

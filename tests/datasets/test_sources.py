@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-import convert
 from sdbench.datasets.sources import File, find_files, join_neighbours
 from sdbench.errors import DataError
-from tests.samples import read_back, skipped, write_photos
+from tests.samples import write_photos
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -25,59 +24,36 @@ def reasons_of(found, folder: Path) -> dict[str, str]:
     return {os.path.relpath(line['source'], folder): line['reason'] for line in found.left_out}
 
 
-def test_links_are_followed_loops_end_and_what_has_two_names_is_converted_once(tmp_path):
+def test_links_are_followed_loops_end_and_a_folder_is_searched_once(tmp_path):
     disk = make(tmp_path / 'disk', 'x.tar', 'deep/y.tar')
-    source = make(tmp_path / 'source', 'a.tar', 'a.jpg', 'a.txt')
+    source = make(tmp_path / 'source', 'a.tar', 'a.jpg', 'a.txt', 'b.txt')
     (source / 'part1').symlink_to(disk)
     (source / 'part2').symlink_to(disk)
     (source / 'loop').symlink_to(source)
     (disk / 'itself').symlink_to('itself')
-    for name in ('b.tar', 'b.jpg', 'b.txt'):
-        (source / name).symlink_to(name.replace('b', 'a', 1))
-    found = find_files([str(source), str(source / 'b.tar'), f'{source}/./a.tar'])
-    assert names_of(found, source) == ['a.jpg', 'a.tar', 'part1/deep/y.tar', 'part1/x.tar']
+    (source / 'b.jpg').symlink_to('a.jpg')
+    found = find_files([str(source), str(source / 'a.tar'), f'{source}/./a.tar', str(source / 'part1/deep')])
+    assert names_of(found, source) == ['a.jpg', 'a.tar', 'b.jpg', 'part1/deep/y.tar', 'part1/x.tar']
+    assert [file.captions for file in found.files if file.name.endswith('.jpg')] == [('a.txt',), ('b.txt',)]
     assert reasons_of(found, source) == {
         'part2': f'a second name: of {source}/part1', 'loop': f'a second name: of {source}',
-        'b.tar': f'a second name: of {source}/a.tar', 'b.jpg': f'a second name: of {source}/a.jpg',
         'part1/itself': 'no file: it is gone, or a broken link'}
 
 
-def test_of_several_names_one_that_is_no_link_counts_with_the_captions_beside_each(tmp_path):
-    make(tmp_path, 'real/captioned.jpg', 'real/captioned.txt', 'real/bare.jpg', 'real/x.tar', 'a/bare.txt',
-         'real/two.jpg')
-    for link, real in {'a/0.jpg': 'captioned.jpg', 'a/bare.jpg': 'bare.jpg', 'a/x.tar': 'x.tar', 'b': ''}.items():
-        (tmp_path / link).symlink_to(tmp_path / 'real' / real)
-    (tmp_path / 'real/two.jpeg').hardlink_to(tmp_path / 'real/two.jpg')  # one image, not two of one name
-    found = find_files([str(tmp_path)])
-    assert {os.path.relpath(file.name, tmp_path): file.captions for file in found.files} == {
-        'real/bare.jpg': (f'{tmp_path}/a/bare.txt',), 'real/captioned.jpg': ('captioned.txt',), 'real/two.jpeg': (),
-        'real/x.tar': ()}
-    second = {'a/0.jpg': 'real/captioned.jpg', 'a/bare.jpg': 'real/bare.jpg', 'a/x.tar': 'real/x.tar', 'b': 'real',
-              'real/two.jpg': 'real/two.jpeg'}
-    assert reasons_of(found, tmp_path) == {
-        name: f'a second name: of {tmp_path}/{first}' for name, first in second.items()}
-
-
-def test_an_image_has_the_caption_beside_its_other_name_and_what_may_not_be_opened_is_listed(tmp_path, monkeypatch):
+def test_what_may_not_be_opened_is_listed(tmp_path, monkeypatch):
     photos = write_photos(tmp_path / 'in', 3)
-    (photos / '0.txt').write_text('\n')
-    (photos / 'linked.jpg').symlink_to('0.jpg')
-    (photos / 'linked.txt').write_text('beside the link')
-    access = os.access
+    access, status = os.access, os.stat
     monkeypatch.setattr('os.access', lambda path, mode: access(path, mode) and not str(path).endswith('1.txt'))
-    status = os.lstat
 
     def refuse(path, **options):
         if str(path).endswith('2.jpg'):
             raise PermissionError(13, 'Permission denied', path)
         return status(path, **options)
-    monkeypatch.setattr('os.lstat', refuse)
-    assert convert.main(['in', 'out', '--num_workers', '1']) == 0
-    assert [caption for _, caption in read_back(tmp_path / 'out')] == ['beside the link']
-    reasons = {os.path.basename(line['source']): line['reason'] for line in skipped(tmp_path / 'out')}
+    monkeypatch.setattr('os.stat', refuse)
+    found = find_files([str(photos)])
+    assert names_of(found, photos) == ['0.jpg', '1.jpg']
     closed = 'cannot be opened: Permission denied'
-    assert reasons == {'1.txt': closed, '2.jpg': closed, '1.jpg': 'no caption', 'linked.jpg':
-                       f'a second name: of {photos}/0.jpg'}
+    assert reasons_of(found, photos) == {'1.txt': closed, '2.jpg': closed}
 
 
 def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
