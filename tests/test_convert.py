@@ -249,7 +249,7 @@ def test_tars_of_a_store_are_read_over_connections_that_break_and_refusals(s3, t
     s3.put('tars/0.tar', tar)
     s3.put('tars/1.tar', tar[:100_000])
     s3.cuts = [300_000, 400_000, 1000, 10]
-    s3.refusals = [(503, 'SlowDown'), (500, 'InternalError')] * 2
+    s3.refusals = [(503, 'SlowDown'), (500, 'InternalError')]
     assert convert.main(['s3://bucket/tars/', 'out', '--num_workers', '1']) == 1
     assert not s3.cuts
     assert not s3.refusals

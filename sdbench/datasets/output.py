@@ -7,8 +7,10 @@ which makes a dataset of all parts, comes last.
 """
 import contextlib
 import hashlib
+import io
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -18,16 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import obstore
-from obstore.exceptions import BaseError
-from obstore.store import LocalStore, ObjectStore
 from streaming import MDSWriter
 
-from sdbench.datasets.stores import open_store, reach
-from sdbench.errors import DataError, plural, redacted
-from sdbench.files import locked
+from sdbench.errors import DataError, one_line, plural, redacted
+from sdbench.files import atomic_write, locked
 from sdbench.paths import CLAIM, INDEX, is_url
-from sdbench.stores import store_error
+from sdbench.stores import PATIENT, SILENCE, TRIES, download, files_below, parse_address, write
 
 LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
@@ -53,8 +51,12 @@ class Output:
         self.is_folder = not is_url(out)
         self.out = os.path.realpath(out) if self.is_folder else out.rstrip('/')
         if not self.is_folder:
+            self.key = parse_address(out, self.label, ours_only=True).key
             print(f'reaching {redacted(self.label)}', file=sys.stderr, flush=True)
-            reach(out, flag)
+            try:
+                self.read(CLAIM, tries=TRIES, silence=SILENCE)
+            except DataError as error:
+                raise ValueError(str(error)) from None
 
     @contextlib.contextmanager
     def begun(self, settings: dict, sources: Sequence[str] = ()) -> Iterator[None]:
@@ -107,24 +109,36 @@ class Output:
 
     def write(self, name: str, content: bytes | BinaryIO) -> None:
         """Write a file, which appears whole in the place of an earlier one."""
+        if isinstance(content, bytes):
+            content = io.BytesIO(content)
         with self._reaching():
-            obstore.put(*self._at(name), content)
+            if not self.is_folder:
+                return write(content, f'{self.out}/{name}', self.label, **PATIENT)
+            path = Path(self.out, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as file:
+                shutil.copyfileobj(content, file)
 
-    def read(self, name: str) -> bytes | None:
-        """Return the content of a file; None if there is none."""
-        with self._reaching():
+    def read(self, name: str, **options: Any) -> bytes | None:
+        """Return the content of a file; None if there is none. `options` are those of `download`."""
+        with self._reaching(), tempfile.TemporaryDirectory() as folder:
             try:
-                return obstore.get(*self._at(name)).bytes().to_bytes()
+                if self.is_folder:
+                    return Path(self.out, name).read_bytes()
+                copy = Path(folder, 'copy')
+                download(f'{self.out}/{name}', str(copy), self.label, **PATIENT | options, in_threads=False)
+                return copy.read_bytes()
             except FileNotFoundError:
                 return None
 
-    def names(self) -> Iterator[str]:
-        """Yield the names of all files in OUT and its folders; of a store 1000 a request."""
+    def names(self) -> list[str]:
+        """Return the names of all files in OUT and its folders."""
         with self._reaching():
-            store, key = self._at('')
-            for page in obstore.list(store, key or None):
-                for entry in page:
-                    yield entry['path'].removeprefix(key).lstrip('/')
+            if self.is_folder:
+                return [os.path.relpath(os.path.join(folder, name), self.out)
+                        for folder, _, names in os.walk(self.out) for name in names]
+            return [file.key.removeprefix(self.key).lstrip('/')
+                    for file in files_below(self.out, self.label, **PATIENT)]
 
     def is_done(self, part: str) -> bool:
         """Tell whether the part of that name is done."""
@@ -149,20 +163,15 @@ class Output:
         if self.read(CLAIM) is None:
             raise DataError(f'{self.label} is not the same folder on every machine; use a shared one or a store')
 
-    def _at(self, name: str) -> tuple[ObjectStore, str]:
-        """Return the client and the key of a file."""
-        if self.is_folder:
-            return LocalStore(self.out), name
-        store, key = open_store(self.out, self.flag)
-        return store, f'{key}/{name}'.strip('/')
-
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
         """Turn what a store or a disk raises into a DataError of one line."""
         try:
             yield
-        except (BaseError, OSError) as error:
-            raise DataError(store_error(error, self.label)) from None
+        except OSError as error:
+            if self.is_folder:
+                raise DataError(f'{self.label} cannot be read or written ({one_line(error)})') from None
+            raise DataError(str(error)) from None
 
 
 def part_name(*facts) -> str:

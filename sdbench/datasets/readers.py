@@ -2,10 +2,12 @@
 
 A link in a tar is not followed, since a stranger can have made it; datasets/sources.py says of those in folders.
 """
+import contextlib
 import errno
 import json
 import os
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -23,12 +25,14 @@ from sdbench.datasets.sources import (
     split_name,
     why_not_read,
 )
-from sdbench.datasets.stores import open_file
 from sdbench.datasets.tables import USUAL_COLUMNS, Columns, NoSuchColumn, Unread, captions_in, encoding_of, with_name
 from sdbench.errors import DataError, one_line
 from sdbench.inputs.captions import CAPTIONS, Named
 from sdbench.inputs.images import decode_whole_image
+from sdbench.paths import is_url
+from sdbench.stores import PATIENT, download
 
+BUFFER_BYTES = 1 << 20  # of a file that is read
 NO_SAMPLE = 'no sample'  # in the place of a suffix: why there is none, or why a file is not read to its end
 
 # Tars
@@ -86,6 +90,24 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
         yield None, {NO_SAMPLE: Unread(f'{DAMAGED}: {one_line(error)}')}
     except Exception as error:  # damaged bytes make tarfile and pyarrow raise nearly anything
         yield None, {NO_SAMPLE: Unread(f'{DAMAGED}: {one_line(error)}')}
+
+
+@contextlib.contextmanager
+def open_file(path: str) -> Iterator[BinaryIO]:
+    """Open a file of this machine, or for an address in a store a copy, which is gone at the end.
+
+    Raises DataError if a store cannot be read.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = path
+        if is_url(path):  # tars and Parquet files are read back and forth, which would be a request each time
+            copy = os.path.join(folder, 'copy')
+            try:
+                download(path, copy, path, **PATIENT)
+            except OSError as error:
+                raise DataError(str(error)) from None
+        with open(copy, 'rb', BUFFER_BYTES) as file:
+            yield file
 
 
 def read_image_file(file: File) -> Fields:

@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
-from sdbench.datasets.stores import has_odd_key, objects_below, open_store, reach
 from sdbench.datasets.tables import (
     CAPTION_SUFFIXES,
     TABLE_SUFFIXES,
@@ -40,6 +39,7 @@ from sdbench.errors import DataError, one_line
 from sdbench.inputs.captions import Named
 from sdbench.inputs.images import formats
 from sdbench.paths import is_url
+from sdbench.stores import StoredFile, files_below, parse_address
 
 IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2',
                   '.ppm')
@@ -229,18 +229,23 @@ class Search:
 
         Raises ValueError if it names nothing, and DataError if the store cannot be read.
         """
-        _, key = open_store(source, 'SOURCE')  # which says what is no address
+        key = parse_address(source, f'SOURCE {source}', ours_only=True).key
         bucket = source.rstrip('/').removesuffix(key).rstrip('/')
         print(f'listing SOURCE {source}', file=sys.stderr, flush=True)  # a store that does not answer takes minutes
-        reach(source, 'SOURCE')
+
+        def below(address: str) -> list[StoredFile]:
+            try:
+                return files_below(address, f'SOURCE {address}')
+            except OSError as error:
+                raise DataError(str(error)) from None
 
         # list what has that name, or else of a glob all below what stands before its first sign
         top = key
-        objects = objects_below(source, 'SOURCE')
+        objects = below(source)
         is_glob = not objects and re.search(r'[*?[]', key)
         if is_glob:
             top = re.split(r'[*?[]', key)[0].rpartition('/')[0]
-            objects = objects_below(f'{bucket}/{top}', 'SOURCE')
+            objects = below(f'{bucket}/{top}')
 
         # what is named, and what no client opens by its key
         stored = {}
@@ -251,7 +256,7 @@ class Search:
             is_named = not is_glob or fnmatch.fnmatchcase(found.key, key)  # in which * matches /
             if found.key.endswith('/'):
                 continue  # stands for a folder
-            if has_odd_key(found.key):
+            if {'', '.', '..'} & {*found.key.split('/')}:
                 odd += [found.key] if is_named else []
                 continue
             stored[name] = File(f'{bucket}/{found.key}', found.size, changed=(found.changed,))

@@ -140,8 +140,7 @@ def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_data
     assert words in one_error_line([*argv, '--caption_column', 'caption'], capsys, convert.main)
 
 
-def test_parquet_of_a_store_is_read_and_a_store_that_fails_is_no_damage(tmp_path, monkeypatch, s3):
-    monkeypatch.setattr('sdbench.datasets.stores.PIECE_BYTES', 1000)
+def test_parquet_of_a_store_is_read_and_a_store_that_fails_is_no_damage(tmp_path, s3):
     content = hub_file(tmp_path / 'x.parquet', rows_of_group=5).read_bytes()
     s3.put('data/x.parquet', content)
     assert converted(tmp_path / 'out', 's3://bucket/data', '--size_limit', '40kb') == SAMPLES
