@@ -37,12 +37,9 @@ def test_a_tar_cut_at_any_block_keeps_its_whole_samples_and_is_named(tmp_path, s
     assert len(read_file(tmp_path / 'cut.tar')) == 3
 
 
-@pytest.mark.parametrize('order', ['by suffix', 'random'])
-def test_files_are_paired_over_the_whole_tar_whatever_their_order(tmp_path, order):
+def test_files_are_paired_over_the_whole_tar_whatever_their_order(tmp_path):
     files = {name: data for number in range(50) for name, data in sample_files(f'a/{number}', number).items()}
-    names = sorted(files, key=lambda name: name.rpartition('.')[2])
-    if order == 'random':
-        random.Random(1).shuffle(names)
+    names = random.Random(1).sample(list(files), len(files))
     write_tar(tmp_path / 'x.tar', {name: files[name] for name in names})
     samples = read_file(tmp_path / 'x.tar')
     assert [key for key, _ in samples] == list(dict.fromkeys(name.rpartition('.')[0] for name in names))
@@ -59,8 +56,6 @@ def test_files_are_paired_over_the_whole_tar_whatever_their_order(tmp_path, orde
     (['./a.jpg', 'a.txt'], {'a': {'.jpg', '.txt'}}),
     (['IMG.JPG', 'img.txt', 'img.json'], {'IMG': {'.JPG', '.txt', '.json'}}),
     (['cafe\u0301.jpg', 'caf\u00e9.txt'], {'cafe\u0301': {'.jpg', '.txt'}}),
-    (['cat.jpg', 'cat.txt', 'Cat.png', 'CAT.txt'], {'cat': {'.jpg', '.txt'}, 'Cat': {'.png', '.txt'}}),
-    (['A.jpg', 'A.txt', 'a.json'], {'A': {'.jpg', '.txt'}, 'a': {'.json'}}),
     (['A.jpg', 'a.jpg', 'a.txt'], {'A': {'.jpg'}, 'a': {'.jpg', '.txt'}}),
     (['Aa.jpg', 'aa.txt', 'aA.txt'], {'Aa': {'.jpg'}, 'aa': {'.txt'}, 'aA': {'.txt'}})])
 def test_files_are_paired_by_what_stands_before_the_last_dot_whatever_the_form_of_letters(tmp_path, names, expected):

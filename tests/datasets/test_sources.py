@@ -6,7 +6,6 @@ import pytest
 
 from sdbench.datasets.sources import File, find_files, join_neighbours
 from sdbench.errors import DataError
-from tests.samples import write_photos
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -40,27 +39,11 @@ def test_links_are_followed_loops_end_and_a_folder_is_searched_once(tmp_path):
         'part1/itself': 'no file: it is gone, or a broken link'}
 
 
-def test_what_may_not_be_opened_is_listed(tmp_path, monkeypatch):
-    photos = write_photos(tmp_path / 'in', 3)
-    access, status = os.access, os.stat
-    monkeypatch.setattr('os.access', lambda path, mode: access(path, mode) and not str(path).endswith('1.txt'))
-
-    def refuse(path, **options):
-        if str(path).endswith('2.jpg'):
-            raise PermissionError(13, 'Permission denied', path)
-        return status(path, **options)
-    monkeypatch.setattr('os.stat', refuse)
-    found = find_files([str(photos)])
-    assert names_of(found, photos) == ['0.jpg', '1.jpg']
-    closed = 'cannot be opened: Permission denied'
-    assert reasons_of(found, photos) == {'1.txt': closed, '2.jpg': closed}
-
-
 def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr('sdbench.datasets.sources.formats', lambda: ())
     make(tmp_path, 'x.tar', 'x.parquet', 'x_stats.json', '0/a.mp4', '0.parquet', '0_stats.json', 'y.parquet',
          'y_stats.json', 'x.tar.gz', 'IMG.heic', 'README', 'list.CSV', 'photo.xyz',
-         'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar', 'closed/b.tar')
+         'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar', 'closed/b.tar', 'closed.tar')
     os.mkfifo(tmp_path / 'pipe.tar')
 
     def list_but_for_one(folder, scan=os.scandir):
@@ -68,6 +51,8 @@ def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
             raise PermissionError(13, 'Permission denied', folder)
         return scan(folder)
     monkeypatch.setattr('os.scandir', list_but_for_one)
+    access = os.access
+    monkeypatch.setattr('os.access', lambda path, mode: not path.endswith('closed.tar') and access(path, mode))
     found = find_files([str(tmp_path)])
     assert names_of(found, tmp_path) == ['x.tar', 'y.parquet']
     other = 'not an image, a caption, a tar or Parquet: '
@@ -78,7 +63,7 @@ def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
         'list.CSV': f'{other}.CSV of this name is read where --captions names it',
         'IMG.heic': f'{other}.heic needs a package (pip install pillow-heif)', 'photo.txt': 'no image',
         'README': f'{other}a file without a suffix is not read', 'two.jpg': two, 'two.png': two, '._x.jpg': 'hidden',
-        '.Trash': 'hidden', 'closed': 'cannot be opened: Permission denied',
+        '.Trash': 'hidden', **dict.fromkeys(['closed', 'closed.tar'], 'cannot be opened: Permission denied'),
         'pipe.tar': 'no file: a pipe, a socket or a device'}
 
 
@@ -106,27 +91,22 @@ def test_neighbours_are_joined_up_to_the_size_of_a_part_and_a_new_file_changes_t
 
 
 def test_tars_of_a_store_are_found_and_the_rest_is_listed(s3):
-    for key in ('tars/0.tar', 'tars/deep/[1] #?%41.tar', 'tars/.tmp/2.tar', 'tars/3.jpg', 'tars/x.tar.gz', 'tars.tar',
-                'tars/0.parquet', 'tars/0_stats.json'):
-        s3.put(key, b'1')
-    found = find_files(['s3://bucket/tars/'])
-    assert [(file.name, file.size) for file in found.files] == [
-        ('s3://bucket/tars/0.tar', 1), ('s3://bucket/tars/deep/[1] #?%41.tar', 1)]
-    assert {line['source'].removeprefix('s3://bucket/tars/'): line['reason'].partition(':')[0]
-            for line in found.left_out} == {
-        '.tmp/2.tar': 'hidden', '3.jpg': 'no tar', 'x.tar.gz': 'not an image, a caption, a tar or Parquet'}
-    assert [file.name for file in find_files(['s3://bucket/tars/*/*.tar', 's3://bucket/tars.tar']).files] == [
-        's3://bucket/tars/deep/[1] #?%41.tar', 's3://bucket/tars.tar']
-    assert find_files(['s3://bucket/']).files[-1].name == 's3://bucket/tars.tar'
-    assert [file.name for file in find_files(['s3://bucket/tars/deep/[1] #?%41.tar']).files] == [
-        's3://bucket/tars/deep/[1] #?%41.tar']
     odd = ['tars//1.tar', 'tars/./1.tar', 'tars/../1.tar']
-    for key in odd:
+    for key in ('tars/0.tar', 'tars/deep/[1] #?%41.tar', 'tars/.tmp/2.tar', 'tars/3.jpg', 'tars/x.tar.gz', 'tars.tar',
+                'tars/0.parquet', 'tars/0_stats.json', *odd):
         s3.put(key, b'1')
-    with_odd = find_files(['s3://bucket/tars'])
-    assert with_odd.files == found.files
-    assert {line['source'] for line in with_odd.left_out if line['reason'].startswith('no path:')} == {
-        f's3://bucket/{key}' for key in odd}
+
+    def names(*sources: str) -> list[str]:
+        return [file.name.removeprefix('s3://bucket/') for file in find_files(sources).files]
+    deep = 'tars/deep/[1] #?%41.tar'
+    assert names('s3://bucket/tars/') == ['tars/0.tar', deep]
+    assert names('s3://bucket/tars/*/*.tar', 's3://bucket/tars.tar') == [deep, 'tars.tar']
+    assert names('s3://bucket/') == ['tars/0.tar', deep, 'tars.tar']
+    assert names(f's3://bucket/{deep}') == [deep]
+    assert {line['source'].removeprefix('s3://bucket/'): line['reason'].partition(':')[0]
+            for line in find_files(['s3://bucket/tars']).left_out} == {
+        'tars/.tmp/2.tar': 'hidden', 'tars/3.jpg': 'no tar', **dict.fromkeys(odd, 'no path'),
+        'tars/x.tar.gz': 'not an image, a caption, a tar or Parquet'}
     with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
         find_files(['s3://bucket/nothing'])
     s3.refusals = [(403, 'AccessDenied')] * 2
