@@ -30,7 +30,7 @@ from functools import partial
 from sdbench.datasets.converter import convert_parts
 from sdbench.datasets.output import Joined, Output, done_already, join_parts, part_name, write_index
 from sdbench.datasets.sources import Found, find_files, join_neighbours
-from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, TABLE_SUFFIXES, Columns, read_rows
+from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, Columns
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, one_line, plural
 from sdbench.flags.train import TINY_MODEL
@@ -93,7 +93,7 @@ def convert(settings: Convert) -> int:
         joined = join_parts(outputs[0], names, found.left_out)
         held_out = join_parts(outputs[1], names) if settings.held_out else Joined()
         if not joined.samples:
-            raise nothing_converted(joined, held_out, found, settings)
+            raise nothing_converted(joined, held_out, settings)
         if settings.held_out:
             write_index(outputs[1], held_out, **about_side(settings, held_out, HELD_OUT_SIDE))
         is_new = write_index(outputs[0], joined, **about_side(settings, joined, 'training'))
@@ -143,33 +143,13 @@ def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part],
         make_parts(workers, parts, missing, outputs[0].is_done, 'B')
 
 
-def nothing_converted(joined: Joined, held_out: Joined, found: Found, settings: Convert) -> DataError:
+def nothing_converted(joined: Joined, held_out: Joined, settings: Convert) -> DataError:
     if held_out.samples:
         reason = f'--held_out {settings.held_out} takes all of {plural(held_out.samples, "sample")}'
     else:
         first = joined.first_skipped
-        reason = (f'{what_was_skipped(joined, settings)}; the first is {first["source"]}: {first["reason"]}'
-                  f'{tables_in(found)}')
+        reason = f'{what_was_skipped(joined, settings)}; the first is {first["source"]}: {first["reason"]}'
     return DataError(f'nothing could be converted of SOURCE {" ".join(settings.source)}: {reason}')
-
-
-def tables_in(found: Found) -> str:
-    """Say which files of SOURCE look like tables, which columns they have, and how the captions of one are taken."""
-    tables = []
-    for line in found.left_out:
-        path = line['source']
-        suffix = os.path.splitext(path)[1].lower()
-        if line['key'] is None and suffix in TABLE_SUFFIXES and os.path.isfile(path):
-            try:
-                tables.append(f'{path} has the columns {", ".join(next(read_rows(path)))}')
-            except (ValueError, OSError) as error:
-                tables.append(one_line(error))
-        elif suffix == '.xlsx':
-            tables.append(f'{path} is read once it is saved as CSV (UTF-8)')
-    if not tables:
-        return ''
-    return (f'; {"; ".join(tables[:MOST_TABLES])}; --captions FILE --image_column NAME --caption_column NAME takes the '
-            'captions of a table')
 
 
 def what_was_skipped(joined: Joined, settings: Convert) -> str:

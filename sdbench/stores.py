@@ -6,16 +6,15 @@
                          AZURE_ACCOUNT_ACCESS_KEY, else Azure's default credentials
 
 boto3 asks each store that speaks S3; Google's does with HMAC keys, or without any credentials. From the others
-Streaming's clients download. convert.py and encode.py have clients of obstore (`datasets.stores`), made of the same
-addresses, endpoints and credentials, and their errors are said in the same words. A training has none of obstore, whose
-threads do not survive the fork of a loader's workers.
+Streaming's clients download, and their own clients write and list.
 """
 import functools
 import http
+import itertools
 import os
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 
 from sdbench.errors import one_line
@@ -26,6 +25,8 @@ GOOGLE_S3 = 'https://storage.googleapis.com'  # where Google speaks S3
 TRIES = 4  # of a request whose error may pass: up to 1, 2, 4, 8, 16, then 20 seconds apart, by chance
 SILENCE = 20  # seconds without a byte, after which a request is tried again
 SENDING = {'tries': 8, 'silence': 60}  # of a checkpoint, whose last piece takes a store long to put together
+PATIENT = {'tries': 20, 'silence': 60}  # of commands that make datasets, for which a server may be away for minutes
+CONNECTIONS = 64  # that a client keeps, since a command may ask as many things at once
 
 
 class Address(NamedTuple):
@@ -36,17 +37,22 @@ class Address(NamedTuple):
     key: str  # without outer slashes
 
 
-class S3(NamedTuple):
-    """The way to a store that speaks S3."""
-    client: Any  # of boto3
-    session: Any  # of boto3; None: nothing is signed
+class StoredFile(NamedTuple):
+    """What a store says of a file."""
+    key: str
+    size: int  # in bytes
+    changed: str  # its ETag, which is another once it was written again
 
 
-def parse_address(address: str, label: str) -> Address:
-    """Return what an address of s3://, gs:// or azure:// names.
+def parse_address(address: str, label: str, ours_only: bool = False) -> Address:
+    """Return what an address of a store names.
 
-    Raises ValueError, which begins with `label`, if it names no bucket, or one that no store can have.
+    Raises ValueError, which begins with `label`, if it names no bucket, or one that no store can have, or where
+    `ours_only` if it is none of s3://, gs:// and azure://.
     """
+    if ours_only and not address.startswith(OURS):
+        raise ValueError(f'{label}: of stores, s3://, gs:// and azure:// can be used; use an S3-compatible address '
+                         'with S3_ENDPOINT_URL')
     scheme, _, rest = address.partition('://')
 
     # the bucket; Azure's account comes from AZURE_ACCOUNT_NAME or the host, as Streaming has it
@@ -59,7 +65,7 @@ def parse_address(address: str, label: str) -> Address:
         raise ValueError(f'{label} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
                          f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
 
-    # what is no part of a URL makes obstore panic
+    # what is no part of a URL
     for name in filter(None, (account, bucket)):
         if not re.fullmatch(r'[A-Za-z0-9$][\w.-]*', name, re.ASCII):
             raise ValueError(f'{label}: {name} can be no name of a bucket or an account; these have letters, digits, '
@@ -67,8 +73,8 @@ def parse_address(address: str, label: str) -> Address:
     return Address(scheme, account, bucket, key.strip('/'))
 
 
-def connect(scheme: str, label: str, tries: int = TRIES, silence: float = SILENCE) -> S3 | None:
-    """Return the way to the stores of a scheme, with credentials where there are any; None if they do not speak S3.
+def connect(scheme: str, label: str, tries: int = TRIES, silence: float = SILENCE) -> Any | None:
+    """Return boto3's client for the stores of a scheme, with credentials where there are any; None if they speak no S3.
 
     Args:
         scheme: s3, gs or another.
@@ -86,16 +92,12 @@ def connect(scheme: str, label: str, tries: int = TRIES, silence: float = SILENC
             raise ValueError('the port of S3_ENDPOINT_URL is 0')
         return make_client(scheme, endpoint, tries, silence, os.getpid())
     except Exception as error:  # each kind of credentials has its own
-        raise no_client(error, label) from None
-
-
-def no_client(error: Exception, label: str) -> ValueError:
-    return ValueError(f'{label}: no client can be made with these credentials and settings ({type(error).__name__}: '
-                      f'{one_line(error, 300)}); check them, and S3_ENDPOINT_URL')
+        raise ValueError(f'{label}: no client can be made with these credentials and settings ({type(error).__name__}: '
+                         f'{one_line(error, 300)}); check them, and S3_ENDPOINT_URL') from None
 
 
 @functools.cache
-def make_client(scheme: str, endpoint: str | None, tries: int, silence: float, process: int) -> S3 | None:
+def make_client(scheme: str, endpoint: str | None, tries: int, silence: float, process: int) -> Any | None:
     """Make what `connect` returns, once in each process: a connection that is forked would be read by two."""
     import boto3
     from botocore import UNSIGNED
@@ -112,19 +114,16 @@ def make_client(scheme: str, endpoint: str | None, tries: int, silence: float, p
             session = None
     elif session.get_credentials() is None:
         session = None
-    elif re.search(r'\s', session.get_credentials().access_key + session.get_credentials().secret_key):
-        raise ValueError('the credentials have a blank or an end of line in them')  # which makes obstore panic
 
     # Checksums that boto3 sends by default since 1.36 are refused by R2, B2, OCI and older MinIO and Ceph.
     checksums = {}
     for name in ('request_checksum_calculation', 'response_checksum_validation'):
         checksums[name] = os.environ.get(f'AWS_{name.upper()}', 'when_required')
     config = Config(signature_version=UNSIGNED if session is None else None, read_timeout=silence, connect_timeout=20,
-                    retries={'mode': 'standard', 'total_max_attempts': tries}, **checksums)
+                    retries={'mode': 'standard', 'total_max_attempts': tries}, max_pool_connections=CONNECTIONS,
+                    **checksums)
     maker = session or boto3.session.Session(region_name='auto' if scheme == 'gs' else None)
-    client = maker.client('s3', endpoint_url=endpoint, config=config)
-    client.meta.events.register('after-call.s3', keep_words)
-    return S3(client, session)
+    return maker.client('s3', endpoint_url=endpoint, config=config)
 
 
 def google_credentials_exist() -> bool:
@@ -135,12 +134,6 @@ def google_credentials_exist() -> bool:
         return True
     except google.auth.exceptions.DefaultCredentialsError:
         return False
-
-
-def keep_words(http_response, parsed: dict, **_) -> None:
-    """Keep a server's own words in an error of boto3, which drops what is no XML. boto3 calls this at each answer."""
-    if http_response.status_code >= 300:
-        parsed['Error']['Message'] = http_response.text
 
 
 def download(address: str, path: str, label: str, tries: int = TRIES, silence: float = SILENCE,
@@ -172,7 +165,7 @@ def download(address: str, path: str, label: str, tries: int = TRIES, silence: f
         raise store_error(error, label) from None
 
 
-def download_from_s3(s3: S3, place: Address, path: str, in_threads: bool) -> None:
+def download_from_s3(s3: Any, place: Address, path: str, in_threads: bool) -> None:
     """Download a file of a store that speaks S3, at the cost of the one who asks where Streaming's variable says so."""
     from boto3.s3.transfer import TransferConfig
     from botocore.exceptions import ClientError
@@ -180,9 +173,9 @@ def download_from_s3(s3: S3, place: Address, path: str, in_threads: bool) -> Non
     if place.bucket in os.environ.get('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', '').replace(' ', '').split(','):
         payer = {'RequestPayer': 'requester'}
     try:
-        s3.client.download_file(place.bucket, place.key, path, payer, Config=TransferConfig(use_threads=in_threads))
+        s3.download_file(place.bucket, place.key, path, payer, Config=TransferConfig(use_threads=in_threads))
     except ClientError:  # boto3 asks for the size by HEAD, whose answer has no words
-        s3.client.get_object(Bucket=place.bucket, Key=place.key, **payer)
+        s3.get_object(Bucket=place.bucket, Key=place.key, **payer)
         raise
 
 
@@ -195,38 +188,70 @@ def streaming_downloader(folder: str, process: int) -> Any:
 
 def upload(path: str, address: str, label: str) -> None:
     """Write a file into a store. Raises OSError or ValueError as `download` does."""
+    with open(path, 'rb') as file:
+        write(file, address, label, **SENDING)
+
+
+def write(file: BinaryIO, address: str, label: str, tries: int = TRIES, silence: float = SILENCE) -> None:
+    """Write what an open file holds into a store. Raises OSError or ValueError as `download` does."""
     place = parse_address(address, label)
-    s3 = connect(place.scheme, label, **SENDING)
+    s3 = connect(place.scheme, label, tries, silence)
     try:
         if s3 is not None:
             acl = {'ACL': os.environ['S3_CANNED_ACL']} if 'S3_CANNED_ACL' in os.environ else {}  # as Composer has it
-            with open(path, 'rb') as file:
-                s3.client.upload_fileobj(file, place.bucket, place.key, acl)
+            s3.upload_fileobj(file, place.bucket, place.key, acl)
         elif place.scheme == 'azure':
-            with open(path, 'rb') as file:
-                azure_container(place).upload_blob(place.key, file, overwrite=True)
+            azure_container(place).upload_blob(place.key, file, overwrite=True)
+        elif place.scheme == 'gs':
+            google_bucket(place).blob(place.key).upload_from_file(file)
         else:
-            composer_store(address).upload_object(place.key, path)
+            composer_store(address).upload_object(place.key, file.name)
     except Exception as error:  # every storage client has its own
         raise store_error(error, label) from None
 
 
 def addresses_in(folder: str, label: str) -> list[str]:
     """Return the addresses of the files directly in a folder of a store. Raises OSError or ValueError as above."""
-    place = parse_address(folder, label)
-    s3 = connect(place.scheme, label)
-    prefix = f'{place.key}/' if place.key else ''
+    key = parse_address(folder, label).key
+    prefix = f'{key}/' if key else ''
+    names = [file.key.removeprefix(prefix) for file in files_from(folder, prefix, label)]
+    return [f'{folder.rstrip("/")}/{name}' for name in names if name and '/' not in name]
+
+
+def files_below(address: str, label: str, tries: int = TRIES, silence: float = SILENCE) -> list[StoredFile]:
+    """Return all files below an address, or else the file of that address. Raises OSError or ValueError as above."""
+    key = parse_address(address, label).key
+    if not key:
+        return list(files_from(address, '', label, tries, silence))
+    first = itertools.islice(files_from(address, key, label, tries, silence), 1)  # it comes before what begins with it
+    return list(files_from(address, f'{key}/', label, tries, silence)) or [file for file in first if file.key == key]
+
+
+def files_from(address: str, prefix: str, label: str, tries: int = TRIES, silence: float = SILENCE
+               ) -> Iterator[StoredFile]:
+    """Yield the files in the bucket of an address whose keys begin with a prefix, in the order of their keys.
+
+    Raises OSError or ValueError as above.
+    """
+    place = parse_address(address, label)
+    s3 = connect(place.scheme, label, tries, silence)
     try:
         if s3 is not None:
-            keys = [entry['Key'] for entry in entries_below(s3, place.bucket, prefix)]
-        elif place.scheme == 'azure':
-            keys = list(azure_container(place).list_blob_names(name_starts_with=prefix))
+            for page in s3.get_paginator('list_objects_v2').paginate(Bucket=place.bucket, Prefix=prefix):
+                for entry in page.get('Contents', ()):
+                    yield StoredFile(entry['Key'], entry['Size'], entry.get('ETag') or str(entry['LastModified']))
+        elif place.scheme in ('azure', 'gs'):
+            if place.scheme == 'azure':
+                found = azure_container(place).list_blobs(name_starts_with=prefix)
+            else:
+                found = google_bucket(place).list_blobs(prefix=prefix)
+            for blob in found:
+                yield StoredFile(blob.name, blob.size, blob.etag)
         else:
-            keys = composer_store(folder).list_objects(prefix)
+            for key in composer_store(address).list_objects(prefix):
+                yield StoredFile(key, 0, '')
     except Exception as error:  # every storage client has its own
         raise store_error(error, label) from None
-    names = [key.removeprefix(prefix) for key in keys]
-    return [f'{folder.rstrip("/")}/{name}' for name in names if name and '/' not in name]
 
 
 def azure_container(place: Address) -> Any:
@@ -237,16 +262,16 @@ def azure_container(place: Address) -> Any:
     return service.get_container_client(place.bucket)
 
 
+def google_bucket(place: Address) -> Any:
+    """Return the client of a bucket of Google, with its default credentials."""
+    from google.cloud.storage import Client
+    return Client().bucket(place.bucket)
+
+
 def composer_store(address: str) -> Any:
     """Return Composer's client of a store."""
     from composer.utils import maybe_create_object_store_from_uri
     return maybe_create_object_store_from_uri(address)
-
-
-def entries_below(s3: S3, bucket: str, prefix: str) -> Iterator[dict]:
-    """Yield what S3 says of each object whose key begins with a prefix, in the order of their keys."""
-    for page in s3.client.get_paginator('list_objects_v2').paginate(Bucket=bucket, Prefix=prefix):
-        yield from page.get('Contents', ())
 
 
 def store_error(error: BaseException, label: str) -> OSError:
@@ -255,19 +280,24 @@ def store_error(error: BaseException, label: str) -> OSError:
     It has the server's own words. That of a file which is not there is a FileNotFoundError.
     """
     status, words = answer_of(error)
-    if re.search('NoSuchBucket|ContainerNotFound', words):
+    if 'NoSuchBucket' in words or 'ContainerNotFound' in words:
         return OSError(f'{label}: there is no such bucket; check its name and S3_ENDPOINT_URL')
     if status in (401, 403):
         return OSError(f'{label}: access is denied; check the name and the credentials, which may lack the permission '
                        f'({words})')
     if status == 404 or isinstance(error, FileNotFoundError):
         return FileNotFoundError(f'{label}: there is no such file ({words})')
-    if status is None:
-        why = why_no_answer(error)
-        if why:
-            return OSError(f'{label}: {why}')
-        words = f'{type(error).__name__}: {words}'  # of this machine's disk, or of a client
-    return OSError(f'{label} cannot be read or written ({words})')
+    if status is not None:
+        return OSError(f'{label} cannot be read or written ({words})')
+
+    # no server has answered, or it is this machine's disk; botocore's error has its cause apart
+    text = f'{type(error).__name__} {error} {getattr(error, "kwargs", "")}'
+    advice = 'check the address, S3_ENDPOINT_URL and the network'
+    if re.search('refused', text, re.IGNORECASE):
+        return OSError(f'{label}: the connection is refused; {advice}')
+    if re.search('resolve|Name or service|Timeout|Connect|SSL|HTTPClient', text):
+        return OSError(f'{label}: no server answers there; {advice}')
+    return OSError(f'{label} cannot be read or written ({type(error).__name__}: {words})')
 
 
 def answer_of(error: BaseException) -> tuple[int | None, str]:
@@ -276,38 +306,13 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
     status = None
     if isinstance(getattr(error, 'response', None), dict):  # of boto3
         status = error.response['ResponseMetadata']['HTTPStatusCode']
-        text = error.response['Error'].get('Message', '')
-    elif found := re.search('status code: ([0-9]+)[^:]*(?:: |$)', text):  # of obstore
-        status = int(found[1])
-        text = text[found.end():].removesuffix('No Body')
+        text = f'{error.response["Error"].get("Code", "")} {error.response["Error"].get("Message", "")}'
     else:
         for name in ('status_code', 'code'):  # of Azure's client and of Google's
             if isinstance(getattr(error, name, None), int):
                 status = int(getattr(error, name))
-    words = short_text(text)
+
+    words = one_line(Exception(re.sub(r'https?://\S*', '', text)), 300)  # without URLs, which may have passwords
     if status is not None:
         words = f'{status} {words or http.HTTPStatus(status).phrase}'
     return status, words
-
-
-def why_no_answer(error: BaseException) -> str:
-    """Say why no server has answered, with what is to be checked; '' where an error is of another kind."""
-    text = f'{type(error).__name__} {error} {getattr(error, "kwargs", "")}'  # of botocore's error, with its cause
-    advice = 'check the address, S3_ENDPOINT_URL and the network'
-    if isinstance(error, RecursionError):  # of botocore, which follows a redirect to the same place without an end
-        return f'the server redirects; {advice}, http or https'
-    if re.search('refused', text, re.IGNORECASE):
-        return f'the connection is refused; {advice}'
-    if re.search('dns error|resolve|Name or service', text):
-        return f'its host is not known; {advice}'
-    if re.search('HTTP error|sending request|Timeout|Connect|SSL|HTTPClient', text):
-        return f'no server answers there; {advice}'
-    return ''
-
-
-def short_text(text: str) -> str:
-    """Return what a client or a server says in one line, without Rust's debug output, XML and URLs with passwords."""
-    text = text.partition('\n\nDebug source:')[0]
-    text = re.sub('<[^>]*>', ' ', text)
-    text = re.sub(r'https?://\S*', '', text)
-    return one_line(Exception(text), 300)

@@ -24,7 +24,7 @@ class LocalS3:
     Attributes:
         delay: seconds that each request takes at least.
         refusals: status and code that the next requests get.
-        cuts: bytes after which the next answers that are pieces of an object break off.
+        cuts: bytes after which the next answers that are longer break off.
         access_key: that requests must be signed with, where it is given; moto looks at no signature.
         requests: path and headers of each that came.
         waiting: paths of those that only its `lock` keeps from an answer.
@@ -79,7 +79,7 @@ class LocalS3:
         with self.lock:  # moto writes an object that is to be new twice, where two ask at once
             self.waiting.remove(request.path)
             response = self.refusal(request) or Response.from_app(self.moto, environ, buffered=True)
-            if response.status_code == 206 and self.cuts and self.cuts[0] < len(response.data):
+            if request.method == 'GET' and self.cuts and self.cuts[0] < len(response.data):
                 response.response = broken_after(response.data[:self.cuts.pop(0)])
         return response(environ, start_response)
 

@@ -46,7 +46,7 @@ def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -
                     image, captions, missing = make_sample(fields, columns, clean)
                 except ValueError as reason:
                     skipped.append({'source': file.name, 'key': key, 'reason': str(reason)})
-                    if str(reason).startswith(DAMAGED) and file.piece is None:  # a piece says nothing of its file
+                    if str(reason).startswith(DAMAGED):
                         skipped[-1]['samples_kept'] = kept
                     continue
                 kept += 1

@@ -7,12 +7,12 @@ which makes a dataset of all parts, comes last.
 """
 import contextlib
 import hashlib
+import io
 import json
 import os
-import platform
+import shutil
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,16 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
-from obstore.store import LocalStore, ObjectStore
 from streaming import MDSWriter
 
-from sdbench.datasets.stores import open_store, reach
-from sdbench.errors import DataError, plural, redacted
-from sdbench.files import locked
+from sdbench.errors import DataError, one_line, plural, redacted
+from sdbench.files import atomic_write, locked
 from sdbench.paths import CLAIM, INDEX, is_url
-from sdbench.stores import answer_of, store_error
+from sdbench.stores import PATIENT, SILENCE, TRIES, download, files_below, parse_address, write
 
 LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
@@ -55,15 +51,18 @@ class Output:
         self.is_folder = not is_url(out)
         self.out = os.path.realpath(out) if self.is_folder else out.rstrip('/')
         if not self.is_folder:
+            self.key = parse_address(out, self.label, ours_only=True).key
             print(f'reaching {redacted(self.label)}', file=sys.stderr, flush=True)
-            reach(out, flag)
+            try:
+                self.read(CLAIM, tries=TRIES, silence=SILENCE)
+            except DataError as error:
+                raise ValueError(str(error)) from None
 
     @contextlib.contextmanager
     def begun(self, settings: dict, sources: Sequence[str] = ()) -> Iterator[None]:
         """Claim OUT for this run, and hold the lock of a folder meanwhile, so that no other run works in it.
 
-        In a store two runs of the same settings may work at once: both write the same. So where it is made of files of
-        a machine, the claim names that.
+        In a store two runs of the same settings may work at once: both write the same.
 
         Args:
             settings: that its samples depend on, which JSON can hold; `program` is the name of the one that makes it.
@@ -74,8 +73,6 @@ class Output:
         claim = {'layout': LAYOUT, **settings}
         if sources:
             claim['source'] = [redacted(name if is_url(name) else os.path.abspath(name)) for name in sources]
-        if not self.is_folder and not all(map(is_url, sources)):
-            claim['machine'] = platform.node()
         with contextlib.ExitStack() as stack:
             if self.is_folder:
                 path = Path(self.out, LOCK)
@@ -92,9 +89,8 @@ class Output:
             names = os.listdir(self.out) if self.is_folder else self.names()
             if any(name not in (CLAIM, LOCK) for name in names):
                 raise ValueError(f'{self.label} already holds something; give a new folder')
-            if self._create(CLAIM, json.dumps(settings).encode()):
-                return
-            held = self.read(CLAIM)  # another run was faster
+            self.write(CLAIM, json.dumps(settings).encode())
+            return
 
         # begin one again of which nothing came
         begun = json.loads(held)
@@ -106,58 +102,43 @@ class Output:
         for key in ('program', *settings, *begun):
             if begun.get(key) == settings.get(key):
                 continue
-            remedy = 'give the same flags as then, or a new folder'
-            if key == 'machine':
-                remedy = ('each may have other files there: give each machine an OUT of its own; if both see the same '
-                          f'files, write the new name into {CLAIM}')
             then = 'none' if begun.get(key) is None else begun[key]
             now = 'none' if settings.get(key) is None else settings[key]
-            raise ValueError(f'{self.label} was begun with {key} {then}, and this command has {now}; {remedy}')
-
-    def _create(self, name: str, content: bytes) -> bool:
-        """Write a file if there is none of that name, as a store itself decides. Return whether there was none."""
-        if self.is_folder:  # which nobody else writes to
-            self.write(name, content)
-            return True
-        store, key = open_store(f'{self.out}/{name}', self.flag, is_first=True)
-        with self._reaching():
-            for seconds in (1, 2, 4, None):
-                try:
-                    obstore.put(store, key, content, mode='create')
-                    return True
-                except AlreadyExistsError:  # or of two that begin at once Amazon has refused both, for a moment
-                    if self.read(name) is not None:
-                        return False
-                    if seconds is None:
-                        raise
-                    time.sleep(seconds)
-                except BaseError as error:
-                    if answer_of(error)[0] not in (400, 501):
-                        raise
-                    break
-        self.write(name, content)  # to a store that knows no such condition, as Alibaba's
-        return True
+            raise ValueError(f'{self.label} was begun with {key} {then}, and this command has {now}; '
+                             'give the same flags as then, or a new folder')
 
     def write(self, name: str, content: bytes | BinaryIO) -> None:
         """Write a file, which appears whole in the place of an earlier one."""
+        if isinstance(content, bytes):
+            content = io.BytesIO(content)
         with self._reaching():
-            obstore.put(*self._at(name), content)
+            if not self.is_folder:
+                return write(content, f'{self.out}/{name}', self.label, **PATIENT)
+            path = Path(self.out, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as file:
+                shutil.copyfileobj(content, file)
 
-    def read(self, name: str) -> bytes | None:
-        """Return the content of a file; None if there is none."""
-        with self._reaching():
+    def read(self, name: str, **options: Any) -> bytes | None:
+        """Return the content of a file; None if there is none. `options` are those of `download`."""
+        with self._reaching(), tempfile.TemporaryDirectory() as folder:
             try:
-                return obstore.get(*self._at(name)).bytes().to_bytes()
+                if self.is_folder:
+                    return Path(self.out, name).read_bytes()
+                copy = Path(folder, 'copy')
+                download(f'{self.out}/{name}', str(copy), self.label, **PATIENT | options, in_threads=False)
+                return copy.read_bytes()
             except FileNotFoundError:
                 return None
 
-    def names(self) -> Iterator[str]:
-        """Yield the names of all files in OUT and its folders; of a store 1000 a request."""
+    def names(self) -> list[str]:
+        """Return the names of all files in OUT and its folders."""
         with self._reaching():
-            store, key = self._at('')
-            for page in obstore.list(store, key or None):
-                for entry in page:
-                    yield entry['path'].removeprefix(key).lstrip('/')
+            if self.is_folder:
+                return [os.path.relpath(os.path.join(folder, name), self.out)
+                        for folder, _, names in os.walk(self.out) for name in names]
+            return [file.key.removeprefix(self.key).lstrip('/')
+                    for file in files_below(self.out, self.label, **PATIENT)]
 
     def is_done(self, part: str) -> bool:
         """Tell whether the part of that name is done."""
@@ -182,20 +163,15 @@ class Output:
         if self.read(CLAIM) is None:
             raise DataError(f'{self.label} is not the same folder on every machine; use a shared one or a store')
 
-    def _at(self, name: str) -> tuple[ObjectStore, str]:
-        """Return the client and the key of a file."""
-        if self.is_folder:
-            return LocalStore(self.out), name
-        store, key = open_store(self.out, self.flag)
-        return store, f'{key}/{name}'.strip('/')
-
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
         """Turn what a store or a disk raises into a DataError of one line."""
         try:
             yield
-        except (BaseError, OSError) as error:
-            raise DataError(store_error(error, self.label)) from None
+        except OSError as error:
+            if self.is_folder:
+                raise DataError(f'{self.label} cannot be read or written ({one_line(error)})') from None
+            raise DataError(str(error)) from None
 
 
 def part_name(*facts) -> str:
@@ -251,7 +227,6 @@ class Joined:
     skipped: Counter = field(default_factory=Counter)  # what was left out, by kind of reason
     first_skipped: dict | None = None  # the first line of it
     damaged: list[dict] = field(default_factory=list)  # the lines of files that could not be read to their end
-    whole_files: set[str] = field(default_factory=set)  # lines of whole files: each piece of a file has the same
 
     def add_part(self, part: str, index: dict) -> None:
         """Add the shards of a part, by its index.json; their names become paths in OUT."""
@@ -268,10 +243,6 @@ class Joined:
         """Count what was left out, and write its lines into a file."""
         for line in lines:
             text = json.dumps(line, ensure_ascii=False)  # a name is found as it is written
-            if text in self.whole_files:
-                continue
-            if line['key'] is None:
-                self.whole_files.add(text)
             if not self.skipped:
                 self.first_skipped = line
             file.write(f'{text}\n'.encode(errors='backslashreplace'))  # bytes of a name that are no UTF-8

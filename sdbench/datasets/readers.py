@@ -2,10 +2,12 @@
 
 A link in a tar is not followed, since a stranger can have made it; datasets/sources.py says of those in folders.
 """
+import contextlib
 import errno
 import json
 import os
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -23,12 +25,14 @@ from sdbench.datasets.sources import (
     split_name,
     why_not_read,
 )
-from sdbench.datasets.stores import open_file
 from sdbench.datasets.tables import USUAL_COLUMNS, Columns, NoSuchColumn, Unread, captions_in, encoding_of, with_name
 from sdbench.errors import DataError, one_line
 from sdbench.inputs.captions import CAPTIONS, Named
 from sdbench.inputs.images import decode_whole_image
+from sdbench.paths import is_url
+from sdbench.stores import PATIENT, download
 
+BUFFER_BYTES = 1 << 20  # of a file that is read
 NO_SAMPLE = 'no sample'  # in the place of a suffix: why there is none, or why a file is not read to its end
 
 # Tars
@@ -55,7 +59,7 @@ Key = str | int | None  # of a sample: in a tar its name, in Parquet the number 
 # The files of a sample by their suffixes, bytes | Unread. CAPTIONS are those that a row or a table has: Named, in which
 # some may be Unread.
 Fields = dict[str, Any]
-Members = dict[str, dict[str, list[bytes | Unread | Place]]]  # the files of a tar, by key and suffix
+Members = dict[str, dict[str, Unread | Place]]  # the files of a tar, by key and suffix
 
 
 def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple[Key, Fields]]:
@@ -88,15 +92,31 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
         yield None, {NO_SAMPLE: Unread(f'{DAMAGED}: {one_line(error)}')}
 
 
+@contextlib.contextmanager
+def open_file(path: str) -> Iterator[BinaryIO]:
+    """Open a file of this machine, or for an address in a store a copy, which is gone at the end.
+
+    Raises DataError if a store cannot be read.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = path
+        if is_url(path):  # tars and Parquet files are read back and forth, which would be a request each time
+            copy = os.path.join(folder, 'copy')
+            try:
+                download(path, copy, path, **PATIENT)
+            except OSError as error:
+                raise DataError(str(error)) from None
+        with open(copy, 'rb', BUFFER_BYTES) as file:
+            yield file
+
+
 def read_image_file(file: File) -> Fields:
-    """Read an image and its captions. Of each suffix the first file counts that is not empty."""
+    """Read an image and its captions."""
     fields = {split_name(file.name)[1]: Path(file.name).read_bytes()}
     if file.of_table is not None:
         fields[CAPTIONS] = file.of_table
     for name in file.captions:
-        suffix = split_name(name)[1]
-        if not fields.get(suffix, b'').strip():
-            fields[suffix] = Path(file.name).parent.joinpath(name).read_bytes()
+        fields[split_name(name)[1]] = Path(file.name).with_name(name).read_bytes()
     return fields
 
 
@@ -104,9 +124,8 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
     """Yield (key, fields) of the samples of a tar, and of all tars that follow it in the same file.
 
     The headers of a tar are read first, and its files paired by their keys: in a tar of a folder they lie in any order.
-    The samples then come in the order of their first files. `a/b.jpg` is the .jpg of a/b. A name can come several times
-    in a tar, as where others were appended to it. Then the first files of all names are a sample, the second ones
-    another, and so on, if all names come as often.
+    The samples then come in the order of their first files. `a/b.jpg` is the .jpg of a/b. A name that comes several
+    times, as where a file was appended to the tar again, is of no sample: which one counts is not known.
 
     Raises tarfile.ReadError, or nearly anything else, where it is damaged.
     """
@@ -114,21 +133,15 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
         for members in list_members(reader):
             join_keys_alike(members)
             for key, files in members.items():
-                if len({len(contents) for contents in files.values()}) > 1:
-                    names = ', '.join(f'{len(contents)} {suffix}' for suffix, contents in files.items())
-                    reason = f'files of one name: which belong together is not known, of {names}'
-                    yield key, {NO_SAMPLE: Unread(reason)}
-                    continue
-                for contents in zip(*files.values(), strict=True):
-                    fields = {}
-                    for suffix, content in zip(files, contents, strict=True):
-                        if isinstance(content, Place):
-                            offset, size = content
-                            content = os.pread(reader.fileno(), size, offset)
-                            if len(content) < size:
-                                content = Unread('the tar is cut within it')
-                        fields[suffix] = content
-                    yield key, fields
+                fields = {}
+                for suffix, content in files.items():
+                    if isinstance(content, Place):
+                        offset, size = content
+                        content = os.pread(reader.fileno(), size, offset)
+                        if len(content) < size:
+                            content = Unread('the tar is cut within it')
+                    fields[suffix] = content
+                yield key, fields
 
 
 def list_members(reader: BinaryIO) -> Iterator[Members]:
@@ -156,29 +169,29 @@ def list_members(reader: BinaryIO) -> Iterator[Members]:
                 name = os.path.normpath(member.name)
                 key, suffix = split_name(name)
                 if is_hidden(member.name):
-                    yield {name: {NO_SAMPLE: [Unread('hidden')]}}
+                    yield {name: {NO_SAMPLE: Unread('hidden')}}
                     continue
                 if not is_image(suffix) and not is_caption(suffix):
-                    yield {name: {NO_SAMPLE: [Unread(f'not an image or a caption: {why_not_read(suffix)}')]}}
+                    yield {name: {NO_SAMPLE: Unread(f'not an image or a caption: {why_not_read(suffix)}')}}
                     continue
-                if not member.isreg():
-                    content = Unread('a link, a pipe or a device in a tar is not read')
+                files = members.setdefault(key, {})
+                if suffix in files:
+                    files[suffix] = Unread(f'the tar has several files called {name}')
+                elif not member.isreg() or member.issparse():
+                    files[suffix] = Unread('a link, a pipe, a device or a sparse file in a tar is not read')
                 elif member.size > MAX_BYTES:
-                    content = Unread('too large')
-                elif member.issparse():
-                    content = tar.extractfile(member).read()
+                    files[suffix] = Unread('too large')
                 else:
-                    content = Place(member.offset_data, member.size)
-                members.setdefault(key, {}).setdefault(suffix, []).append(content)
+                    files[suffix] = Place(member.offset_data, member.size)
         require_end_mark(reader, end, os.fstat(reader.fileno()).st_size)
     except Exception:
         # more files of the last sample may lie behind the damage, and its text file goes before all others
         if key in members and not any(suffix.lower() == CAPTION_SUFFIXES[0] for suffix in members[key]):
-            members[key][CAPTION_SUFFIXES[0]] = [Unread('it may lie behind the damage')]
+            members[key][CAPTION_SUFFIXES[0]] = Unread('it may lie behind the damage')
         yield members
         raise
     if key is None:
-        members[''] = {'': [Unread('nothing is in this tar')]}
+        members[''] = {'': Unread('nothing is in this tar')}
     yield members
 
 
@@ -195,7 +208,7 @@ def require_end_mark(reader: BinaryIO, start: int, end: int) -> None:
 
 
 def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fields]]:
-    """Yield (number, fields) of each row of a Parquet file, or of a piece of it.
+    """Yield (number, fields) of each row of a Parquet file.
 
     If the file lacks the columns, yield only (None, {NO_SAMPLE: why}).
 
@@ -218,13 +231,9 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
         if parquet.metadata.num_rows == 0:
             yield None, {NO_SAMPLE: Unread('no row: nothing is in this file')}
 
-        # the row groups that begin in this piece, one after the other, so that those before a damaged one are read
+        # the row groups, one after the other, so that those before a damaged one are read
         number = 0  # of the row
         for index in range(parquet.num_row_groups):
-            group = parquet.metadata.row_group(index)
-            if file.piece and not file.piece[0] <= group.column(0).data_page_offset < file.piece[1]:
-                number += group.num_rows
-                continue
             wanted = [image, *captions.values()]
             for batch in parquet.iter_batches(ROWS_AT_ONCE, [index], wanted, use_threads=False):
                 for row in range(batch.num_rows):

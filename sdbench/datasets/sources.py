@@ -7,10 +7,10 @@ not matter.
 A table of captions goes before both for each image that it names: all tables are read before the first image.
 
 Links in folders are followed wherever they lead (part1 -> /disk1): whoever made SOURCE made them. A folder is searched
-once, so that loops end, and a file is converted once, whatever names it has by links of both kinds. Of the names, one
-that is no link goes first; what is found by the others is listed. Captions may stand beside any name of an image.
+once, by its first name, so that loops end. A link to a file counts as a file of its own, as a copy would.
 
-The search lists the folders, classifies the names in each, pairs images with captions, and then drops second names.
+The search lists the folders, classifies the names in each, gives images the rows of tables, and pairs the others with
+the captions beside them.
 """
 import errno
 import fnmatch
@@ -22,10 +22,9 @@ import re
 import stat
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
-from sdbench.datasets.stores import objects_below, open_store, reach
 from sdbench.datasets.tables import (
     CAPTION_SUFFIXES,
     TABLE_SUFFIXES,
@@ -33,15 +32,14 @@ from sdbench.datasets.tables import (
     USUAL_COLUMNS,
     Captions,
     Columns,
-    FileIdentity,
     Unread,
-    identity_of,
-    names_by_form,
+    left_over_pairs,
 )
 from sdbench.errors import DataError, one_line
 from sdbench.inputs.captions import Named
 from sdbench.inputs.images import formats
 from sdbench.paths import is_url
+from sdbench.stores import StoredFile, files_below, parse_address
 
 IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2',
                   '.ppm')
@@ -54,56 +52,28 @@ class File(NamedTuple):
     Attributes:
         name: an absolute path, or an address in a store.
         size: in bytes, with that of its captions.
-        captions: of an image, the files that may hold its caption: names in its folder, or else whole paths.
+        captions: of an image, the names in its folder of the files that may hold its caption.
         changed: tells that a file was written again: the time of its last change in nanoseconds, and those of its
             captions; in a store the ETag.
         of_table: captions of an image from a table, by name.
-        piece: for a piece of a Parquet file, the bytes from start to end in which its row groups begin.
     """
     name: str
     size: int
     captions: tuple[str, ...] = ()
     changed: tuple[int | str, ...] = ()
     of_table: Named | None = None
-    piece: tuple[int, int] | None = None
 
     def identity(self) -> list:
         """Return what tells this file from others, for the name of its part."""
         suffixes = [split_name(name)[1] for name in self.captions]
-        return [self.name, self.size, suffixes, self.changed,
-                *(value for value in (self.of_table, self.piece) if value is not None)]
+        of_table = [] if self.of_table is None else [self.of_table]
+        return [self.name, self.size, suffixes, self.changed, *of_table]
 
     def with_captions(self, files: Iterable['File']) -> 'File':
-        """Return this image with more files that may hold its caption."""
-        image = self
-        folder = os.path.dirname(self.name) + '/'
-        for file in files:
-            name = file.name.removeprefix(folder)
-            if name not in image.captions:
-                image = image._replace(size=image.size + file.size, changed=image.changed + file.changed,
-                                       captions=(*image.captions, name))
-        return image
-
-
-class Entry(NamedTuple):
-    """A name of a file that can be read.
-
-    Attributes:
-        name: in its folder; in a store with the names of the folders below.
-        file: alone, without captions.
-        identity: tells whether two names are of one file: FileIdentity, or in a store its address.
-        links: how many of the name and its folder are links.
-        captions: of an image, the files beside it that may hold its caption.
-    """
-    name: str
-    file: File
-    identity: FileIdentity | str
-    links: int = 0
-    captions: tuple[File, ...] = ()
-
-    @property
-    def suffix(self) -> str:
-        return split_name(self.name)[1]
+        """Return this image with the files beside it that may hold its caption."""
+        return self._replace(size=self.size + sum(file.size for file in files),
+                             captions=tuple(os.path.basename(file.name) for file in files),
+                             changed=self.changed + sum((file.changed for file in files), ()))
 
 
 class Folder(NamedTuple):
@@ -114,27 +84,23 @@ class Folder(NamedTuple):
     named: list[str]  # those of them that SOURCE names
     stored: dict[str, File] | None = None  # in a store, by name, which has the names of the folders below in it
 
-    def entry(self, name: str) -> Entry | Unread:
-        """Return what has a name in this folder, or why that cannot be read.
+    def file(self, name: str) -> File | Unread:
+        """Return the file of a name in this folder, without captions, or why it cannot be read.
 
         Raises DataError if a disk cannot be read at the moment.
         """
         if self.stored is not None:
-            return Entry(name, self.stored[name], self.stored[name].name)
+            return self.stored[name]
         path = os.path.join(self.path, name)
         try:
-            status = os.lstat(path)
-            is_link = stat.S_ISLNK(status.st_mode)
-            if is_link:
-                status = os.stat(path)
+            status = os.stat(path)
             if not stat.S_ISREG(status.st_mode):
                 return Unread('no file: a pipe, a socket or a device')
             if not os.access(path, os.R_OK):
                 return Unread('cannot be opened: Permission denied')
         except OSError as error:
             return why_unreadable(error, path)
-        return Entry(name, File(path, status.st_size, changed=(status.st_mtime_ns,)), identity_of(status),
-                     links=is_link + (self.path != self.real_path))
+        return File(path, status.st_size, changed=(status.st_mtime_ns,))
 
 
 class Found(NamedTuple):
@@ -174,18 +140,20 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
                      and os.path.isfile(os.path.join(folder.path, name))]
             for name in sorted(found, key=lambda name: (TABLES.index(name.lower()), name)):
                 tables.add(os.path.join(folder.path, name))
-    tables.match_alike()
 
     # sort what is converted from what is left out
-    entries = []
-    for folder in folders:
-        entries += search.paired(folder, search.classified(folder, tables), tables)
-    files = search.deduplicated(entries, tables)
-    return Found(sorted(files, key=lambda file: file.name.split('/')), search.left_out, tables.finish())
+    classified = [(folder, search.classified(folder, tables)) for folder in folders]
+    images = {os.path.join(folder.real_path, name) for folder, files in classified for name in files
+              if is_image(split_name(name)[1])}
+    numbers = tables.match(images)
+    converted = {}  # by name: a source may be given twice
+    for folder, files in classified:
+        converted |= {file.name: file for file in search.paired(folder, files, tables)}
+    return Found(sorted(converted.values(), key=lambda file: file.name.split('/')), search.left_out, numbers)
 
 
 class Search:
-    """The search of SOURCE: it lists folders, classifies names, pairs images with captions, and drops second names.
+    """The search of SOURCE: it lists folders, classifies their names, and pairs images with captions.
 
     Args:
         sources: as the user gave them.
@@ -228,17 +196,12 @@ class Search:
                 names = [os.path.basename(path) for path in of_folder]
                 found.append(Folder(folder, os.path.realpath(folder), set(os.listdir(folder)), names))
 
-        # folders are searched to their leaves; links wait until what is no link was searched
-        tops.sort(key=lambda path: os.path.realpath(path) != path)
-        for top in tops:
-            if not self.is_to_be_searched(top):
-                continue
-            for folder, subfolders, names in os.walk(top, onerror=self.list_unreadable):
+        # folders are searched to their leaves
+        for top in filter(self.is_to_be_searched, tops):
+            for folder, subfolders, names in os.walk(top, onerror=self.list_unreadable, followlinks=True):
                 found.append(Folder(folder, os.path.realpath(folder), {*names, *subfolders}, sorted(names)))
                 paths = [os.path.join(folder, name) for name in sorted(subfolders)]
-                tops += filter(os.path.islink, paths)
-                subfolders[:] = [os.path.basename(path) for path in paths
-                                 if not os.path.islink(path) and self.is_to_be_searched(path)]
+                subfolders[:] = map(os.path.basename, filter(self.is_to_be_searched, paths))
         return found
 
     def is_to_be_searched(self, folder: str) -> bool:
@@ -250,10 +213,11 @@ class Search:
             if os.path.basename(folder).startswith('.'):
                 self.leave_out(folder, 'hidden')
                 return False
-        first = self.searched.setdefault(real, folder)
-        if first == folder:
+        if real not in self.searched:
+            self.searched[real] = folder
             return True
-        self.leave_out(folder, f'a second name: of {first}')
+        if self.searched[real] != folder:  # a source may be given twice
+            self.leave_out(folder, f'a second name: of {self.searched[real]}')
         return False
 
     def list_unreadable(self, error: OSError) -> None:
@@ -265,18 +229,23 @@ class Search:
 
         Raises ValueError if it names nothing, and DataError if the store cannot be read.
         """
-        _, key = open_store(source, 'SOURCE')  # which says what is no address
+        key = parse_address(source, f'SOURCE {source}', ours_only=True).key
         bucket = source.rstrip('/').removesuffix(key).rstrip('/')
         print(f'listing SOURCE {source}', file=sys.stderr, flush=True)  # a store that does not answer takes minutes
-        reach(source, 'SOURCE')
+
+        def below(address: str) -> list[StoredFile]:
+            try:
+                return files_below(address, f'SOURCE {address}')
+            except OSError as error:
+                raise DataError(str(error)) from None
 
         # list what has that name, or else of a glob all below what stands before its first sign
         top = key
-        objects = objects_below(source, 'SOURCE')
+        objects = below(source)
         is_glob = not objects and re.search(r'[*?[]', key)
         if is_glob:
             top = re.split(r'[*?[]', key)[0].rpartition('/')[0]
-            objects = objects_below(f'{bucket}/{top}', 'SOURCE')
+            objects = below(f'{bucket}/{top}')
 
         # what is named, and what no client opens by its key
         stored = {}
@@ -300,34 +269,34 @@ class Search:
         named = [name for name in sorted(named) if not stored[name].name.startswith(self.excluded_addresses)]
         return Folder(bucket, bucket, stored.keys(), named, stored)
 
-    def classified(self, folder: Folder, tables: Captions) -> list[Entry]:
-        """Return the tars, Parquet files, images and captions that SOURCE names in a folder, and list all else.
+    def classified(self, folder: Folder, tables: Captions) -> dict[str, File]:
+        """Return by name the tars, Parquet files, images and captions that SOURCE names in a folder; list all else.
 
         Tables that were read, and what img2dataset writes about its shards, are neither.
         """
-        entries = []
+        files = {}
         for name in folder.named:
-            entry = folder.entry(name)
+            file = folder.file(name)
             suffix = split_name(name)[1]
             path = folder.stored[name].name if folder.stored else os.path.join(folder.path, name)
-            if isinstance(entry, Unread):
-                self.leave_out(path, entry)
+            if isinstance(file, Unread):
+                self.leave_out(path, file)
             elif is_hidden(name) and path not in self.sources:
                 self.leave_out(path, 'hidden')
-            elif is_of_img2dataset(name, folder.present) or (folder.real_path, entry.identity) in tables.read:
+            elif is_of_img2dataset(name, folder.present) or os.path.join(folder.real_path, name) in tables.read:
                 continue
             elif suffix.lower() in ('.tar', '.parquet'):
-                entries.append(entry)
+                files[name] = file
             elif not is_image(suffix) and not is_caption(suffix):
                 self.leave_out(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
             elif folder.stored:
                 self.leave_out(path, 'no tar: of a store, tars and Parquet are read; copy the folder here, or pack it')
             else:
-                entries.append(entry)
-        return entries
+                files[name] = file
+        return files
 
-    def paired(self, folder: Folder, entries: list[Entry], tables: Captions) -> list[Entry]:
-        """Return what is converted of a folder, images with their captions, and list what has no partner there."""
+    def paired(self, folder: Folder, files: dict[str, File], tables: Captions) -> Iterator[File]:
+        """Yield what is converted of a folder, images with their captions, and list what has no partner there."""
         # the names that belong together, which SOURCE may name in part
         names = defaultdict(dict)  # of images and captions, by key and suffix
         for name in folder.present:
@@ -336,59 +305,30 @@ class Search:
                 names[key][suffix] = name
         join_keys_alike(names)
 
-        # the images of each key
-        images = defaultdict(list)
-        for entry in entries:
-            if is_image(entry.suffix):
-                images[split_name(entry.name)[0]].append(entry)
         with_image = set()  # names that an image has beside it, also one that cannot be opened
         for name in folder.named:
             key, suffix = split_name(name)
             if is_image(suffix):
                 with_image.update(names[key].values())
 
-        paired = []
-        for entry in entries:
-            if is_caption(entry.suffix):
-                if entry.name not in with_image:
-                    self.leave_out(entry.file.name, 'no image')
-                continue
-            if not is_image(entry.suffix):
-                paired.append(entry)
-                continue
-            key = split_name(entry.name)[0]
-            of_key = images[key]
-            if len({image.identity for image in of_key}) > 1 and entry.identity not in tables.rows:
-                listed = ', '.join(image.name for image in of_key)  # one may be a mask of the other
-                self.leave_out(entry.file.name, f'more than one image: {listed}')
-                continue
-            beside = [folder.entry(names[key][suffix]) for suffix in captions_among(names[key])]
-            paired.append(entry._replace(captions=tuple(each.file for each in beside if isinstance(each, Entry))))
-        return paired
-
-    def deduplicated(self, entries: list[Entry], tables: Captions) -> list[File]:
-        """Return each file once, images with their captions of a table, and list second names.
-
-        The captions of an image that no table names are those beside each of its names.
-        """
-        # a source may be given twice
-        names = {entry.file.name: entry for entry in entries}
-        first = {}  # by identity
-        for entry in sorted(names.values(), key=lambda entry: (entry.links, entry.file.name)):
-            earlier = first.setdefault(entry.identity, entry)
-            if earlier is not entry:
-                self.leave_out(entry.file.name, f'a second name: of {earlier.file.name}')
-                first[entry.identity] = earlier._replace(captions=(*earlier.captions, *entry.captions))
-
-        # each with its captions
-        converted = []
-        for entry in first.values():
-            of_table = tables.take(entry.identity) if is_image(entry.suffix) else None
-            if of_table is None:
-                converted.append(entry.file.with_captions(entry.captions))
-            elif any(of_table.values()):
-                converted.append(entry.file._replace(of_table=of_table))
-        return converted
+        for name, file in files.items():
+            key, suffix = split_name(name)
+            if is_caption(suffix):
+                if name not in with_image:
+                    self.leave_out(file.name, 'no image')
+            elif not is_image(suffix):
+                yield file
+            elif (of_table := tables.take(os.path.join(folder.real_path, name))) is not None:
+                if any(of_table.values()):  # else each of its rows is listed
+                    yield file._replace(of_table=of_table)
+            else:
+                images = sorted(other for other in names[key].values()
+                                if other in files and is_image(split_name(other)[1]))
+                if len(images) > 1:  # one may be a mask of the other
+                    self.leave_out(file.name, f'more than one image: {", ".join(images)}')
+                    continue
+                beside = [folder.file(names[key][suffix]) for suffix in captions_among(names[key])]
+                yield file.with_captions([caption for caption in beside if isinstance(caption, File)])
 
 
 def why_unreadable(error: OSError, path: str) -> Unread:
@@ -406,20 +346,9 @@ def nothing_there(source: str) -> ValueError:
 
 def join_neighbours(files: list[File], part_bytes: int) -> list[list[File]]:
     """Return the files of each part: one file, or several neighbours that are together no larger than `part_bytes`."""
-    # a larger Parquet file is taken in pieces, but for those of a store, which would be copied for each
-    pieces = []
-    for file in files:
-        if not is_parquet(file.name) or is_url(file.name) or file.size <= part_bytes:
-            pieces.append(file)
-            continue
-        for start in range(0, file.size, part_bytes):
-            end = min(start + part_bytes, file.size)
-            pieces.append(file._replace(size=end - start, piece=(start, end)))
-
-    # neighbours are joined
     parts = []
     size = 0
-    for file in pieces:
+    for file in files:
         # One in about `part_bytes` of files begins a part whatever comes before it, by its name. So where a file is
         # new, or gone, the parts behind the next such file stay as they were.
         draw = hashlib.blake2b(os.path.basename(file.name).encode(errors='surrogateescape'), digest_size=8).digest()
@@ -459,14 +388,10 @@ def join_keys_alike(files: dict[str, dict[str, Any]]) -> None:
     Args:
         files: of a folder or a tar, by key and suffix.
     """
-    for keys in names_by_form(files).values():
-        if len(keys) == 1:
-            continue
-        with_image = {key for key in keys if any(map(is_image, files[key]))}
-        with_caption = {key for key in keys if any(map(is_caption, files[key]))}
-        images, captions = [*(with_image - with_caption)], [*(with_caption - with_image)]
-        if len(images) == len(captions) == 1:
-            files[images[0]].update(files.pop(captions[0]))
+    with_image = {key for key, of_key in files.items() if any(map(is_image, of_key))}
+    with_caption = {key for key, of_key in files.items() if any(map(is_caption, of_key))}
+    for image, caption in left_over_pairs(with_image - with_caption, with_caption - with_image):
+        files[image].update(files.pop(caption))
 
 
 def captions_among(suffixes: Iterable[str]) -> list[str]:

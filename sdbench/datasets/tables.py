@@ -1,14 +1,14 @@
 """Tables that have captions of images: their names, their columns and their rows."""
 import codecs
 import csv
+import functools
 import json
 import os
 import re
-import stat
 import sys
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, TextIO
 
 from sdbench.errors import one_line
@@ -64,8 +64,7 @@ class Columns(NamedTuple):
             usual_images: usual names of its column of images.
             takes_only_other: whether the only other column has the captions, whatever its name.
 
-        Raises NoSuchColumn, with the names of the columns, if one is missing or two have its name. Raises ValueError if
-        a flag must name one of two columns.
+        Raises NoSuchColumn, with the names of the columns, if one is missing, and ValueError if there are two.
         """
         # the columns of these names: flag, usual names, and what is found
         images = columns_called(self.image, usual_images, names)
@@ -83,11 +82,9 @@ class Columns(NamedTuple):
             listed = ', '.join(name or '(no name)' for name in names)
             raise NoSuchColumn(f'{" and ".join(missing)} among its columns {listed}')
         for flag, _, _, called in found:
-            if len(set(called)) > 1:
-                raise ValueError(f'the table {path} has the columns {" and ".join(sorted(set(called)))}; name one of '
-                                 f'them with {flag}')
             if len(called) > 1:
-                raise NoSuchColumn(f'several columns of one name: {len(called)} are called {called[0]}')
+                raise ValueError(f'the table {path} has the columns {" and ".join(sorted(called))}; name one of them '
+                                 f'with {flag}, or rename them')
         return images[0], {self.name_of(given): called[0] for _, given, _, called in found[1:]}
 
 
@@ -106,35 +103,25 @@ def columns_called(given: str | None, usual: Sequence[str], names: Sequence[str]
     return exact or [name for name in names if letters(name) in alike]
 
 
-FileIdentity = tuple[int, int]
-
-
-def identity_of(status: os.stat_result) -> FileIdentity:
-    """Return device and inode of a file: all names that links give it have the same, as os.path.samefile compares."""
-    return status.st_dev, status.st_ino
-
-
-def find_file(path: str) -> FileIdentity | None:
-    """Return the identity of the regular file of a path; None if there is none."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):  # NUL in a path
-        return None
-    return identity_of(status) if stat.S_ISREG(status.st_mode) else None
-
-
 class Row(NamedTuple):
-    """A row of a table."""
-    number: int  # of its line, counted from 1; in Parquet of the row, counted from 0
-    image: str  # a path, relative to the folder of the table
-    captions: dict[str, Any]  # by name: the whole cells, until the row is taken, and then their texts
+    """A row of a table.
+
+    Attributes:
+        table: path of the table, and the names of its columns of captions.
+        number: of its line, counted from 1; in Parquet of the row, counted from 0.
+        image: path of its image, in a folder without links.
+        cells: those with captions, by the names of these.
+    """
+    table: tuple[str, str]
+    number: int
+    image: str
+    cells: dict[str, Any]
 
 
 class Captions:
-    """The captions that the tables of SOURCE have for images.
+    """The captions that the tables of SOURCE have for images: all tables are added before `match`.
 
-    An image has the captions of all its rows. Where two tables name it, the first one decides. Rows whose path is that
-    of a file go first: once all tables are added, `match_alike` looks for those whose names differ in their form.
+    Paths are compared as those in folders without links, so that it does not matter by which name a folder is reached.
 
     Args:
         columns: that the flags name.
@@ -142,28 +129,27 @@ class Captions:
 
     Attributes:
         named: the table of --captions.
-        read: real folder and identity of all tables, also of those that are tables of something else.
-        rows: by the identity of an image, path and columns of the table that names it, and its rows there.
-        unmatched: rows whose path is that of no file: the table, its folder, and the row.
-        used: images whose captions were taken.
-        listings: of folders, the names of their entries by form.
+        read: paths of all tables, also of those that are tables of something else.
+        rows: of all tables, those of --captions first.
+        of_image: by the path of an image the table that decides, and the captions that it has.
     """
 
     def __init__(self, columns: Columns, leave_out: Callable[[str, str, int | None], None]):
         self.columns = columns
         self.leave_out = leave_out
+        self.real_folder = functools.cache(os.path.realpath)
         self.named: str | None = None
-        self.read: set[tuple[str, FileIdentity]] = set()
-        self.rows: dict[FileIdentity, tuple[tuple[str, str], list[Row]]] = {}
-        self.unmatched: list[tuple[tuple[str, str], str, Row]] = []
-        self.used: set[FileIdentity] = set()
-        self.listings: dict[str, dict[str, list[str]]] = {}
+        self.read: set[str] = set()
+        self.rows: list[Row] = []
+        self.of_image: dict[str, tuple[tuple[str, str], Named]] = {}
+
+    def path_of(self, folder: str, name: str) -> str:
+        """Return the path that a name has from a folder. Links are followed to its folder, and not that of the file."""
+        folder, name = os.path.split(os.path.join(folder, name))
+        return os.path.join(self.real_folder(folder), name)
 
     def add(self, path: str, is_named: bool = False) -> None:
         """Take the rows of a table, unless it was read before or is not a table of captions.
-
-        A row is left out where its image does not exist, or where an earlier table names that image. The paths in a
-        table depend on its folder, so that one with links in several folders is read in each.
 
         Args:
             path: of the table.
@@ -175,8 +161,8 @@ class Captions:
         # find the columns
         label = f'--captions {path}' if is_named else f'the table {path}'
         path = os.path.abspath(path)
-        folder = os.path.realpath(os.path.dirname(path))
-        if (folder, find_file(path)) in self.read:
+        real_path = self.path_of('', path)
+        if real_path in self.read:
             return
         rows = read_rows(path)
         try:
@@ -187,138 +173,89 @@ class Captions:
             if is_named:
                 raise ValueError(f'{label} is {NO_TABLE}: {error}') from None
             if not path.lower().endswith('.parquet'):  # which may hold the images themselves
-                self.read.add((folder, find_file(path)))
+                self.read.add(real_path)
                 self.leave_out(path, f'{NO_TABLE}: {error}', None)
             return
-        self.read.add((folder, find_file(path)))
+        self.read.add(real_path)
         if is_named:
             self.named = path
 
-        # take the rows of files, and keep the others
+        # take the rows that name an image
         table = (path, ', '.join(caption_columns.values()))
         for number, values in rows:
             if isinstance(values, str):
                 self.leave_out(path, values, number)
                 continue
             name = values.get(image_column)
-            if not isinstance(name, str) or not name.strip():
+            if not isinstance(name, str) or not name.strip() or '\0' in name:
                 self.leave_out(path, f'no image in a row: it has no path in column {image_column}', number)
                 continue
-            row = Row(number, name, {called: values.get(column) for called, column in caption_columns.items()})
-            image = find_file(os.path.join(folder, name))
-            if image is None:
-                self.unmatched.append((table, folder, row))
-            else:
-                self.take_row(table, image, row)
+            cells = {called: values.get(column) for called, column in caption_columns.items()}
+            self.rows.append(Row(table, number, self.path_of(os.path.dirname(real_path), name), cells))
 
-    def take_row(self, table: tuple[str, str], image: FileIdentity, row: Row) -> None:
-        """Take the captions in a row of an image, if its table is the first one that names it."""
-        first, rows_of_image = self.rows.setdefault(image, (table, []))
-        if first != table:
-            reason = f'a caption of another table: {first[0]} has one of {row.image}'
-            self.leave_out(table[0], reason, row.number)
-            return
-        captions = {}
-        for name, cell in row.captions.items():
-            texts = captions_in(cell)
-            for text in texts:
-                if isinstance(text, Unread):
-                    self.leave_out(table[0], f'{with_name(text, name)} for {row.image}', row.number)
-            captions[name] = [text for text in texts if not isinstance(text, Unread)]
-        if any(captions.values()):
-            rows_of_image.append(row._replace(captions=captions))
+    def match(self, images: Set[str]) -> dict[tuple[str, str], int]:
+        """Give the images of SOURCE the captions of their rows, and list the rows that are of none.
 
-    def match_alike(self) -> None:
-        """Take the rows whose path differs in its form from that of a file, where one name and one file are left over.
+        An image has the captions of all its rows in a table. Where two tables name it, the first one decides.
 
-        A table and a disk may write an accent as one sign or as two (macOS), and / as a backslash (Windows), and they
-        may differ in capitals and in blanks around a name.
-        """
-        alike = {}  # files by the path that rows have
-        for _, folder, row in self.unmatched:
-            if (folder, row.image) not in alike:
-                alike[folder, row.image] = self.files_alike(folder, row.image)
-        names = Counter(path for paths in alike.values() for path in paths)
-        with_rows = set(self.rows)
-
-        for table, folder, row in self.unmatched:
-            found = alike[folder, row.image]
-            there = os.path.join(folder, row.image)
-            why = None
-            if not found:
-                why = f'there is no {there}'
-            elif len(found) > 1:
-                why = f'{row.image} may be each of {", ".join(found)}'
-            elif find_file(found[0]) in with_rows:
-                why = f'there is no {there}, and {found[0]} has rows of its own'
-            elif names[found[0]] > 1:
-                why = f'there is no {there}, and rows of several names may be of {found[0]}'
-            if why is None:
-                self.take_row(table, find_file(found[0]), row)
-            else:
-                self.leave_out(table[0], f'no image at the path of a row: {why}', row.number)
-        self.unmatched.clear()
-
-    def files_alike(self, folder: str, name: str) -> list[str]:
-        """Return the paths of the files whose names differ in their form from the path that a row has."""
-        found = ['/' if name.startswith('/') else folder]
-        for part in name.replace('\\', '/').split('/'):
-            found = [os.path.join(parent, entry) for parent in found for entry in self.entries_called(parent, part)]
-        return list(filter(os.path.isfile, found))
-
-    def entries_called(self, folder: str, name: str) -> list[str]:
-        """Return the name if the folder has such an entry, or else those of its entries that differ in their form."""
-        if os.path.lexists(os.path.join(folder, name)):
-            return [name]
-        if folder not in self.listings:
-            self.listings[folder] = names_by_form(os.listdir(folder) if os.path.isdir(folder) else ())
-        return self.listings[folder].get(form_of_name(name), [])
-
-    def take(self, image: FileIdentity) -> Named | None:
-        """Return the captions that a table has for an image; None if no table names it."""
-        if image not in self.rows:
-            return None
-        self.used.add(image)
-        captions = defaultdict(list)
-        for row in self.rows[image][1]:
-            for name, texts in row.captions.items():
-                captions[name] += texts
-        return dict(captions)
-
-    def finish(self) -> dict[tuple[str, str], int]:
-        """Leave out the rows of images that are none of SOURCE.
+        Args:
+            images: their paths, in folders without links.
 
         Returns how many rows were taken from each table, by its path and the names of its columns of captions.
 
-        Raises ValueError if no row of --captions names an image of SOURCE.
+        Raises ValueError if no row of --captions names an image.
         """
+        written = {row.image for row in self.rows}
+        alike = dict(left_over_pairs(written - images, images - written))
         numbers = Counter()
         tables = set()
-        for image, (table, rows) in self.rows.items():
-            if image in self.used:
-                numbers[table] += len(rows)
-                tables.add(table[0])
+        for row in self.rows:
+            path, _ = row.table
+            image = row.image if row.image in images else alike.get(row.image)
+            if image is None:
+                self.leave_out(path, f'no image at the path of a row: SOURCE has none at {row.image}', row.number)
                 continue
-            for row in rows:
-                self.leave_out(table[0], f'no image of SOURCE at the path of a row: {row.image} is elsewhere, hidden '
-                               'or no image', row.number)
+            tables.add(path)
+            first, captions = self.of_image.setdefault(image, (row.table, {name: [] for name in row.cells}))
+            if first != row.table:
+                self.leave_out(path, f'a caption of another table: {first[0]} has one of {row.image}', row.number)
+                continue
+            has_text = False
+            for name, cell in row.cells.items():
+                texts = captions_in(cell)
+                for text in texts:
+                    if isinstance(text, Unread):
+                        self.leave_out(path, f'{with_name(text, name)} for {row.image}', row.number)
+                    else:
+                        captions[name].append(text)
+                        has_text = True
+            numbers[row.table] += has_text
         if self.named is not None and self.named not in tables:
             raise ValueError(f'--captions {self.named}: none of its rows names an image of SOURCE; its paths are '
                              'relative to its own folder, so move it or mend its paths')
-        return dict(numbers)
+        return {table: number for table, number in numbers.items() if number}
+
+    def take(self, image: str) -> Named | None:
+        """Return the captions that a table has for an image, by its path; None if no table names it."""
+        return self.of_image[image][1] if image in self.of_image else None
 
 
 def form_of_name(name: str) -> str:
-    """Return what a name has in common with those that differ in accents of two signs, capitals and blanks alone."""
-    return unicodedata.normalize('NFC', name.strip().casefold())
+    """Return what a name or a path has in common with others that people and systems write for the same file.
+
+    These differ in capitals, in blanks around a name, in backslashes for slashes, and in accents of one sign or two.
+    """
+    parts = [part.strip() for part in name.replace('\\', '/').split('/')]
+    return unicodedata.normalize('NFC', os.path.normpath('/'.join(parts)).casefold())
 
 
-def names_by_form(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of each form, sorted."""
-    found = defaultdict(list)
-    for name in sorted(names):
-        found[form_of_name(name)].append(name)
-    return found
+def left_over_pairs(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, str]]:
+    """Return (name, other) of each form of which one name and one other are left over."""
+    of_form = defaultdict(lambda: ([], []))
+    for side, of_side in enumerate((names, others)):
+        for name in of_side:
+            of_form[form_of_name(name)][side].append(name)
+    return [(one[0], other[0]) for one, other in of_form.values() if len(one) == len(other) == 1]
 
 
 def with_name(reason: Unread, name: str) -> str:
@@ -383,25 +320,19 @@ def read_csv(path: str) -> Iterator:
     """Read a CSV as `read_rows` does. Raises ValueError if a quote is not closed."""
     csv.field_size_limit(sys.maxsize)  # a column that nobody uses may hold megabytes in a cell
     with open_text(path) as file:
-        # what separates the columns: Excel can say so in a first line, sep=;
-        first = re.fullmatch('"?sep=(.)"?[\r\n]*', file.readline(), re.IGNORECASE)
-        if first:
-            separator = first[1]
-        else:
-            file.seek(0)
-            header = next(filter(str.strip, file), '')  # the first line that is not empty
-            separator = max(SEPARATORS, key=header.count)
-            file.seek(0)
+        # what separates the columns
+        header = next(filter(str.strip, file), '')  # the first line that is not empty
+        separator = max(SEPARATORS, key=header.count)
+        file.seek(0)
 
         # the rows
         reader = csv.reader(file, delimiter=separator, strict=True, skipinitialspace=True)
-        lines_before = 1 if first else 0
         try:
             names = next(filter(None, reader), [])  # the first row that is not empty
-            end = lines_before + reader.line_num
+            end = reader.line_num
             yield names
             for cells in reader:
-                number, end = end + 1, lines_before + reader.line_num  # of the first line of a row, which may have more
+                number, end = end + 1, reader.line_num  # of the first line of a row, which may have more
                 for cell in cells if separator in UNQUOTED else ():
                     if separator in cell and len(cell.splitlines()) > 1:
                         raise csv.Error(f'a cell that begins with a quote in line {number} has {separator!r} and ends '
@@ -412,7 +343,7 @@ def read_csv(path: str) -> Iterator:
                     yield number, (f'no row as long as the header: it has {len(cells)} cells instead of {len(names)}; '
                                    f'a cell with {separator!r} in it stands in quotes')
         except csv.Error as error:
-            raise ValueError(f'the table {path} cannot be read up to line {lines_before + reader.line_num} ({error}); '
+            raise ValueError(f'the table {path} cannot be read up to line {reader.line_num} ({error}); '
                              'a caption that begins with a quote ends with one, and a quote within it is written twice'
                              ) from None
 

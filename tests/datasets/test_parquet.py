@@ -75,14 +75,9 @@ def test_several_captions_are_one_sample_unless_a_flag_makes_one_of_each(tmp_pat
     assert read_back(tmp_path / 'images') == [each[0], each[-1]]
 
 
-def test_the_hubs_images_are_converted_and_a_file_that_is_larger_than_a_part_in_pieces(tmp_path, capsys):
-    path = hub_file(tmp_path / 'hub/data/train-00000-of-00001.parquet', rows_of_group=3)
+def test_the_hubs_images_are_converted(tmp_path):
+    hub_file(tmp_path / 'hub/data/train-00000-of-00001.parquet', rows_of_group=3)
     assert converted(tmp_path / 'out', tmp_path / 'hub', '--size_limit', '20kb') == SAMPLES
-    number = -(-path.stat().st_size // (20 << 10))
-    assert number > 3
-    assert f'converting 1 file in {number} of {number} parts' in capsys.readouterr().err
-    parts = [json.loads(index.read_text())['shards'] for index in (tmp_path / 'out').glob('*/index.json')]
-    assert max(sum(shard['samples'] for shard in part) for part in parts) < 20
 
 
 def test_a_bad_row_is_listed_with_its_number(tmp_path):
@@ -111,11 +106,10 @@ def test_a_file_that_is_cut_or_garbled_is_damaged_and_its_whole_rows_are_kept(tm
     (tmp_path / 'in/garbled.parquet').write_bytes(content[:page] + bytes(30) + content[page + 30:])
     (tmp_path / 'in/empty.parquet').touch()
     out = tmp_path / 'out'
-    assert convert.main(['in', str(out), '--size_limit', '20kb']) == 1
+    assert convert.main(['in', str(out)]) == 1
     errors = capsys.readouterr().err
     for name in ('cut', 'garbled', 'empty'):
         assert f'{tmp_path}/in/{name}.parquet is cut short or damaged' in errors
-    assert errors.count('is cut short or damaged') == 3  # once for all pieces of a file
     captions = [caption for _, caption in read_back(out)]
     assert captions[-40:] == CAPTIONS
     of_garbled = captions[:-40]
@@ -123,20 +117,17 @@ def test_a_file_that_is_cut_or_garbled_is_damaged_and_its_whole_rows_are_kept(tm
     assert not set(of_garbled) & set(CAPTIONS[10:20])
 
 
-def test_a_file_without_rows_without_the_columns_or_with_two_of_one_name_is_left_out_and_says_so(tmp_path, capsys):
+def test_a_file_without_rows_or_without_the_columns_is_left_out_and_says_so(tmp_path, capsys):
     path = write_parquet(tmp_path / 'in/urls.parquet', {'url': CAPTIONS, 'text': CAPTIONS})
     lacks = 'no image for --image_column among its columns url, text'
     line = one_error_line([tmp_path / 'in', tmp_path / 'out'], capsys, convert.main)
     assert f'; the first is {path}: {lacks}' in line
     hub_file(tmp_path / 'in/x.parquet')
-    columns = [pyarrow.array(IMAGES), pyarrow.array(CAPTIONS), pyarrow.array(CAPTIONS)]
-    table = pyarrow.Table.from_arrays(columns, ['image', 'text', 'text'])
-    pyarrow.parquet.write_table(table, tmp_path / 'in/y.parquet')
-    pyarrow.parquet.write_table(table.slice(0, 0).select([0, 1]), tmp_path / 'in/z.parquet')
+    nothing = pyarrow.array([], 'binary')
+    write_parquet(tmp_path / 'in/z.parquet', {'image': nothing, 'text': nothing})
     assert convert.main(['in', 'out']) == 0
     assert [caption for _, caption in read_back(tmp_path / 'out')] == CAPTIONS
-    assert [line['reason'] for line in skipped(tmp_path / 'out')] == [
-        lacks, 'several columns of one name: 2 are called text', 'no row: nothing is in this file']
+    assert [line['reason'] for line in skipped(tmp_path / 'out')] == [lacks, 'no row: nothing is in this file']
 
 
 def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_dataset(tmp_path, capsys):
@@ -149,8 +140,7 @@ def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_data
     assert words in one_error_line([*argv, '--caption_column', 'caption'], capsys, convert.main)
 
 
-def test_parquet_of_a_store_is_read_and_a_store_that_fails_is_no_damage(tmp_path, monkeypatch, s3):
-    monkeypatch.setattr('sdbench.datasets.stores.PIECE_BYTES', 1000)
+def test_parquet_of_a_store_is_read_and_a_store_that_fails_is_no_damage(tmp_path, s3):
     content = hub_file(tmp_path / 'x.parquet', rows_of_group=5).read_bytes()
     s3.put('data/x.parquet', content)
     assert converted(tmp_path / 'out', 's3://bucket/data', '--size_limit', '40kb') == SAMPLES

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import convert
 from sdbench.datasets.sources import File, find_files, join_neighbours
 from sdbench.errors import DataError
-from tests.samples import read_back, skipped, write_photos
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -25,66 +23,27 @@ def reasons_of(found, folder: Path) -> dict[str, str]:
     return {os.path.relpath(line['source'], folder): line['reason'] for line in found.left_out}
 
 
-def test_links_are_followed_loops_end_and_what_has_two_names_is_converted_once(tmp_path):
+def test_links_are_followed_loops_end_and_a_folder_is_searched_once(tmp_path):
     disk = make(tmp_path / 'disk', 'x.tar', 'deep/y.tar')
-    source = make(tmp_path / 'source', 'a.tar', 'a.jpg', 'a.txt')
+    source = make(tmp_path / 'source', 'a.tar', 'a.jpg', 'a.txt', 'b.txt')
     (source / 'part1').symlink_to(disk)
     (source / 'part2').symlink_to(disk)
     (source / 'loop').symlink_to(source)
     (disk / 'itself').symlink_to('itself')
-    for name in ('b.tar', 'b.jpg', 'b.txt'):
-        (source / name).symlink_to(name.replace('b', 'a', 1))
-    found = find_files([str(source), str(source / 'b.tar'), f'{source}/./a.tar'])
-    assert names_of(found, source) == ['a.jpg', 'a.tar', 'part1/deep/y.tar', 'part1/x.tar']
+    (source / 'b.jpg').symlink_to('a.jpg')
+    found = find_files([str(source), str(source / 'a.tar'), f'{source}/./a.tar', str(source / 'part1/deep')])
+    assert names_of(found, source) == ['a.jpg', 'a.tar', 'b.jpg', 'part1/deep/y.tar', 'part1/x.tar']
+    assert [file.captions for file in found.files if file.name.endswith('.jpg')] == [('a.txt',), ('b.txt',)]
     assert reasons_of(found, source) == {
         'part2': f'a second name: of {source}/part1', 'loop': f'a second name: of {source}',
-        'b.tar': f'a second name: of {source}/a.tar', 'b.jpg': f'a second name: of {source}/a.jpg',
         'part1/itself': 'no file: it is gone, or a broken link'}
-
-
-def test_of_several_names_one_that_is_no_link_counts_with_the_captions_beside_each(tmp_path):
-    make(tmp_path, 'real/captioned.jpg', 'real/captioned.txt', 'real/bare.jpg', 'real/x.tar', 'a/bare.txt',
-         'real/two.jpg')
-    for link, real in {'a/0.jpg': 'captioned.jpg', 'a/bare.jpg': 'bare.jpg', 'a/x.tar': 'x.tar', 'b': ''}.items():
-        (tmp_path / link).symlink_to(tmp_path / 'real' / real)
-    (tmp_path / 'real/two.jpeg').hardlink_to(tmp_path / 'real/two.jpg')  # one image, not two of one name
-    found = find_files([str(tmp_path)])
-    assert {os.path.relpath(file.name, tmp_path): file.captions for file in found.files} == {
-        'real/bare.jpg': (f'{tmp_path}/a/bare.txt',), 'real/captioned.jpg': ('captioned.txt',), 'real/two.jpeg': (),
-        'real/x.tar': ()}
-    second = {'a/0.jpg': 'real/captioned.jpg', 'a/bare.jpg': 'real/bare.jpg', 'a/x.tar': 'real/x.tar', 'b': 'real',
-              'real/two.jpg': 'real/two.jpeg'}
-    assert reasons_of(found, tmp_path) == {
-        name: f'a second name: of {tmp_path}/{first}' for name, first in second.items()}
-
-
-def test_an_image_has_the_caption_beside_its_other_name_and_what_may_not_be_opened_is_listed(tmp_path, monkeypatch):
-    photos = write_photos(tmp_path / 'in', 3)
-    (photos / '0.txt').write_text('\n')
-    (photos / 'linked.jpg').symlink_to('0.jpg')
-    (photos / 'linked.txt').write_text('beside the link')
-    access = os.access
-    monkeypatch.setattr('os.access', lambda path, mode: access(path, mode) and not str(path).endswith('1.txt'))
-    status = os.lstat
-
-    def refuse(path, **options):
-        if str(path).endswith('2.jpg'):
-            raise PermissionError(13, 'Permission denied', path)
-        return status(path, **options)
-    monkeypatch.setattr('os.lstat', refuse)
-    assert convert.main(['in', 'out', '--num_workers', '1']) == 0
-    assert [caption for _, caption in read_back(tmp_path / 'out')] == ['beside the link']
-    reasons = {os.path.basename(line['source']): line['reason'] for line in skipped(tmp_path / 'out')}
-    closed = 'cannot be opened: Permission denied'
-    assert reasons == {'1.txt': closed, '2.jpg': closed, '1.jpg': 'no caption', 'linked.jpg':
-                       f'a second name: of {photos}/0.jpg'}
 
 
 def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr('sdbench.datasets.sources.formats', lambda: ())
     make(tmp_path, 'x.tar', 'x.parquet', 'x_stats.json', '0/a.mp4', '0.parquet', '0_stats.json', 'y.parquet',
          'y_stats.json', 'x.tar.gz', 'IMG.heic', 'README', 'list.CSV', 'photo.xyz',
-         'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar', 'closed/b.tar')
+         'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar', 'closed/b.tar', 'closed.tar')
     os.mkfifo(tmp_path / 'pipe.tar')
 
     def list_but_for_one(folder, scan=os.scandir):
@@ -92,6 +51,8 @@ def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
             raise PermissionError(13, 'Permission denied', folder)
         return scan(folder)
     monkeypatch.setattr('os.scandir', list_but_for_one)
+    access = os.access
+    monkeypatch.setattr('os.access', lambda path, mode: not path.endswith('closed.tar') and access(path, mode))
     found = find_files([str(tmp_path)])
     assert names_of(found, tmp_path) == ['x.tar', 'y.parquet']
     other = 'not an image, a caption, a tar or Parquet: '
@@ -102,7 +63,7 @@ def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
         'list.CSV': f'{other}.CSV of this name is read where --captions names it',
         'IMG.heic': f'{other}.heic needs a package (pip install pillow-heif)', 'photo.txt': 'no image',
         'README': f'{other}a file without a suffix is not read', 'two.jpg': two, 'two.png': two, '._x.jpg': 'hidden',
-        '.Trash': 'hidden', 'closed': 'cannot be opened: Permission denied',
+        '.Trash': 'hidden', **dict.fromkeys(['closed', 'closed.tar'], 'cannot be opened: Permission denied'),
         'pipe.tar': 'no file: a pipe, a socket or a device'}
 
 
@@ -130,27 +91,22 @@ def test_neighbours_are_joined_up_to_the_size_of_a_part_and_a_new_file_changes_t
 
 
 def test_tars_of_a_store_are_found_and_the_rest_is_listed(s3):
-    for key in ('tars/0.tar', 'tars/deep/[1] #?%41.tar', 'tars/.tmp/2.tar', 'tars/3.jpg', 'tars/x.tar.gz', 'tars.tar',
-                'tars/0.parquet', 'tars/0_stats.json'):
-        s3.put(key, b'1')
-    found = find_files(['s3://bucket/tars/'])
-    assert [(file.name, file.size) for file in found.files] == [
-        ('s3://bucket/tars/0.tar', 1), ('s3://bucket/tars/deep/[1] #?%41.tar', 1)]
-    assert {line['source'].removeprefix('s3://bucket/tars/'): line['reason'].partition(':')[0]
-            for line in found.left_out} == {
-        '.tmp/2.tar': 'hidden', '3.jpg': 'no tar', 'x.tar.gz': 'not an image, a caption, a tar or Parquet'}
-    assert [file.name for file in find_files(['s3://bucket/tars/*/*.tar', 's3://bucket/tars.tar']).files] == [
-        's3://bucket/tars/deep/[1] #?%41.tar', 's3://bucket/tars.tar']
-    assert find_files(['s3://bucket/']).files[-1].name == 's3://bucket/tars.tar'
-    assert [file.name for file in find_files(['s3://bucket/tars/deep/[1] #?%41.tar']).files] == [
-        's3://bucket/tars/deep/[1] #?%41.tar']
     odd = ['tars//1.tar', 'tars/./1.tar', 'tars/../1.tar']
-    for key in odd:
+    for key in ('tars/0.tar', 'tars/deep/[1] #?%41.tar', 'tars/.tmp/2.tar', 'tars/3.jpg', 'tars/x.tar.gz', 'tars.tar',
+                'tars/0.parquet', 'tars/0_stats.json', *odd):
         s3.put(key, b'1')
-    with_odd = find_files(['s3://bucket/tars'])
-    assert with_odd.files == found.files
-    assert {line['source'] for line in with_odd.left_out if line['reason'].startswith('no path:')} == {
-        f's3://bucket/{key}' for key in odd}
+
+    def names(*sources: str) -> list[str]:
+        return [file.name.removeprefix('s3://bucket/') for file in find_files(sources).files]
+    deep = 'tars/deep/[1] #?%41.tar'
+    assert names('s3://bucket/tars/') == ['tars/0.tar', deep]
+    assert names('s3://bucket/tars/*/*.tar', 's3://bucket/tars.tar') == [deep, 'tars.tar']
+    assert names('s3://bucket/') == ['tars/0.tar', deep, 'tars.tar']
+    assert names(f's3://bucket/{deep}') == [deep]
+    assert {line['source'].removeprefix('s3://bucket/'): line['reason'].partition(':')[0]
+            for line in find_files(['s3://bucket/tars']).left_out} == {
+        'tars/.tmp/2.tar': 'hidden', 'tars/3.jpg': 'no tar', **dict.fromkeys(odd, 'no path'),
+        'tars/x.tar.gz': 'not an image, a caption, a tar or Parquet'}
     with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
         find_files(['s3://bucket/nothing'])
     s3.refusals = [(403, 'AccessDenied')] * 2
