@@ -26,7 +26,6 @@ import math
 import os
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -193,19 +192,14 @@ def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions
         for start in range(0, len(numbers), settings.batch_size):
             batches.append((guidance, numbers[start:start + settings.batch_size]))
 
-    # Each picture from the noise of its number. While one batch is drawn, the pictures of the one before are saved.
+    # Each picture from the noise of its number.
     start = time.perf_counter()
-    saved = []  # of the batch before
-    with ThreadPoolExecutor() as savers:  # to compress a picture takes long
-        for guidance, numbers in with_progress(batches, 'drawing', len(batches)):
-            drawing = pipeline([captions[number] for number in numbers], guidance_scale=guidance, height=image_size,
-                               width=image_size, num_inference_steps=settings.steps, output_type='latent',
-                               generator=seeded(settings.seed * SEEDS_APART + number for number in numbers))
-            paths = [picture_path(settings, guidance, number) for number in numbers]
-            pictures = decode(pipeline, drawing.images)
-            list(saved)  # waits for them, and raises what went wrong
-            saved = savers.map(save_picture, pictures, paths)
-        list(saved)
+    for guidance, numbers in with_progress(batches, 'drawing', len(batches)):
+        drawing = pipeline([captions[number] for number in numbers], guidance_scale=guidance, height=image_size,
+                           width=image_size, num_inference_steps=settings.steps, output_type='latent',
+                           generator=seeded(settings.seed * SEEDS_APART + number for number in numbers))
+        for number, picture in zip(numbers, decode(pipeline, drawing.images), strict=True):
+            save_picture(picture, picture_path(settings, guidance, number))
 
     # The speed of all ranks together is that of the slowest.
     number_drawn = sum(len(numbers) for _, numbers in batches)

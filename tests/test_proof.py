@@ -16,6 +16,7 @@ from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.records.read import read_records
+from sdbench.records.record import append_line
 from sdbench.report.plans import corrections_of
 from tests.runs import ROOT, SMALLEST
 
@@ -77,10 +78,11 @@ def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_
     def run(command: list[str], **_) -> subprocess.CompletedProcess:
         if '--dry_run' in command:
             benchmark.main(command[command.index('benchmark.py') + 1:])
-            return subprocess.CompletedProcess(command, 0, '')
-        command = f'benchmark.py {shlex.join(flags)} --device_train_microbatch_size auto --results -'
-        measured = found | {'status': 'complete', 'device_train_microbatch_size': 1, 'command': command}
-        return subprocess.CompletedProcess(command, 0, json.dumps(measured) + '\n')
+        else:
+            command = f'benchmark.py {shlex.join(flags)} --device_train_microbatch_size auto --results results.jsonl'
+            measured = found | {'status': 'complete', 'device_train_microbatch_size': 1, 'command': command}
+            append_line(json.dumps(measured), str(proof.RESULTS))
+        return subprocess.CompletedProcess(command, 0, '')  # of git as well
 
     monkeypatch.setattr(proof.subprocess, 'run', run)
     monkeypatch.setattr('sdbench.forecast.dry_run.with_one_change', lambda settings: {'none': settings})

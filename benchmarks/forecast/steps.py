@@ -13,8 +13,8 @@ from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.forecast.compiling import compiled
-from sdbench.forecast.count import UPDATE
-from sdbench.forecast.speed import NOTHING, BatchSplit, StepWork
+from sdbench.forecast.count import AVERAGE, UPDATE
+from sdbench.forecast.speed import BatchSplit, StepWork, Work
 from sdbench.forecast.trace import build_on_meta, trace_step, work_by_kind, work_of_update
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.models.loading import AUTOCAST_DTYPES
@@ -99,16 +99,16 @@ def take_text_as_encoded(model: ComposerModel) -> None:
     model.text_states = lambda caption: torch.empty(len(caption), CAPTION_LENGTH, width)
 
 
-def their_update(model: ComposerModel, program: str, use_ema: bool) -> pd.DataFrame:
+def their_update(model: ComposerModel, program: str, use_ema: bool) -> Work:
     """Return the work of AdamW of the time, and of Composer's average."""
     if program == SHARDED_OPTIMIZER:
-        return NOTHING
+        return {}
     optimizer = torch.optim.AdamW(model.unet.parameters(), foreach=program != LOOPED_OPTIMIZER)
     work = work_of_update({UPDATE: optimizer.step})
-    return work + their_average(model) if use_ema else work
+    return work | their_average(model) if use_ema else work
 
 
 @cache
-def their_average(model: ComposerModel) -> pd.DataFrame:
+def their_average(model: ComposerModel) -> Work:
     """Return the work of Composer's average, which took the frozen encoders along."""
-    return work_of_update({UPDATE: lambda: composers_compute_ema(model, model, 0.999)})  # of itself: the same work
+    return work_of_update({AVERAGE: lambda: composers_compute_ema(model, model, 0.999)})  # of itself: the same work

@@ -23,11 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.proof.page import write_page
-from sdbench.errors import DataError
 from sdbench.flags.train import SD2_BASE
 from sdbench.gpus import CARDS
 from sdbench.process import begin, one_line_errors
-from sdbench.records.record import append_line
 from sdbench.records.summary import PLAN_COMMAND, forecast_command
 from sdbench.records.versions import git_commit, package_versions
 
@@ -261,31 +259,19 @@ def prove(folder: Path, machine: Machine, minutes: float) -> None:
 def smoke(machine: Machine) -> int:
     """Run the first steps of speed by benchmark.py itself, and print the ratio of two; return 1 if one failed, else 0.
 
-    Each run hands over its record, which is appended to results.jsonl: other runs write there as well. On GPUs that are
-    known the forecast of the run follows, so that the two correct a plan.
+    On GPUs that are known the forecast of each run follows its record in results.jsonl, so that the two correct a plan.
     """
     speeds = {}
     steps = smoke_steps(machine)
     for name, program in steps.items():
-        command = machine.launch(*program)
+        command = [*machine.launch(*program), '--results', str(RESULTS)]
         print(shlex.join(command), flush=True)
-        done = subprocess.run([*command, '--results', '-'], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for line in done.stdout.splitlines():
-            if not line.startswith('{'):
-                print(line)
-                continue
-            record = json.loads(line)
-            try:
-                append_line(line, str(RESULTS))
-            except DataError:
-                print(line, flush=True)
-                raise
-            print(f'{"record":<15} appended to {RESULTS.name}', flush=True)
-            if done.returncode == 0:
-                speeds[name] = record['images_per_sec']
-                if record['device'] in CARDS:
-                    subprocess.run([sys.executable, *forecast_command(record, str(RESULTS))], cwd=ROOT,
-                                   stdout=subprocess.DEVNULL)
+        if subprocess.run(command, cwd=ROOT).returncode == 0:
+            record = json.loads(RESULTS.read_text().splitlines()[-1])
+            speeds[name] = record['images_per_sec']
+            if record['device'] in CARDS:
+                subprocess.run([sys.executable, *forecast_command(record, str(RESULTS))], cwd=ROOT,
+                               stdout=subprocess.DEVNULL)
     if len(speeds) == 2:
         print(comparison(speeds, machine.gib))
     print('To try other flags: source .venv/bin/activate, then repeat the command with them')

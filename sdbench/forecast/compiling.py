@@ -8,11 +8,10 @@ how, and names the commit that can count again.
 import dataclasses
 
 import numpy as np
-import pandas as pd
 
 from sdbench.flags.train import Train
 from sdbench.forecast.count import CASTS, CONVOLUTIONS, FUSED, ITEMS, NORMS, POINTWISE, StepMemory
-from sdbench.forecast.speed import WORK, StepWork
+from sdbench.forecast.speed import StepWork, Work
 
 # What is left of an eager step with norms in half precision and images in channels_last: shares of an image's bytes and
 # of kernels, by kind of operator. Bytes that are no image's, as of weights and their casts, all stay, and so does all
@@ -46,8 +45,8 @@ def compiled(step: StepMemory, work: StepWork, settings: Train) -> tuple[StepMem
     # Gradients travel while others are computed only if a graph ends between them. One of the whole UNet returns all
     # its gradients at its end, and holds them until then.
     buckets = work.buckets.copy()
-    left = model.sum() / work.model.sum() if settings.compile_blocks else 0
-    buckets[WORK] *= left
+    left = sum(model.values()) / sum(work.model.values()) if settings.compile_blocks else 0
+    buckets[:, 1:] *= left
     gradients, _, activations, working = range(len(ITEMS))
     alive = step.alive.copy()
     alive[..., activations] = np.round(alive[..., activations] * KEPT)
@@ -60,9 +59,12 @@ def compiled(step: StepMemory, work: StepWork, settings: Train) -> tuple[StepMem
             work._replace(model=model, encoder=left_of(work.encoder, ENCODER), buckets=buckets))
 
 
-def left_of(work: pd.DataFrame, shares: Shares) -> pd.DataFrame:
+def left_of(work: Work, shares: Shares) -> Work:
     """Return what is left of eager work, with one kind for all that is fused."""
-    left = work.rename(index=dict.fromkeys((NORMS, CASTS, POINTWISE), FUSED)).groupby(level=0).sum()
-    for kind, of_bytes_and_kernels in shares.items():
-        left.loc[left.index == kind, ['image_bytes', 'kernels']] *= of_bytes_and_kernels
+    left = {}
+    for kind, amounts in work.items():
+        if kind in (NORMS, CASTS, POINTWISE):
+            kind = FUSED
+        nbytes, kernels = shares.get(kind, (1, 1))
+        left[kind] = left.get(kind, 0) + amounts * [1, nbytes, 1, kernels]
     return left

@@ -204,7 +204,8 @@ class StepCounter(TorchDispatchMode):
         now: int64 (2, ITEMS), what is alive whatever the microbatch, and for each image of it.
         rows: `now` after each operator.
         in_encoder: whether the VAE's encoder is at work. `encoder_rows` has it for each of `rows`.
-        work: of each operator that computes something whether it is the encoder's, its kind, and its WORK.
+        work: of each operator that computes something whether it is the encoder's, its kind, and the four amounts of
+            Work in speed.py.
         arrivals: of each gradient its bytes, and how much of `work` was done when it was there.
     """
 
@@ -237,9 +238,9 @@ class StepCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """Call an operator, and count what it asks of a GPU and what is alive after it."""
+        if function is torch.ops.prim.device.default:  # two of three calls, for which torch's own answer takes long
+            return args[0].fake_device
         result = function(*args, **(kwargs or {}))
-        if function is torch.ops.prim.device.default:  # two of three calls; it has no tensors
-            return result
         operator = count_operator(function, args, kwargs or {}, result)
         if operator is not None:
             self.add_work(operator)

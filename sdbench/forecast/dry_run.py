@@ -5,27 +5,24 @@ Which GPU, how long and for how many dollars comes first, and then why. Nothing 
 import dataclasses
 import json
 import math
-import os
 import sys
 import textwrap
 from collections.abc import Callable
 from typing import NamedTuple
 
-import pandas as pd
 from composer.utils import dist
+from tabulate import tabulate
 
 from sdbench.complete import complete
 from sdbench.costs import days_to_train, price_of, prices_in_words
 from sdbench.errors import plural
-from sdbench.flags.train import ENCODERS, SWITCHES, Train
+from sdbench.flags.train import ENCODERS, Train
 from sdbench.forecast.speed import LARGEST_ERROR
-from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate, is_stable_diffusion_2
+from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate
 from sdbench.gpus import GIB, NETWORK_SHARE, Card, cards_named, peak_of, short_name
 from sdbench.records.figures import WIDTH, rounded
 from sdbench.records.keys import FORECAST, NOT_IN_A_FORECAST
-from sdbench.records.read import INPUTS, MEASURED, PUBLISHED, read_published, read_records, words
 from sdbench.records.record import append_line, make_record
-from sdbench.report.markdown import settings_in_words
 
 RANGE = [
     f'In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on speeds of sources that it had not '
@@ -39,7 +36,7 @@ NO_RANGE = [
 MOST_MICROBATCHES = 9  # columns of the table of memory, up to the first that does not fit
 MEMORY = (f'CUDA and its libraries take more than is counted: a microbatch fits where there is room for '
           f'{UNCOUNTED_SHARE:.0%} more.')
-PUBLISHED_RUNS = 'Those of published.csv ran the original program: encoders in float32, channels first.'
+NO_SPEED = 'No speed of {}: no peak is known in {}. Where a card has one, --precision amp_fp16 shows it.'
 
 
 def forecast_training(settings: Train, index: dict | None, build_model: Callable, build_optimizer: Callable
@@ -52,63 +49,52 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
         build_model: makes the model that the run would train.
         build_optimizer: makes its optimizer.
 
-    Returns the records of the forecasts, one for each GPU of --gpu and number of them that hold an image and can be
-    forecast. Raises ValueError if the model or the remote is not known, a line of --results is no record, or nothing
-    fits.
+    Returns the records of the forecasts, one for each GPU of --gpu and number of them that hold an image and have a
+    speed. Raises ValueError if the model or the remote is not known, or nothing fits.
     """
     if dist.get_global_rank() > 0:
         return []
+    # a step of the run, and a forecast for each card that holds it on each number of GPUs; the cheapest card first.
+    # Where the peak of a card is not known, its memory is.
     runs, refused = runs_of(settings, index)
-
-    # what may be refused comes before the trace
-    cards = []
-    unknown = []
-    for card in cards_named(settings.gpu):
-        if peak_of(card.name, runs[0].precision):
-            cards.append(card)
-        else:
-            unknown.append(short_name(card.name))
-    if not cards:
-        raise ValueError(f'--precision {runs[0].precision}: no GPU that is asked for has a known peak in it; use '
-                         'amp_fp16')
-    measured = []
-    if os.path.isfile(settings.results_file):
-        measured = read_records(settings.results_file)
-
-    # a step of the run, and a forecast for each card that holds it, by number of GPUs; the cheapest card first
     print('counting memory and work of a step', file=sys.stderr, flush=True)
     estimates = [Estimate.of(run, build_model, build_optimizer) for run in runs]
+    cards = []
+    for card in cards_named(settings.gpu):
+        is_known = peak_of(card.name, runs[0].precision)
+        cards.append(card if is_known else card._replace(tflops=math.nan))
     forecasts = []
     no_room = []
     for card in cards:
-        own = {given.settings.num_devices: Forecast.of(given, card) for given in estimates if given.microbatch_on(card)}
+        own = []
+        for given in estimates:
+            if given.microbatch_on(card):
+                own.append(Forecast.of(given, card))
+            else:
+                no_room.append(f'{given.settings.num_devices} x {short_name(card.name)}')
         if own:
             forecasts.append(own)
-        else:
-            no_room.append(short_name(card.name))
     if not forecasts:
         asked = settings.device_train_microbatch_size
         microbatch = asked if isinstance(asked, int) else 1
         raise ValueError(f'--gpu: a microbatch of {microbatch} takes {estimates[0].taken(microbatch):.1f} GiB, and the '
                          f'largest GPU asked for has {max(card.gib for card in cards):g}; choose a GPU with more '
                          'memory by --gpu, or use --gradient_checkpointing or a smaller image')
-    forecasts.sort(key=lambda own: next(iter(own.values())).dollars_of_an_image)
+    forecasts.sort(key=lambda own: own[0].dollars_of_an_image)
 
     # the text
-    rows = [forecast for own in forecasts for forecast in own.values()]
+    rows = [forecast for own in forecasts for forecast in own]
     sentences = what_figures_mean(rows)
-    if settings.gpu and unknown:
-        sentences.append(f'No forecast of {", ".join(unknown)}: no peak is known in this precision. In amp_fp16 it is '
-                         'known (--precision).')
+    sentences += [f'{plural(number, "GPU")}: {why}.' for number, why in refused.items()]
     if no_room:
         sentences.append(f'No room on {", ".join(no_room)}.')
     if len(rows) > 1:
         sentences.append('What follows is of the first row; --gpu NAME picks another GPU.')
-    blocks = [title(rows[0].given.settings), '\n\n'.join(tables(forecasts, refused)) + '\n' + filled(sentences),
-              *reasons(rows[0], build_model, build_optimizer, measured)]
+    blocks = [title(rows[0].given.settings), '\n\n'.join(tables(forecasts, settings)) + '\n' + filled(sentences),
+              *reasons(rows[0], build_model, build_optimizer)]
 
     # records are kept before anything is printed, which may end with the pipe that reads it
-    records = [forecast.record for forecast in rows]
+    records = [forecast.record for forecast in rows if forecast.has_speed]
     if settings.results not in (None, '-'):
         for record in records:
             append_line(json.dumps(record), settings.results)
@@ -123,7 +109,7 @@ def runs_of(settings: Train, index: dict | None) -> tuple[list[Train], dict[int,
     """Return the run on each number of GPUs, and why there can be none, by number. Raises ValueError without any."""
     runs = []
     refused = {}
-    for devices in sorted(settings.dry_run):
+    for devices in sorted(set(settings.dry_run)):
         try:
             settings.check_batch(devices or dist.get_world_size())
             runs.append(complete(dataclasses.replace(settings, dry_run=(devices,)), index))
@@ -142,11 +128,11 @@ class Forecast(NamedTuple):
 
     @classmethod
     def of(cls, given: Estimate, card: Card) -> 'Forecast':
-        """Calculate the record, on a card whose peak is known in the precision."""
+        """Calculate the record, without a speed on a card whose peak is not known."""
         microbatch = given.microbatch_on(card)
         settings = dataclasses.replace(given.settings, device_train_microbatch_size=microbatch)
         speed = given.speed_on(card, microbatch)
-        is_tested = given.is_tested(card)
+        is_tested = given.is_tested(card) and not math.isnan(speed)
         return cls(given, card, make_record('train', settings, {
             'status': FORECAST,
             'device': card.name,
@@ -171,41 +157,37 @@ class Forecast(NamedTuple):
         return price_of(self.card.name, self.given.settings.dollars_per_gpu_hour)
 
     @property
+    def has_speed(self) -> bool:
+        """Tell whether its speed is known."""
+        return not math.isnan(self.record['images_per_sec'])
+
+    @property
     def dollars_of_an_image(self) -> float:
-        """Return what orders the cards; infinite where there is no price."""
-        return math.inf if math.isnan(self.price) else self.price / self.record['images_per_sec_per_device']
+        """Return what orders the cards; infinite where there is no price, or no speed."""
+        dollars = self.price / self.record['images_per_sec_per_device']
+        return math.inf if math.isnan(dollars) else dollars
 
     def cells(self, first: 'Forecast | None' = None) -> dict[str, str]:
-        """Return the cells of its row by heading.
-
-        Args:
-            first: of the same card, over whose speed its efficiency is, in a table of several numbers of GPUs; None:
-                there is one number, and days and dollars have a range as well.
-        """
+        """Return the cells of its row by heading, with its efficiency over `first`, unless that is None."""
+        # memory and speed
         record = self.record
-        sizes = {'microbatch': str(record['device_train_microbatch_size']),
-                 'GiB taken': f'{record["peak_memory_gib"]:.1f}'}
         speeds = [record['images_per_sec']]
         if record['images_per_sec_least']:
             speeds += [record['images_per_sec_least'], record['images_per_sec_most']]
-        cells = {'images/s': with_range(speeds)}
+        cells = {'microbatch': record['device_train_microbatch_size'],
+                 'GiB taken': f'{record["peak_memory_gib"]:.1f}',
+                 'images/s': with_range(speeds)}
         if first is not None:
-            each = record['images_per_sec_per_device']
-            cells['each'] = rounded(each)
-            cells['efficiency'] = f'{each / first.record["images_per_sec_per_device"]:.1%}'
-            speeds = speeds[:1]
+            efficiency = record['images_per_sec_per_device'] / first.record['images_per_sec_per_device']
+            cells['efficiency'] = f'{efficiency:.1%}' if self.has_speed else '-'
 
         # what the training takes
         images = self.given.settings.training_images
         if images:
             days = [days_to_train(speed, images) for speed in speeds]
-            hours = [each_days * 24 * record['num_devices'] for each_days in days]
             cells['days'] = with_range(days)
-            if first is not None:
-                cells['GPU-hours'] = with_range(hours)
-            dollars = with_range([each_hours * self.price for each_hours in hours])
-            cells['dollars'] = 'no price' if math.isnan(self.price) else dollars
-        return sizes | cells if first is None else cells | sizes
+            cells['dollars'] = with_range([each * 24 * record['num_devices'] * self.price for each in days])
+        return cells
 
 
 def with_one_change(settings: Train) -> dict[str, Train]:
@@ -244,26 +226,20 @@ def title(settings: Train) -> str:
                    f'A forecast, from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'])
 
 
-def tables(forecasts: list[dict[int, Forecast]], refused: dict[int, str]) -> list[str]:
+def tables(forecasts: list[list[Forecast]], settings: Train) -> list[str]:
     """Return the tables of a forecast: of one number of GPUs one with a row for each card, else one for each card.
 
     Args:
-        forecasts: of each card that holds an image, by number of GPUs.
-        refused: why there can be no run, by number of GPUs. It stands in the line of that number.
+        forecasts: of each card that holds an image, on each number of GPUs.
+        settings: as the flags gave them.
     """
-    counts = {number for own in forecasts for number in own} | set(refused)
-    if len(counts) == 1:
-        heading = plural(*counts, 'GPU')
-        rows = [{heading: forecast.name} | forecast.cells() for own in forecasts for forecast in own.values()]
-        return [aligned(pd.DataFrame(rows))]
+    if len(settings.dry_run) == 1:
+        heading = plural(forecasts[0][0].record['num_devices'], 'GPU')
+        return [aligned([{heading: each.name} | each.cells() for [each] in forecasts])]
     found = []
     for own in forecasts:
-        first = next(iter(own.values()))
-        rows = [{first.name: plural(number, 'GPU')} | forecast.cells(first) for number, forecast in own.items()]
-        heading, *lines = aligned(pd.DataFrame(rows)).splitlines()
-        line_of = {number: f'{plural(number, "GPU")}: {refused.get(number, "no room")}' for number in counts}
-        line_of |= zip(own, lines, strict=True)
-        found.append('\n'.join([heading, *(line_of[number] for number in sorted(counts))]))
+        name = short_name(own[0].card.name)
+        found.append(aligned([{name: plural(each.record['num_devices'], 'GPU')} | each.cells(own[0]) for each in own]))
     return found
 
 
@@ -279,6 +255,9 @@ def what_figures_mean(rows: list[Forecast]) -> list[str]:
         sentences.append(f'Days and dollars: {settings.training_images:,} images{epochs}, {prices} '
                          '(--dollars_per_gpu_hour).')
     sentences += network_sentences(rows)
+    unknown = {short_name(row.card.name): None for row in rows if not row.has_speed}
+    if unknown:
+        sentences.append(NO_SPEED.format(', '.join(unknown), settings.precision))
     is_tested = any(row.record['images_per_sec_least'] for row in rows)
     return sentences + (RANGE if is_tested else NO_RANGE)
 
@@ -299,92 +278,53 @@ def network_sentences(rows: list[Forecast]) -> list[str]:
     return [f'The network of a machine ({machines}) {speed}']
 
 
-def reasons(first: Forecast, build_model: Callable, build_optimizer: Callable, measured: list[dict]) -> list[str]:
-    """Return why for a forecast: changes, memory, where the time goes, and what was measured, the rows of --results."""
+def reasons(first: Forecast, build_model: Callable, build_optimizer: Callable) -> list[str]:
+    """Return why for a forecast: what one change would do, the memory by item, and where the time goes."""
     given, card, record = first
-    seconds = given.seconds_on(card, record['device_train_microbatch_size'])
-    shares = (seconds / seconds.sum()).sort_values(ascending=False)
-    kinds = [f'{kind} {share:.0%}' for kind, share in shares.items() if share >= 0.005]
-    blocks = [aligned(change_rows(first, build_model, build_optimizer)),
-              f'{aligned(memory_rows(given, card))}\n{MEMORY}',
-              filled([f'Where the time goes: {", ".join(kinds)}.', 'Encoding once, before a training on latents: '
-                      f'{rounded(record["encode_images_per_sec"])} images/s.'])]
-    speeds = measured_speeds(given.settings, given.model.unet.config, card, measured)
-    if len(speeds):
-        blocks.append(aligned(speeds))
-        if PUBLISHED.name in set(speeds['file']):
-            blocks[-1] += f'\n{PUBLISHED_RUNS}'
+    blocks = [aligned(change_rows(first, build_model, build_optimizer)), f'{memory_table(given, card)}\n{MEMORY}']
+    if first.has_speed:
+        seconds = given.seconds_on(card, record['device_train_microbatch_size'])
+        kinds = [f'{kind} {part / seconds.total():.0%}' for kind, part in seconds.most_common()
+                 if part >= 0.005 * seconds.total()]
+        blocks.append(filled([f'Where the time goes: {", ".join(kinds)}.', 'Encoding once, before a training on '
+                              f'latents: {rounded(record["encode_images_per_sec"])} images/s.']))
     return blocks
 
 
-def change_rows(first: Forecast, build_model: Callable, build_optimizer: Callable) -> pd.DataFrame:
+def change_rows(first: Forecast, build_model: Callable, build_optimizer: Callable) -> list[dict]:
     """Return what one change would do on a card: the microbatch that then fits, images/s, and these over the given."""
-    table = []
+    rows = []
     for change, settings in with_one_change(first.given.settings).items():
         other = Estimate.of(settings, build_model, build_optimizer)
         microbatch = other.microbatch_on(first.card)
-        line = {'one change': change, 'microbatch': 'none', 'images/s': '', 'times as fast': ''}
-        if microbatch:
+        row = {'one change': change, 'microbatch': microbatch or 'none', 'images/s': '', 'times as fast': ''}
+        if microbatch and first.has_speed:
             speed = other.speed_on(first.card, microbatch)
-            times = speed / first.record['images_per_sec']
-            line |= {'microbatch': microbatch, 'images/s': rounded(speed), 'times as fast': f'{times:.2f}'}
-        table.append(line)
-    return pd.DataFrame(table)
+            row |= {'images/s': rounded(speed), 'times as fast': f'{speed / first.record["images_per_sec"]:.2f}'}
+        rows.append(row)
+    return rows
 
 
-def memory_rows(given: Estimate, card: Card) -> pd.DataFrame:
+def memory_table(given: Estimate, card: Card) -> str:
     """Return GiB of a card by item, for the last microbatches up to the first that it does not hold."""
+    sizes = given.settings.microbatch_sizes
+    held = [size for size in sizes if given.taken(size) <= card.gib]
     columns = {}
-    for size in given.settings.microbatch_sizes:
-        columns[str(size)] = given.needed(size)
-        if given.taken(size) > card.gib:
-            break
-    table = pd.DataFrame(columns).fillna(0).iloc[:, -MOST_MICROBATCHES:] / GIB
-    table.loc['counted'] = table.sum()
-    table = table.map('{:.2f}'.format)
-    table.insert(0, 'GiB, by microbatch', table.index)
-    return table
-
-
-def measured_speeds(settings: Train, unet_config: dict, card: Card, rows: list[dict]) -> pd.DataFrame:
-    """Return a row for each reliable speed of the same model and input on a card.
-
-    Settings that such a run had otherwise stand in the column `with`.
-
-    Args:
-        settings: of the run that is forecast.
-        unet_config: of its UNet. Published speeds stand beside that of Stable Diffusion 2 alone.
-        card: that it is forecast for.
-        rows: of the records of --results, as `read_records` returns them.
-    """
-    # published.csv names no model
-    found = []
-    if is_stable_diffusion_2(unet_config):
-        for row in read_published():
-            found.append(row | {'file': PUBLISHED.name, 'model_name': settings.model_name})
-    found += [row | {'file': settings.results_file} for row in rows]
-
-    # those of such a run
-    same = {'stage': 'train', 'status': MEASURED, 'model_name': settings.model_name, 'device': card.name,
-            'input': INPUTS[settings.encoders], 'image_size': str(settings.image_size)}
-    speeds = []
-    for row in found:
-        if any(row.get(key) != value for key, value in same.items()):
-            continue
-        # what bears on speed and is otherwise than in the run, but for the microbatch
-        others = []
-        for name in ('batch_size', 'use_ema', *SWITCHES):
-            if name != 'device_train_microbatch_size' and row[name] != words(getattr(settings, name)):
-                others.append(name)
-        speeds.append({'measured on': row['device'], 'GPUs': row['num_devices'],
-                       'microbatch': row['record'].get('device_train_microbatch_size', ''),
-                       'images/s': row['images_per_sec'], 'with': settings_in_words(row, others), 'file': row['file']})
-    return pd.DataFrame(speeds)
+    for size in sizes[:len(held) + 1][-MOST_MICROBATCHES:]:
+        needed = given.needed(size)
+        columns[size] = needed | {'counted': sum(needed.values())}
+    rows = []
+    for item in next(iter(columns.values())):
+        gib = {str(size): f'{needed[item] / GIB:.2f}' for size, needed in columns.items()}
+        rows.append({'GiB, by microbatch': item} | gib)
+    return aligned(rows)
 
 
 def with_range(figures: list[float]) -> str:
     """Return a figure, with its range in brackets where two bounds follow it, such as '70 (57 to 85)'."""
     figure, *bounds = figures
+    if math.isnan(figure):  # no speed, or no price
+        return '-'
     if not bounds:
         return rounded(figure)
     least, most = sorted(bounds)
@@ -396,7 +336,7 @@ def filled(sentences: list[str]) -> str:
     return '\n'.join(textwrap.fill(sentence, WIDTH) for sentence in sentences)
 
 
-def aligned(table: pd.DataFrame) -> str:
+def aligned(rows: list[dict]) -> str:
     """Return a table as text: the first column to the left, figures to the right."""
-    alignment = ['left', *['right'] * (len(table.columns) - 1)]
-    return table.to_markdown(index=False, tablefmt='plain', disable_numparse=True, colalign=alignment)
+    alignment = ['left', *['right'] * (len(rows[0]) - 1)]
+    return tabulate(rows, headers='keys', tablefmt='plain', disable_numparse=True, colalign=alignment)

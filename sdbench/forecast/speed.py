@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from sdbench.gpus import Card
 
@@ -62,10 +61,9 @@ TESTED = {
 }
 WAITING = 'exchange beyond the backward pass'
 
-# What operators ask of a GPU, the columns of a table: FLOPs (1 multiply-add = 2) and bytes, read and written, for each
-# image, and other bytes and kernels, however many images there are.
-WORK = ['image_flops', 'image_bytes', 'other_bytes', 'kernels']
-NOTHING = pd.DataFrame(columns=WORK, dtype=float)
+# What operators ask of a GPU, by kind: float (4,), the FLOPs (1 multiply-add = 2) and the bytes, read and written, for
+# each image, and other bytes and kernels, however many images there are.
+Work = dict[str, np.ndarray]
 
 
 class BatchSplit(NamedTuple):
@@ -97,7 +95,7 @@ class BatchSplit(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """The work of a step, in tables with the columns of WORK. But for `buckets` they have a row for each kind.
+    """The work of a step, by kind.
 
     Attributes:
         model: of each microbatch, without the VAE's encoder.
@@ -105,24 +103,24 @@ class StepWork(NamedTuple):
         accumulation: of adding a microbatch's gradients to those of an earlier one.
         update: once a step.
         exchange: once a step where there are several GPUs: of copying gradients to the buckets and back.
-        buckets: of gradients that are sent together, a row for each, in the order in which the backward pass fills
-            them: first `sent`, its bytes in float32, then the work of the backward pass that is left then, as WORK.
+        buckets: float (buckets, 1 + 4), of gradients that are sent together, in the order in which the backward pass
+            fills them: the bytes in float32, then the work of the backward pass that is left.
     """
-    model: pd.DataFrame
-    encoder: pd.DataFrame = NOTHING
-    accumulation: pd.DataFrame = NOTHING
-    update: pd.DataFrame = NOTHING
-    exchange: pd.DataFrame = NOTHING
-    buckets: pd.DataFrame = NOTHING
+    model: Work
+    encoder: Work = {}
+    accumulation: Work = {}
+    update: Work = {}
+    exchange: Work = {}
+    buckets: np.ndarray = np.empty((0, 5))
 
 
 def seconds_of(card: Card, work: np.ndarray, images: int, times: int, constants: Constants = CONSTANTS) -> np.ndarray:
-    """Return the seconds that each row of work (rows, WORK) takes on a card, done so many times, for so many images."""
+    """Return the seconds (...) that work (..., 4) takes on a card, done so many times, for so many images."""
     arithmetic = constants.peak_share * card.tflops * 1e12
     memory = constants.bandwidth_share * card.gigabytes_per_sec * 1e9
     multiprocessors = constants.bytes_a_cycle * card.multiprocessors * card.gigahertz * 1e9
     rate = min(memory, multiprocessors)
-    costs = np.array([images / arithmetic, images / rate, times / rate, times * constants.seconds_a_kernel])  # of WORK
+    costs = np.array([images / arithmetic, images / rate, times / rate, times * constants.seconds_a_kernel])
     return work @ costs
 
 
@@ -138,10 +136,9 @@ def seconds_of_waiting(card: Card, step: StepWork, split: BatchSplit, constants:
     if split.allreduce_precision == 'bf16':
         moved /= 2
     rate = min(card.link_gigabytes_per_sec, split.network_gigabytes_per_sec) * 1e9
-    sent_and_work = step.buckets.to_numpy()
-    sent = sent_and_work[::-1, 0].cumsum()[::-1]  # each with all after it
+    sent = step.buckets[::-1, 0].cumsum()[::-1]  # each with all after it
     travelling = sent * moved / rate
-    computing = seconds_of(card, sent_and_work[:, 1:], split.last_microbatch, 1, constants)
+    computing = seconds_of(card, step.buckets[:, 1:], split.last_microbatch, 1, constants)
     return max(0.0, (travelling - computing).max())
 
 
@@ -151,8 +148,8 @@ def seconds_by_kind(card: Card, step: StepWork, split: BatchSplit, constants: Co
              (step.accumulation, split.microbatches - 1), (step.update, 1), (step.exchange, split.num_devices > 1)]
     seconds = Counter({WAITING: seconds_of_waiting(card, step, split, constants)})
     for work, times in parts:
-        of_rows = seconds_of(card, work.to_numpy(), split.images, times, constants)
-        seconds.update(dict(zip(work.index, of_rows, strict=True)))
+        for kind, amounts in work.items():
+            seconds[kind] += seconds_of(card, amounts, split.images, times, constants)
     return seconds
 
 

@@ -10,11 +10,11 @@ import dataclasses
 import functools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import torch
 from composer import ComposerModel
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -32,12 +32,11 @@ from sdbench.forecast.speed import (
     CONSTANTS,
     IN_A_GRAPH,
     IN_GRAPHS,
-    NOTHING,
     TESTED,
-    WORK,
     BatchSplit,
     Constants,
     StepWork,
+    Work,
     images_per_sec,
     seconds_by_kind,
 )
@@ -89,7 +88,7 @@ class Estimate:
         if settings.compile:
             step, work = compiled(step, work, settings)
         if not settings.use_ema:
-            work = work._replace(update=work.update.drop(AVERAGE))
+            work = work._replace(update={UPDATE: work.update[UPDATE]})
         return cls(settings, model, lasting_bytes(settings, model, optimizer_state), step, work)
 
     @property
@@ -134,17 +133,17 @@ class Estimate:
         machines = max(1, (card.gpus_per_link or 0) // self.gpus_per_node(card))
         return machines * self.settings.network_gbits / 8 * NETWORK_SHARE
 
-    def seconds_on(self, card: Card, microbatch: int) -> pd.Series:
-        """Return the seconds of a step by kind of operator, on a card that can be forecast in this precision."""
+    def seconds_on(self, card: Card, microbatch: int) -> Counter:
+        """Return the seconds of a step by kind of operator; NaN on a card whose peak is not known."""
         settings = self.settings
         split = BatchSplit(microbatch, settings.device_batch_size, settings.num_devices, settings.allreduce_precision,
                            self.network_on(card))
-        work = self.work._replace(encoder=NOTHING) if settings.latents else self.work
-        return pd.Series(seconds_by_kind(card, work, split, self.constants))
+        work = self.work._replace(encoder={}) if settings.latents else self.work
+        return seconds_by_kind(card, work, split, self.constants)
 
     def speed_on(self, card: Card, microbatch: int) -> float:
-        """Return images/s of all devices together, of a card that can be forecast in this precision."""
-        return self.settings.batch_size / self.seconds_on(card, microbatch).sum()
+        """Return images/s of all devices together; NaN on a card whose peak is not known."""
+        return self.settings.batch_size / self.seconds_on(card, microbatch).total()
 
     def encoding_speed_on(self, card: Card) -> float:
         """Return how many images all devices together encode a second, when encode.py does it once."""
@@ -161,24 +160,16 @@ class Estimate:
         settings = self.settings
         if settings.gradient_checkpointing or settings.attention == 'math' or settings.compile_blocks:
             return False
-        if not is_stable_diffusion_2(self.model.unet.config):
-            return False
+        for key, value in find_model(SD2_BASE).configs['unet'].items():
+            is_shape = key not in ('_class_name', 'sample_size')
+            if is_shape and json.dumps(self.model.unet.config.get(key)) != json.dumps(value):  # where a tuple is a list
+                return False
         if self.network_on(card) < card.link_gigabytes_per_sec:
             return False
         layouts = TESTED.get(settings.compile, {}).get((card.name, settings.image_size, settings.latents), [])
         return any(settings.num_devices <= devices and settings.device_batch_size >= images
                    and self.machines_on(card) <= math.ceil(devices / card.gpus_per_node)
                    for devices, images in layouts)
-
-
-def is_stable_diffusion_2(unet_config: dict) -> bool:
-    """Tell whether a UNet is that of Stable Diffusion 2, by its configuration, whatever its image size."""
-    for key, value in find_model(SD2_BASE).configs['unet'].items():
-        if key in ('_class_name', 'sample_size'):
-            continue
-        if json.dumps(unet_config.get(key)) != json.dumps(value):  # where a tuple is a list
-            return False
-    return True
 
 
 @functools.cache
@@ -252,7 +243,7 @@ def trace_step(meta_model: ComposerModel, precision: str, attention: str = 'sdpa
     return memory_and_work(model, counter)
 
 
-def work_of_update(updates: dict[str, Callable]) -> pd.DataFrame:
+def work_of_update(updates: dict[str, Callable]) -> Work:
     """Return the work of what happens to fake tensors once a step, by kind: of the second call of each.
 
     The first makes the state of an optimizer.
@@ -296,31 +287,34 @@ def forward_and_backward(model: ComposerModel, precision: str, counter: StepCoun
     del composers_copy
 
 
-def work_by_kind(rows: Iterable[tuple]) -> pd.DataFrame:
-    """Return a table of work, summed by kind, of rows that are each a kind and its WORK."""
-    return pd.DataFrame(rows, columns=['kind', *WORK]).groupby('kind').sum().astype(float)
+def work_by_kind(rows: Iterable[tuple]) -> Work:
+    """Return work summed by kind, of rows that are each a kind and its four amounts."""
+    work = {}
+    for kind, *amounts in rows:
+        work[kind] = work.get(kind, 0) + np.array(amounts, dtype=float)
+    return work
 
 
 def memory_and_work(model: ComposerModel, counter: StepCounter) -> tuple[StepMemory, StepWork]:
     """Return memory and work of the step that `counter` has seen."""
     # the buckets that DistributedDataParallel fills with gradients as they come, and sends one by one
-    operators = pd.DataFrame(counter.work, columns=['in_encoder', 'kind', *WORK])
+    amounts = np.array([amounts for _, _, *amounts in counter.work], dtype=float)  # (operators, 4)
     buckets = []
     nbytes = 0
     for number, (size, done) in enumerate(counter.arrivals, start=1):
         nbytes += size
         if nbytes >= BUCKET_BYTES or number == len(counter.arrivals):
-            buckets.append({'sent': nbytes} | operators[WORK][done:].sum().to_dict())
+            buckets.append([nbytes, *amounts[done:].sum(axis=0)])
             nbytes = 0
 
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     gradients = sum(weight.nbytes for weight in trainable)
     work = StepWork(
-        model=work_by_kind(operators[~operators['in_encoder']]),
-        encoder=work_by_kind(operators[operators['in_encoder']]),
+        model=work_by_kind(row for in_encoder, *row in counter.work if not in_encoder),
+        encoder=work_by_kind(row for in_encoder, *row in counter.work if in_encoder),
         accumulation=work_by_kind([(EXCHANGE, 0, 0, 3 * gradients, len(trainable))]),  # read two, write their sum
         exchange=work_by_kind([(EXCHANGE, 0, 0, 4 * gradients, 2 * len(trainable))]),  # read, write, there and back
-        buckets=pd.DataFrame(buckets))
+        buckets=np.array(buckets))
     return StepMemory(np.array(counter.rows), np.array(counter.encoder_rows), gradients), work
 
 

@@ -23,8 +23,10 @@ from sdbench.inputs.tokenizer import CAPTION_LENGTH, build_tokenizer
 BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', TINY_MODEL: Path(__file__).parent / 'tiny'}
 CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'config.json',
                 'scheduler': 'scheduler_config.json'}
-# What Stable Diffusion has in these files, the first where the key is missing. All of these samplers draw from a model
-# that DDPM trains, but for those of flows (use_flow_sigmas).
+# Samplers that draw from a model that DDPM trains, but for those of flows (use_flow_sigmas) and of continuous times
+SAMPLERS = [name for name in DDPMScheduler._compatibles if name != 'EDMEulerScheduler']
+SAMPLERS += ['DDPMParallelScheduler', 'DDIMParallelScheduler']
+# What Stable Diffusion has in these files, the first where the key is missing
 STABLE_DIFFUSION = {
     'unet': {'_class_name': ['UNet2DConditionModel'], 'in_channels': [4], 'out_channels': [4],
              'class_embed_type': [None], 'num_class_embeds': [None], 'addition_embed_type': [None],
@@ -32,8 +34,8 @@ STABLE_DIFFUSION = {
     'vae': {'_class_name': ['AutoencoderKL'], 'in_channels': [3], 'out_channels': [3], 'latent_channels': [4],
             'shift_factor': [None, 0], 'latents_mean': [None], 'latents_std': [None]},
     'text_encoder': {'model_type': ['clip_text_model']},
-    'scheduler': {'_class_name': [name for name in DDPMScheduler._compatibles if name != 'EDMEulerScheduler'],
-                  'prediction_type': ['epsilon', 'v_prediction'], 'use_flow_sigmas': [False]},
+    'scheduler': {'_class_name': SAMPLERS, 'prediction_type': ['epsilon', 'v_prediction'], 'use_flow_sigmas': [False],
+                  'timestep_type': ['discrete']},
 }
 # such as model.safetensors, diffusion_pytorch_model.fp16.bin, model-00001-of-00002.safetensors
 WEIGHTS = re.compile(r'(diffusion_pytorch_|pytorch_)?model(\.\w+)?(-\d+-of-\d+)?(\.\w+)?\.(safetensors|bin)')

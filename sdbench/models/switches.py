@@ -1,6 +1,5 @@
 """The switches that train the same model faster or in less memory: those of the model, and those of the process."""
 import contextlib
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -59,10 +58,10 @@ def apply_switches(model: ComposerModel, settings: Train) -> None:
         compile_model(model, settings)
 
 
-def compile_model(model: ComposerModel, settings: Train, backend: str | Callable = 'inductor') -> None:
+def compile_model(model: ComposerModel, settings: Train) -> None:
     """Compile the UNet, whole or block by block, the VAE's encoder, and the layers of the text encoder.
 
-    Blocks of one kind and size share a graph. `backend` is torch.compile's.
+    Blocks of one kind and size share a graph.
     """
     # the text encoder's masks and embeddings around its layers are made in other ways in each version of transformers
     modules = [module for module in model.text_encoder.modules() if isinstance(module, CLIPEncoder)]
@@ -82,16 +81,15 @@ def compile_model(model: ComposerModel, settings: Train, backend: str | Callable
         modules.append(model.unet)
     if model.vae is not None:
         modules.append(model.vae.encoder)
-    compile_in_place(modules, settings.compile, backend)
+    compile_in_place(modules, settings.compile)
 
 
-def compile_in_place(modules: list[torch.nn.Module], mode: bool | str, backend: str | Callable = 'inductor') -> None:
+def compile_in_place(modules: list[torch.nn.Module], mode: bool | str) -> None:
     """Compile each module when it is first called, for the shapes that come. The names in checkpoints stay.
 
     Args:
         modules: each becomes one graph, or the run fails.
         mode: of torch.compile, as --compile has it; True is torch's default.
-        backend: of torch.compile. A dry run gives one that counts what is compiled.
 
     Left alone, torch 2.7.0 makes no single graph of a module in two places:
     - Under DDP it cuts a graph where a bucket of gradients ends, so that they travel while others are computed: the
@@ -102,7 +100,7 @@ def compile_in_place(modules: list[torch.nn.Module], mode: bool | str, backend: 
     config.optimize_ddp = False
     config.fail_on_recompile_limit_hit = True
     for module in modules:
-        module.compile(dynamic=False, mode=None if mode is True else mode, backend=backend)
+        module.compile(dynamic=False, mode=None if mode is True else mode)
 
 
 def process_switches(settings: Train) -> contextlib.AbstractContextManager:

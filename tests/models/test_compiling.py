@@ -72,7 +72,7 @@ def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capf
 
 def test_a_mode_is_passed_on_to_the_compiler(monkeypatch):
     modes = set()
-    monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, dynamic, mode, backend: modes.add(mode))
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, dynamic, mode: modes.add(mode))
     switched_model('--compile')
     assert modes == {None}
     switched_model('--compile', 'max-autotune-no-cudagraphs')

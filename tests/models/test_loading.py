@@ -180,6 +180,7 @@ def test_a_folder_without_weights_or_with_a_configuration_that_cannot_be_is_one_
 @pytest.mark.parametrize('part, change', [
     ('scheduler', {'_class_name': 'FlowMatchEulerDiscreteScheduler'}), ('scheduler', {'_class_name': 'LCMScheduler'}),
     ('scheduler', {'_class_name': 'EDMEulerScheduler'}), ('scheduler', {'prediction_type': 'sample'}),
+    ('scheduler', {'_class_name': 'EulerDiscreteScheduler', 'timestep_type': 'continuous'}),
     ('scheduler', {'_class_name': 'UniPCMultistepScheduler', 'use_flow_sigmas': True}),
     ('scheduler', {'trained_betas': [0.01] * 10}), ('scheduler', {'beta_schedule': 'cosine'}),
     ('vae', {'_class_name': 'AutoencoderTiny'}), ('vae', {'latent_channels': 16}), ('vae', {'shift_factor': 0.1}),
@@ -200,8 +201,8 @@ def test_a_model_of_another_kind_is_refused_in_a_line_with_its_part_file_and_val
         assert '\n' not in str(refused.value)
 
 
-@pytest.mark.parametrize('sampler', ['PNDMScheduler', 'DDIMScheduler', 'EulerDiscreteScheduler',
-                                     'DPMSolverMultistepScheduler', 'UniPCMultistepScheduler'])
+@pytest.mark.parametrize('sampler', ['PNDMScheduler', 'DDIMParallelScheduler', 'EulerDiscreteScheduler',
+                                     'UniPCMultistepScheduler'])
 def test_a_model_of_another_sampler_of_the_same_noise_stays(tmp_path, sampler):
     folder = shutil.copytree(SMALLEST, tmp_path / 'model')
     file = folder / 'scheduler/scheduler_config.json'
