@@ -90,10 +90,10 @@ def report(settings: Report) -> str:
 def plan_report(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
     """Return the table of plans and its blocks of Markdown, and draw it for --figure."""
     plans, title, sentences = plan_table(records, settings)
-    plans, within = within_limits(plans, settings)
+    plans, how_near = within_limits(plans, settings.max_dollars, settings.max_days)
     if settings.figure:
         draw_plan(settings.figure, plans, title)
-    blocks = [title, *plan_blocks(plans), *within, *sentences]
+    blocks = [title, *plan_blocks(plans), *how_near, *sentences]
     return plans, [block if block.startswith('|') else textwrap.fill(block, WIDTH) for block in blocks]
 
 

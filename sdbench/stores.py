@@ -13,6 +13,7 @@ import http
 import itertools
 import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlsplit
@@ -316,3 +317,8 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
     if status is not None:
         words = f'{status} {words or http.HTTPStatus(status).phrase}'
     return status, words
+
+
+if __name__ == '__main__':  # python -m sdbench.stores FILE ADDRESS, by which a training sends a checkpoint
+    _, path, address = sys.argv
+    upload(path, address, os.path.basename(path))

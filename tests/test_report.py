@@ -624,19 +624,19 @@ def test_pictures_are_written_and_named(tmp_path, printed, write):
     assert 'guidance 4' in paths[1].read_text()
 
 
-def test_plans_within_dollars_and_days_are_kept_or_all_where_none_is(printed, write):
+def test_plans_within_dollars_and_days_are_kept_or_the_nearest_is_named_with_what_it_takes_of_each(printed, write):
     path = write({'device': 'NVIDIA L4', 'images_per_sec': 100}, {'device': 'NVIDIA H100 PCIe', 'images_per_sec': 1000})
     flags = ('--phase', '86400000@512', '--dollars_per_gpu_hour', 'L4=0.1', 'H100=10')  # 10 days $192, 1 day $1,920
 
     def plans(*limits):
         text = printed(path, *flags, *limits)
-        return [row['GPUs'] for row in tables(text)[0]], text
+        return [row['GPUs'] for row in tables(text)[0]], ' '.join(text.split())
 
     kept, text = plans('--max_dollars', '2000', '--max_days', '2')
     assert kept == ['8 x H100 PCIe']
-    assert '1 of 2 plans within $2,000 and 2 days.' in text
+    assert '1 of 2 plans within $2,000 and 2 days: 8 x H100 PCIe, 96% of $2,000 and 50% of 2 days.' in text
     assert plans('--max_dollars', '200')[0] == ['8 x L4']
     assert plans('--max_days', '10')[0] == ['8 x L4', '8 x H100 PCIe']
     kept, text = plans('--max_dollars', '200', '--max_days', '9')
     assert kept == ['8 x L4', '8 x H100 PCIe']
-    assert 'No plan is within $200 and 9 days; these are all.' in text
+    assert 'No plan is within $200 and 9 days. The nearest: 8 x L4, 96% of $200 and 111% of 9 days.' in text

@@ -172,10 +172,10 @@ class Report:
         'loss costs, half a save interval and a restart (default: no losses)', converter=positive, metavar='HOURS',
         needs='phase')
     max_dollars: float | None = flag(
-        None, 'most dollars that a plan may cost: only plans within it are shown, or all where none is (default: no '
+        None, 'most dollars that a plan may cost: only plans within it are shown, or which comes nearest (default: no '
         'limit)', converter=positive, metavar='DOLLARS', needs='phase')
     max_days: float | None = flag(
-        None, 'most days that a plan may take: only plans within it are shown, or all where none is (default: no '
+        None, 'most days that a plan may take: only plans within it are shown, or which comes nearest (default: no '
         'limit)', converter=positive, metavar='DAYS', needs='phase')
     figure: str | None = flag(None, 'file for a picture of the days over the number of GPUs, or of the GPU-hours of '
                               'each plan (default: no picture)', metavar='FILE')

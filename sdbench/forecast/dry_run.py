@@ -66,14 +66,11 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
     forecasts = []
     no_room = []
     for card in cards:
-        own = []
-        for given in estimates:
-            if given.microbatch_on(card):
-                own.append(Forecast.of(given, card))
-            else:
-                no_room.append(f'{given.settings.num_devices} x {short_name(card.name)}')
+        own = [Forecast.of(given, card) for given in estimates if given.microbatch_on(card)]
         if own:
             forecasts.append(own)
+        else:
+            no_room.append(short_name(card.name))
     if not forecasts:
         asked = settings.device_train_microbatch_size
         microbatch = asked if isinstance(asked, int) else 1
@@ -85,12 +82,11 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
     # the text
     rows = [forecast for own in forecasts for forecast in own]
     sentences = what_figures_mean(rows)
-    sentences += [f'{plural(number, "GPU")}: {why}.' for number, why in refused.items()]
     if no_room:
         sentences.append(f'No room on {", ".join(no_room)}.')
     if len(rows) > 1:
         sentences.append('What follows is of the first row; --gpu NAME picks another GPU.')
-    blocks = [title(rows[0].given.settings), '\n\n'.join(tables(forecasts, settings)) + '\n' + filled(sentences),
+    blocks = [title(rows[0].given.settings), '\n\n'.join(tables(forecasts, refused)) + '\n' + filled(sentences),
               *reasons(rows[0], build_model, build_optimizer)]
 
     # records are kept before anything is printed, which may end with the pipe that reads it
@@ -168,26 +164,34 @@ class Forecast(NamedTuple):
         return math.inf if math.isnan(dollars) else dollars
 
     def cells(self, first: 'Forecast | None' = None) -> dict[str, str]:
-        """Return the cells of its row by heading, with its efficiency over `first`, unless that is None."""
-        # memory and speed
+        """Return the cells of its row by heading.
+
+        Args:
+            first: of the same card, over whose speed its efficiency is, in a table of several numbers of GPUs; None:
+                there is one number, and days and dollars have a range as well.
+        """
         record = self.record
+        sizes = {'microbatch': record['device_train_microbatch_size'], 'GiB taken': f'{record["peak_memory_gib"]:.1f}'}
         speeds = [record['images_per_sec']]
         if record['images_per_sec_least']:
             speeds += [record['images_per_sec_least'], record['images_per_sec_most']]
-        cells = {'microbatch': record['device_train_microbatch_size'],
-                 'GiB taken': f'{record["peak_memory_gib"]:.1f}',
-                 'images/s': with_range(speeds)}
+        cells = {'images/s': with_range(speeds)}
         if first is not None:
-            efficiency = record['images_per_sec_per_device'] / first.record['images_per_sec_per_device']
-            cells['efficiency'] = f'{efficiency:.1%}' if self.has_speed else '-'
+            each = record['images_per_sec_per_device']
+            efficiency = each / first.record['images_per_sec_per_device']
+            cells |= {'each': with_range([each]), 'efficiency': f'{efficiency:.1%}' if self.has_speed else '-'}
+            speeds = speeds[:1]
 
         # what the training takes
         images = self.given.settings.training_images
         if images:
             days = [days_to_train(speed, images) for speed in speeds]
+            hours = [each_days * 24 * record['num_devices'] for each_days in days]
             cells['days'] = with_range(days)
-            cells['dollars'] = with_range([each * 24 * record['num_devices'] * self.price for each in days])
-        return cells
+            if first is not None:
+                cells['GPU-hours'] = with_range(hours)
+            cells['dollars'] = with_range([each_hours * self.price for each_hours in hours])
+        return sizes | cells if first is None else cells | sizes
 
 
 def with_one_change(settings: Train) -> dict[str, Train]:
@@ -226,20 +230,25 @@ def title(settings: Train) -> str:
                    f'A forecast, from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'])
 
 
-def tables(forecasts: list[list[Forecast]], settings: Train) -> list[str]:
+def tables(forecasts: list[list[Forecast]], refused: dict[int, str]) -> list[str]:
     """Return the tables of a forecast: of one number of GPUs one with a row for each card, else one for each card.
 
     Args:
         forecasts: of each card that holds an image, on each number of GPUs.
-        settings: as the flags gave them.
+        refused: why there can be no run, by number of GPUs. It stands in the line of that number.
     """
-    if len(settings.dry_run) == 1:
-        heading = plural(forecasts[0][0].record['num_devices'], 'GPU')
+    numbers = {each.record['num_devices'] for own in forecasts for each in own} | set(refused)
+    if len(numbers) == 1:
+        heading = plural(*numbers, 'GPU')
         return [aligned([{heading: each.name} | each.cells() for [each] in forecasts])]
     found = []
     for own in forecasts:
-        name = short_name(own[0].card.name)
-        found.append(aligned([{name: plural(each.record['num_devices'], 'GPU')} | each.cells(own[0]) for each in own]))
+        rows = {each.record['num_devices']: each.cells(own[0]) for each in own}
+        heading, *lines = aligned([{own[0].name: plural(number, 'GPU')} | cells for number, cells in rows.items()]
+                                  ).splitlines()
+        line_of = {number: f'{plural(number, "GPU")}: {refused.get(number, "no room")}' for number in numbers}
+        line_of |= zip(rows, lines, strict=True)
+        found.append('\n'.join([heading, *(line_of[number] for number in sorted(numbers))]))
     return found
 
 

@@ -9,13 +9,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision
-from PIL import ExifTags, Image, ImageOps, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from sdbench.errors import is_out_of_memory
 
 # Some others are decoded in Python, minutes for a few hundred bytes (DDS), or run a program (EPS: Ghostscript).
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
 DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
+FLOAT_BITS = (8, 16, 32)  # of whole numbers that are stored as floats
+MOST_FRAMES = 10  # of an animation that are looked at for one that is not wholly transparent
 
 # Of a profile of colours and of a text in a PNG. With Pillow's limit, 1 MiB, an image with more would not be read.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
@@ -84,10 +86,12 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB)
 
-    # all of the first frame; a TIFF is turned upright by that
+    # all that is in the file; a TIFF is turned upright by that
     if much_larger:
         image.draft(None, (image_size, image_size))  # JPEG decodes straight to 1/2, 1/4 or 1/8; others ignore it
     image.load()
+    if image.has_transparency_data and getattr(image, 'is_animated', False):
+        seek_visible_frame(image)
 
     # upright, unless its EXIF is odd, which Pillow rewrites after it has rotated the image
     try:
@@ -97,9 +101,12 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
     except Exception:  # of many kinds
         pass
 
-    # 8 bits, on white, RGB
+    # 8 bits, on white, RGB; of 48 bits a PNG names the transparent colour by 16 each, and Pillow keeps the upper 8
     if image.mode[0] in DEEP_MODES:
         image = to_eight_bits(image)
+    transparent = image.info.get('transparency')
+    if isinstance(transparent, tuple) and max(transparent) > 255:
+        image.info['transparency'] = tuple(value >> 8 for value in transparent)
     if image.has_transparency_data:
         image = image.convert('RGBA')
         image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image)
@@ -108,15 +115,36 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
 
 
 def to_eight_bits(image: Image.Image) -> Image.Image:
-    """Keep the highest 8 bits of a grey image of 16. Pillow's own conversion would make 255 and more white.
+    """Scale a grey image of more than 8 bits to 8 bits. Pillow's own conversion would make 255 and more white.
 
-    16 is the depth of PNG, PPM, JPEG 2000 and nearly every TIFF. The scale is that of the depth, not of the brightest
-    pixel, so that a dark image stays dark. Raises ValueError if the image has floats, or integers of more bits.
+    Integers are taken as 16 bits, the depth of PNG, PPM, JPEG 2000 and nearly every TIFF, and as 31 or 32 bits if a
+    value is larger. The scale is that of the depth, not of the brightest pixel, so that a dark image stays dark. Floats
+    up to 1 are taken as brightness, and larger ones as integers of the fewest of FLOAT_BITS that hold the largest
+    value.
     """
+    # Pillow reads the unsigned 32 bits of a TIFF with a sign
+    tags = getattr(image, 'tag_v2', {})
     values = np.asarray(image)  # (H, W)
-    if image.mode == 'F' or values.max() >= 2 ** 16:
-        raise ValueError('its grey has more than 16 bits, or is of floats; save it in 16 bits')
-    return Image.fromarray((values >> 8).astype(np.uint8))
+    if tags.get(TiffImagePlugin.BITSPERSAMPLE) == (32,) and tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,)) == (1,):
+        values = values.view(np.uint32)
+
+    # the depth
+    values = np.nan_to_num(values.astype(np.float64), posinf=0, neginf=0)
+    largest = values.max()
+    if image.mode == 'F' and largest <= 1:
+        end = 1
+    else:
+        stored = tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0]  # 12 in some scans
+        depths = FLOAT_BITS if image.mode == 'F' else (min(stored, 16), 31, 32)
+        end = next((2 ** bits for bits in depths if largest < 2 ** bits), largest)
+    grey = (values * (256 / end)).clip(0, 255).astype(np.uint8)
+
+    # what Pillow does only to 8 bits: a TIFF may count from white to black, and a PNG may have a transparent grey
+    if tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
+        grey = 255 - grey
+    if 'transparency' in image.info:
+        grey[values == image.info['transparency']] = 255
+    return Image.fromarray(grey)
 
 
 def is_upright(image: Image.Image) -> bool:
@@ -127,6 +155,18 @@ def is_upright(image: Image.Image) -> bool:
         raise
     except Exception:  # of odd EXIF
         return True
+
+
+def seek_visible_frame(image: Image.Image) -> None:
+    """Go to the first frame of an animation that is not wholly transparent: many begin with an empty one."""
+    for number in range(MOST_FRAMES):
+        try:
+            image.seek(number)
+        except EOFError:
+            break
+        if image.convert('RGBA').getextrema()[3][1] > 0:  # the largest alpha
+            return
+    image.seek(0)
 
 
 def resize(image: torch.Tensor, image_size: int) -> torch.Tensor:

@@ -327,25 +327,38 @@ def plan_blocks(plans: pd.DataFrame) -> list[str]:
     return blocks
 
 
-def within_limits(plans: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
-    """Return the plans within --max_dollars and --max_days, all where none is, and a sentence that says so.
+def within_limits(plans: pd.DataFrame, max_dollars: float | None, max_days: float | None
+                  ) -> tuple[pd.DataFrame, list[str]]:
+    """Return the plans that keep within dollars and days, and a sentence on how near each is to them.
 
-    A plan without a price keeps within no dollars.
+    Where none does, all are returned, and the sentence says which comes nearest. A limit that is None is none; a plan
+    without a price keeps within no dollars.
     """
-    limits = []
-    kept = plans
-    if settings.max_dollars is not None:
-        limits.append(f'${settings.max_dollars:,g}')
-        kept = kept[kept['cost_usd'] <= settings.max_dollars]
-    if settings.max_days is not None:
-        limits.append(f'{settings.max_days:g} days')
-        kept = kept[kept['days'] <= settings.max_days]
-    if not limits:
+    # what share of each limit a plan takes, and of the limit that it is nearest to
+    shares = {}
+    if max_dollars is not None:
+        shares[f'${max_dollars:,g}'] = plans['cost_usd'] / max_dollars
+    if max_days is not None:
+        shares[f'{max_days:g} days'] = plans['days'] / max_days
+    if not shares:
         return plans, []
-    within = f'within {" and ".join(limits)}'
+    shares = pd.DataFrame(shares)
+    nearest = shares.max(axis='columns', skipna=False)
+
+    # those that keep within all, or else the one that passes them by least
+    limits = ' and '.join(shares)
+    kept = named = plans[nearest <= 1]
+    sentence = f'{len(kept)} of {plural(len(plans), "plan")} within {limits}'
     if kept.empty:
-        return plans, [f'No plan is {within}; these are all.']
-    return kept, [f'{len(kept)} of {plural(len(plans), "plan")} {within}.']
+        sentence = f'No plan is within {limits}. The nearest'
+        named = plans.loc[nearest.nsmallest(1).index]
+
+    # how near these are
+    each = []
+    for row, plan in named.iterrows():
+        taken = ' and '.join(f'{share:.0%} of {limit}' for limit, share in shares.loc[row].items())
+        each.append(f'{gpus_of(plan)}, {taken}')
+    return plans if kept.empty else kept, [f'{sentence}: {"; ".join(each) or "none has a price"}.']
 
 
 def gpus_of(row: pd.Series) -> str:

@@ -124,26 +124,29 @@ def test_gradients_go_over_the_network_where_they_leave_what_the_link_joins(card
     assert run.network_on(CARDS[card]) == pytest.approx(rate)
 
 
-def test_several_numbers_of_gpus_are_a_table_for_each_card_and_those_that_cannot_be_are_named(smallest_model, capfd):
+def test_several_numbers_of_gpus_are_a_table_for_each_card_whose_rows_say_what_cannot_be(smallest_model, capfd):
     argv = ['--dry_run', '64', '2', '3', '16', '--batch_size', '64', '--image_size', '32', '--model_name',
             smallest_model, '--gpu', 'H100 80GB', 'B200', '--network_gbits', '10', '--training_images', '86400000']
     forecasts = benchmark.main(argv)
     lines = capfd.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
-    assert '3 GPUs: --batch_size 64 does not divide over 3 devices; use 63.' in lines
-    for name, device in (('H100 80GB', H100.name), ('B200', 'NVIDIA B200')):
+    for name, device in (('H100 80GB HBM3', H100.name), ('B200', 'NVIDIA B200')):
         records = [record for record in forecasts if record['device'] == device]
         assert [record['num_devices'] for record in records] == [2, 16, 64]
         assert [(record['num_nodes'], record['network_gbits']) for record in records] == [(1, 10), (2, 10), (8, 10)]
-        [start] = [number for number, line in enumerate(lines) if line.startswith(f'{name} ')]
-        for record, line in zip(records, lines[start + 1:start + 4], strict=True):
-            number_of_gpus, microbatch, _, speed, efficiency, days, _ = re.split('  +', line)
-            assert number_of_gpus == f'{record["num_devices"]} GPUs'
-            assert int(microbatch) == 64 // record['num_devices']
+        [start] = [number for number, line in enumerate(lines) if line.startswith(name)]
+        assert lines[start].split()[-9:] == ['images/s', 'each', 'efficiency', 'days', 'GPU-hours', 'dollars',
+                                             'microbatch', 'GiB', 'taken']
+        assert lines[start + 2] == '3 GPUs: --batch_size 64 does not divide over 3 devices; use 63'
+        for record, line in zip(records, (lines[start + row] for row in (1, 3, 4)), strict=True):
+            _, speed, each, efficiency, days, hours, _, microbatch, _ = re.split('  +', line)
             assert number(speed) == pytest.approx(record['images_per_sec'], rel=0.01)
-            expected = record['images_per_sec_per_device'] / (records[0]['images_per_sec'] / 2)
+            assert number(each) == pytest.approx(record['images_per_sec'] / record['num_devices'], rel=0.01)
+            expected = number(each) / (records[0]['images_per_sec'] / 2)
             assert number(efficiency.rstrip('%')) / 100 == pytest.approx(expected, rel=0.02)
             assert number(days) == pytest.approx(1000 / record['images_per_sec'], rel=0.01)
+            assert number(hours) == pytest.approx(number(days) * 24 * record['num_devices'], rel=0.02)
+            assert int(microbatch) == 64 // record['num_devices']
 
 
 def test_memory_and_work_of_an_update_are_those_of_the_optimizer_that_the_program_builds(smallest_model):

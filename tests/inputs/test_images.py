@@ -1,10 +1,12 @@
 """Pixels, against Pillow."""
 import re
+import struct
+import zlib
 
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, TiffImagePlugin
 
 import convert
 from data import StreamingLAIONDataset
@@ -63,6 +65,15 @@ def test_what_is_transparent_is_put_on_white(mode):
     assert (decoded[:, :, 0] == 255).all()
 
 
+@pytest.mark.parametrize('format', ['GIF', 'WEBP', 'PNG'])
+def test_of_an_animation_the_first_frame_counts_in_which_something_is_to_be_seen(format):
+    clear, seen, later = (Image.new('RGBA', (32, 32), color) for color in ('#0000', '#f00f', '#00ff'))
+    for frames, colour in (([clear, clear, seen, later], [255, 0, 0]), ([seen, later], [255, 0, 0]),
+                           ([clear, clear], [255, 255, 255])):
+        data = encoded(frames[0], format, save_all=True, append_images=frames[1:], lossless=True)
+        assert decode_image(data)[:, 9, 9].tolist() == colour
+
+
 @pytest.mark.parametrize('name', ['orientation 6', 'orientation behind xmp', 'orientation in xmp alone'])
 def test_an_image_is_upright_at_every_size_that_it_is_decoded_at(name):
     whole, reduced = (decode_whole_image(ENCODED[name], size) for size in (None, 16))
@@ -117,16 +128,36 @@ def test_what_does_not_decode_is_a_value_error_of_one_line(data, words):
 GREY = np.asarray(picture(9).convert('L')).astype(np.uint16)  # (64, 64), 0 to 255
 
 
-@pytest.mark.parametrize('format', ['PNG', 'TIFF', 'JPEG2000', 'PPM'])
-@pytest.mark.parametrize('darker', [0, 2, 6])
-def test_a_grey_image_of_16_bits_is_as_bright_as_it_was_stored(format, darker):
+@pytest.mark.parametrize('format, values, expected', [
+    *((format, (GREY << 8) >> darker, GREY >> darker)  # of 16 bits, also a dark one
+      for format in ('PNG', 'TIFF', 'JPEG2000', 'PPM') for darker in (0, 2, 6)),
+    ('TIFF', (GREY / 255).astype(np.float32), GREY),  # brightness from 0 to 1
+    ('TIFF', (GREY * 257).astype(np.float32), GREY),
+    ('TIFF', GREY.astype(np.int32) << 23, GREY),     # 31 bits and a sign
+    ('TIFF', GREY.astype(np.uint32) << 24, GREY),
+    ('TIFF from white', GREY << 8, 255 - GREY)])
+def test_a_grey_image_of_more_than_8_bits_is_as_bright_as_it_was_stored(format, values, expected):
     options = {'irreversible': False} if format == 'JPEG2000' else {}
-    data = encoded(Image.fromarray((GREY << 8) >> darker), format, **options)
-    for channel in decode_image(data).numpy():
-        np.testing.assert_array_equal(channel, GREY >> darker)
+    if format == 'TIFF from white':
+        options = {'tiffinfo': {TiffImagePlugin.PHOTOMETRIC_INTERPRETATION: 0}}
+    stored = values.view(np.int32) if values.dtype == np.uint32 else values
+    data = encoded(Image.fromarray(stored), format.partition(' ')[0], **options)
+    if values.dtype == np.uint32:  # which Pillow cannot write
+        signed, unsigned = (struct.pack('<HHII', TiffImagePlugin.SAMPLEFORMAT, 3, 1, kind) for kind in (2, 1))
+        assert signed in data
+        data = data.replace(signed, unsigned)
+    decoded = decode_image(data).numpy().astype(int)
+    for channel in decoded:
+        np.testing.assert_allclose(channel, expected, atol=0 if values.dtype == np.uint16 else 1)
 
 
-@pytest.mark.parametrize('values', [(GREY / 255).astype(np.float32), GREY.astype(np.int32) << 23])
-def test_a_grey_image_of_floats_or_more_bits_is_bad_and_says_why(values):
-    with pytest.raises(ValueError, match='^image does not decode: its grey has more than 16 bits, or is of floats'):
-        decode_image(encoded(Image.fromarray(values), 'TIFF'))
+@pytest.mark.parametrize('colour', [0, 2])  # grey, and 48 bits
+def test_the_transparent_colour_of_a_png_of_16_bits_is_put_on_white(colour):
+    values = np.repeat((GREY << 8)[..., None], colour + 1, axis=2)
+    rows = b''.join(b'\0' + row.astype('>u2').tobytes() for row in values)
+    chunks = {b'IHDR': struct.pack('>IIBBBBB', 64, 64, 16, colour, 0, 0, 0),
+              b'tRNS': values[0, 0].astype('>u2').tobytes(), b'IDAT': zlib.compress(rows), b'IEND': b''}
+    png = b'\x89PNG\r\n\x1a\n'
+    for name, content in chunks.items():
+        png += struct.pack('>I', len(content)) + name + content + struct.pack('>I', zlib.crc32(name + content))
+    np.testing.assert_array_equal(decode_image(png)[0], np.where(GREY == GREY[0, 0], 255, GREY))
