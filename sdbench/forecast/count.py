@@ -249,13 +249,9 @@ class StepCounter(TorchDispatchMode):
                 self.notice(tensor)
         if function is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
             self.count_as('cast weights', result)
-        self.note_row()
-        return result
-
-    def note_row(self) -> None:
-        """Note what is alive now."""
         self.rows.append(self.now.copy())
         self.encoder_rows.append(self.in_encoder)
+        return result
 
     def add_work(self, operator: Operator) -> None:
         """Add an operator to the work: bytes that the number of images divides are those of images."""

@@ -184,13 +184,9 @@ def traced(settings: Train, build_model: Callable, build_optimizer: Callable
     optimizer = build_optimizer(model, settings)
     average = ShadowModel(model)
     update = work_of_update({UPDATE: optimizer.step, AVERAGE: lambda: compute_ema(model, average, 0.999)})
-    return model, memory, work._replace(update=update), state_bytes(optimizer)
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Count the bytes that an optimizer keeps of its weights, once it has taken a step."""
-    tensors = tree_leaves(list(optimizer.state.values()))
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    kept = tree_leaves(list(optimizer.state.values()))
+    optimizer_state = sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor))
+    return model, memory, work._replace(update=update), optimizer_state
 
 
 def build_on_meta(settings: Train, build_model: Callable[..., ComposerModel]) -> ComposerModel:
@@ -235,8 +231,11 @@ def trace_step(meta_model: ComposerModel, precision: str, attention: str = 'sdpa
         precision: amp_bf16, amp_fp16 or fp32.
         attention: as --attention has it.
     """
+    # What Module.to_empty does, which takes seconds under the mode. torch 2.15 changes no type of a fake parameter.
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # the scheduler's tables are real
-    model = with_fake_tensors(meta_model, mode)
+    cpu = torch.device('cpu')
+    model = meta_model.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu))
+
     counter = StepCounter(list(model.parameters()))
     with mode, counter, torch.compiler.set_stance('force_eager'), norms_in_float32():
         forward_and_backward(model, precision, counter, attention)
@@ -256,15 +255,6 @@ def work_of_update(updates: dict[str, Callable]) -> Work:
             update()
         rows += [(kind, *work) for _, _, *work in counter.work]
     return work_by_kind(rows)
-
-
-def with_fake_tensors(meta_model: ComposerModel, mode: FakeTensorMode) -> ComposerModel:
-    """Give a model on the meta device fake tensors of a CPU, and return it in training mode.
-
-    It is what Module.to_empty does, which takes seconds under the mode; torch 2.15 changes no type of a fake parameter.
-    """
-    cpu = torch.device('cpu')
-    return meta_model.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu))
 
 
 def forward_and_backward(model: ComposerModel, precision: str, counter: StepCounter, attention: str = 'sdpa') -> None:
