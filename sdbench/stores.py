@@ -124,7 +124,9 @@ def make_client(scheme: str, endpoint: str | None, tries: int, silence: float, p
                     retries={'mode': 'standard', 'total_max_attempts': tries}, max_pool_connections=CONNECTIONS,
                     **checksums)
     maker = session or boto3.session.Session(region_name='auto' if scheme == 'gs' else None)
-    return maker.client('s3', endpoint_url=endpoint, config=config)
+    client = maker.client('s3', endpoint_url=endpoint, config=config)
+    client.meta.events.register('after-call.s3', keep_words)
+    return client
 
 
 def google_credentials_exist() -> bool:
@@ -135,6 +137,12 @@ def google_credentials_exist() -> bool:
         return True
     except google.auth.exceptions.DefaultCredentialsError:
         return False
+
+
+def keep_words(http_response, parsed: dict, **_) -> None:
+    """Keep what a server says in an error that is no XML, which boto3 drops. boto3 calls this at each answer."""
+    if http_response.status_code >= 300 and not re.match(r'\s*<(\?xml|Error)', http_response.text):
+        parsed['Error']['Message'] = re.sub('<[^>]*>', ' ', http_response.text)  # of a page, without its tags
 
 
 def download(address: str, path: str, label: str, tries: int = TRIES, silence: float = SILENCE,
@@ -307,7 +315,8 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
     status = None
     if isinstance(getattr(error, 'response', None), dict):  # of boto3
         status = error.response['ResponseMetadata']['HTTPStatusCode']
-        text = f'{error.response["Error"].get("Code", "")} {error.response["Error"].get("Message", "")}'
+        said = error.response['Error']
+        text = f'{said.get("Code", "")} {said.get("Message", "")}'.removeprefix(f'{status} ')
     else:
         for name in ('status_code', 'code'):  # of Azure's client and of Google's
             if isinstance(getattr(error, name, None), int):

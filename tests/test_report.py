@@ -132,6 +132,11 @@ def test_records_of_different_settings_are_rows_of_one_table_with_the_setting_as
     assert not {'date', 'seed', 'command'} & table[0].keys()
     assert columns(table, 'compile', 'notes') == [('yes', 'median of 2 runs, 800.0 to 800.0'), ('reduce-overhead', '')]
 
+    # a run that was recorded before a flag was there had its default
+    runs = [{'command': 'benchmark.py'}, {'command': 'benchmark.py', 'adam_betas': [0.9, 0.999], 'compile': False},
+            {'command': 'benchmark.py', 'compile': True}]
+    assert columns(tables(printed(write(*runs)))[0], 'compile') == [('no',), ('yes',)]
+
     # libraries, and whether images or latents are read, are settings too
     one = {'versions': {'torch': '2.7.0', 'diffusers': '0.39.0'}, 'encoders': 'in_loop'}
     other = {'versions': {'torch': '2.11.0', 'diffusers': '0.39.0'}, 'encoders': 'text_in_loop'}

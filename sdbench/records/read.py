@@ -11,11 +11,12 @@ import math
 import os
 import textwrap
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from sdbench.costs import Prices
-from sdbench.flags.train import ENCODERS, SAME_ON_RESUME, SWITCHES, TAKE_NO_TIME
+from sdbench.flags.train import ENCODERS, SAME_ON_RESUME, SWITCHES, TAKE_NO_TIME, Train
 from sdbench.records.figures import OF_A_RUN
 from sdbench.records.keys import COMPLETE, FORECAST, why_unreliable
 from sdbench.records.versions import PACKAGES
@@ -59,6 +60,9 @@ TRAINED_ON = {False: '', True: ' (the model was trained on it)', None: ' (not kn
 INPUTS = {ENCODERS[False]: 'images', ENCODERS[True]: 'latents'}  # of a training, by the encoders in its loop
 NOT_KNOWN = ('', 'none', 'nan', 'null', 'auto')  # as CSV files have it; an automatic microbatch that was never found
 TRUTHS = {'true': True, 'yes': True, 'false': False, 'no': False}
+# What a training had of a flag that was not there yet
+DEFAULTS = {field.name: json.loads(json.dumps(field.default)) for field in fields(Train)
+            if field.name in SETTINGS and str(field.default).lower() not in NOT_KNOWN}
 
 
 def read_value(value: Any) -> Any:
@@ -168,6 +172,8 @@ def speed_row(record: dict) -> dict:
     """
     # what it must have
     record = {'stage': 'train', 'status': COMPLETE, 'extrapolated': False} | record
+    if record['stage'] == 'train' and 'command' in record:  # it has all flags that there were
+        record = DEFAULTS | record
     speed = 'loader_images_per_sec' if record['stage'] == 'loader' else 'images_per_sec'
     needed = ['device', 'num_devices', 'image_size']
     if record['status'] in (COMPLETE, FORECAST):
