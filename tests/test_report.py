@@ -358,6 +358,9 @@ def test_a_loss_costs_half_a_save_interval_and_a_restart(printed, write):
     plain, lossy = (tables(printed(path, '--phase', '1769472000@512', *flags))[0][0]
                     for flags in ([], ['--hours_between_losses', '6']))
     assert (plain['days'], lossy['days']) == ('10.00', f'{10 / (1 - 0.75 / 6):.2f}')
+    of_two_machines = {'num_nodes': 2, 'batch_size': 2048, 'images_per_sec': 2048.0, 'save_interval': '3600ba'}
+    [[lossy]] = tables(printed(write(of_two_machines), '--phase', '1769472000@512', '--hours_between_losses', '6'))
+    assert lossy['days'] == f'{10 / (1 - 0.75 / 3):.2f}'  # each of them once in 6 hours
     forecast = FORECAST | {'batch_size': 2048, 'images_per_sec': 2048.0, 'save_interval': '3600ba'}
     path = write(forecast | {'images_per_sec_least': 1024.0, 'images_per_sec_most': 4096.0})  # lost: 1.25 and 0.5 hours
     assert f'{5 / (1 - 0.5 / 6):.2f} to {20 / (1 - 1.25 / 6):.2f} days' in printed(

@@ -168,8 +168,9 @@ class Report:
         (), 'images, at a size in pixels, that the plan encodes once to train on their latents (default: none)',
         converter=images_at_size, metavar='IMAGES@SIZE', needs='phase')
     hours_between_losses: float | None = flag(
-        None, 'hours between two losses of a machine that may be taken away, on average; a plan then counts what each '
-        'loss costs, half a save interval and a restart (default: no losses)', converter=positive, metavar='HOURS',
+        None, 'hours between two losses of one machine that may be taken away, on average, so that of several machines '
+        'one is lost more often; a plan then counts what each loss costs, half a save interval and a restart '
+        '(default: no losses)', converter=positive, metavar='HOURS',
         needs='phase')
     max_dollars: float | None = flag(
         None, 'most dollars that a plan may cost: only plans within it are shown, or which comes nearest (default: no '

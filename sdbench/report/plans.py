@@ -92,7 +92,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
 
     # the sentences
     if settings.hours_between_losses:
-        sentences.append(f'Losses: one in {settings.hours_between_losses:g} hours, each of which costs half a '
+        sentences.append(f'Losses: of each machine one in {settings.hours_between_losses:g} hours, which costs half a '
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
     if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
         sentences.append(NOT_IN_A_FORECAST)
@@ -256,7 +256,7 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
 
     # its days; each loss of a machine costs half of what is trained between two checkpoints, and a restart
     parts = []
-    hours = settings.hours_between_losses
+    hours = (settings.hours_between_losses or 0) / int(first['num_nodes'] or 1)  # whichever machine is lost
     for name, size, images, speeds, status, unsaved in work:
         if status == MEASURED:
             speeds = speeds[:1] * 3
@@ -267,7 +267,7 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
         for number, speed in enumerate(speeds):
             lost = RESTART_HOURS + unsaved / 2 / speed / 3600
             if hours and lost >= hours:
-                raise ValueError(f'--hours_between_losses {hours:g}: {short_name(first["device"])} at {size} px loses '
+                raise ValueError(f'--hours_between_losses {settings.hours_between_losses:g}: {short_name(first["device"])} at {size} px loses '
                                  f'{lost:.1f} hours each time; plan with a shorter --save_interval')
             if hours:
                 days[number] *= hours / (hours - lost)
