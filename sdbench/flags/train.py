@@ -217,7 +217,8 @@ class Cost:
         metavar='GPUS', needs='dry_run')
     network_gbits: float | None = flag(
         None, 'network of each machine in Gbit/s, all adapters together, for a forecast of several machines; give half '
-        'of it for plain TCP, which does not reach more (default: as fast as the link of the GPUs)', converter=positive, metavar='GBITS', needs='dry_run')
+        'of it for plain TCP, which does not reach more (default: as fast as the link of the GPUs)', converter=positive,
+        metavar='GBITS', needs='dry_run')
     gpu: tuple[str, ...] = flag((), 'GPUs to forecast, by their names or a part of them, such as A100-40GB H200 '
                                 '(default: all that are known)', converter=known_gpu, metavar='NAME', needs='dry_run')
     training_images: int | None = flag(

@@ -267,8 +267,9 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
         for number, speed in enumerate(speeds):
             lost = RESTART_HOURS + unsaved / 2 / speed / 3600
             if hours and lost >= hours:
-                raise ValueError(f'--hours_between_losses {settings.hours_between_losses:g}: {short_name(first["device"])} at {size} px loses '
-                                 f'{lost:.1f} hours each time; plan with a shorter --save_interval')
+                raise ValueError(f'--hours_between_losses {settings.hours_between_losses:g}: '
+                                 f'{short_name(first["device"])} at {size} px loses {lost:.1f} hours each time; plan '
+                                 'with a shorter --save_interval')
             if hours:
                 days[number] *= hours / (hours - lost)
         parts.append(PartOfPlan(name, size, images, *days, status))
