@@ -181,7 +181,7 @@ class Report:
     figure: str | None = flag(None, 'file for a picture of the days over the number of GPUs, or of the GPU-hours of '
                               'each plan (default: no picture)', metavar='FILE')
     learned: str | None = flag(None, 'file for a picture of the loss on --eval_remote over the images seen, and over '
-                               'dollars (default: no picture)', metavar='FILE')
+                               'the dollars of runs on GPUs (default: no picture)', metavar='FILE')
     quality: str | None = flag(None, 'file for a picture of the scores of evaluate.py: FID against CLIP score, and '
                                'both against the images of the training (default: no picture)', metavar='FILE')
     csv: str | None = flag(None, 'CSV file for the rows of all tables, unrounded (default: none)', metavar='FILE')

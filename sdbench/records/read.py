@@ -47,7 +47,7 @@ EVALUATED = ['model', 'weights', 'data', 'samples', 'image_size', 'steps', 'capt
 # What a run says of its evaluation at a batch, and of the whole training, with the runs that it resumed.
 OF_AN_EVALUATION = ('eval_loss', 'eval_batch', 'eval_samples', 'eval_held_out')
 OF_A_TRAINING = ('loss', 'trained_batches', 'trained_epochs', 'gpu_hours', 'dollars', 'max_duration')
-LEARNED = ['eval_loss', 'eval_batch', 'loss', 'trained_batches']  # in a table
+LEARNED = ['eval_loss', 'eval_batch', 'eval_samples', 'loss', 'trained_batches']  # in a table
 
 # The status of a row is what its figures are. Any other one is that of a run without a speed, such as failed.
 MEASURED = 'measured'

@@ -84,7 +84,8 @@ def test_a_speed_that_should_not_be_trusted_says_so_with_one_remedy_and_has_no_d
 @pytest.mark.parametrize('changed, line', [
     ({'first_batch': 1200, 'trained_batches': 2000}, 'resumed         after batch 1,200'),
     ({'trained_batches': 2000}, 'no average      yet, for --ema_start is 2001ba'),
-    ({'eval_loss': 0.12345, 'eval_batch': 2000}, 'eval loss       0.1235 on --eval_remote, after batch 2,000'),
+    ({'eval_loss': 0.12345, 'eval_batch': 2000, 'eval_samples': 300},
+     'eval loss       0.1235 on 300 samples of --eval_remote, after batch 2,000'),
     ({'images_per_sec': None, 'status': 'interrupted'}, 'no speed        the run was over before the clock'),
 ])
 def test_a_line_of_the_summary_is_there_where_its_figure_is(changed, line):
