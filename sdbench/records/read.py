@@ -21,7 +21,6 @@ from sdbench.records.figures import OF_A_RUN
 from sdbench.records.keys import COMPLETE, FORECAST, why_unreliable
 from sdbench.records.versions import PACKAGES
 
-PUBLISHED = Path(__file__).parents[2] / 'published.csv'
 VERSIONS = ['python', 'cuda', *PACKAGES]
 
 # The settings of a record of speed, in the order in which a table has them. Records are averaged and fitted together
@@ -137,11 +136,6 @@ def read_all(paths: Sequence[str]) -> list[dict]:
         for row in found:
             rows.setdefault(str({key: value for key, value in row.items() if key != 'record'}), row)
     return join_resumed(list(rows.values()))
-
-
-def read_published() -> list[dict]:
-    """Return the rows of published.csv, which leaves out the maker of a GPU, with the names that torch has."""
-    return [row | {'device': f'NVIDIA {row["device"]}'} for row in read_records(str(PUBLISHED))]
 
 
 def rows_of(record: dict) -> list[dict]:
