@@ -8,7 +8,6 @@ import datetime
 import io
 import json
 import math
-import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
@@ -98,11 +97,10 @@ def number(record: dict, key: str) -> float:
 def read_records(path: str) -> list[dict]:
     """Return the rows of a file of JSON lines, or of a CSV file (*.csv).
 
-    Raises ValueError, which names file and line, for what is no record or cannot be calculated with.
+    Raises OSError if it cannot be read, and ValueError, which names file and line, for what is no record or cannot be
+    calculated with.
     """
     # Lines with their numbers, which an error names. A row of a CSV file may span several.
-    if os.path.isdir(path):
-        raise ValueError(f'{path} is a folder; give a file of records, which --results of the run names')
     text = Path(path).read_text(encoding='utf-8-sig', errors='replace')
     if path.lower().endswith('.csv'):
         reader = csv.DictReader(io.StringIO(text), restval='')
