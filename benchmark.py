@@ -285,7 +285,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Gra
     held_out = open_held_out(settings, files, dataset)
     kept = on_rank_0(partial(kept_name, settings.save_folder))  # by a run that has begun
     prompts = on_rank_0(partial(read_prompts, settings, begins=checkpoint is None and kept is None))
-    name = name_of_run(settings, kept)
+    name = on_rank_0(partial(name_of_run, settings, kept))
     loggers = build_loggers(settings, name)
 
     # The model with its switches, and the weights that it starts from.

@@ -16,7 +16,6 @@ import re
 import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
-from urllib.parse import urlsplit
 
 from sdbench.errors import one_line
 
@@ -48,8 +47,8 @@ class StoredFile(NamedTuple):
 def parse_address(address: str, label: str, ours_only: bool = False) -> Address:
     """Return what an address of a store names.
 
-    Raises ValueError, which begins with `label`, if it names no bucket, or one that no store can have, or where
-    `ours_only` if it is none of s3://, gs:// and azure://.
+    Raises ValueError, which begins with `label`, if it names no bucket, or where `ours_only` if it is none of s3://,
+    gs:// and azure://.
     """
     if ours_only and not address.startswith(OURS):
         raise ValueError(f'{label}: of stores, s3://, gs:// and azure:// can be used; use an S3-compatible address '
@@ -65,12 +64,6 @@ def parse_address(address: str, label: str, ours_only: bool = False) -> Address:
     if not bucket:
         raise ValueError(f'{label} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
                          f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
-
-    # what is no part of a URL
-    for name in filter(None, (account, bucket)):
-        if not re.fullmatch(r'[A-Za-z0-9$][\w.-]*', name, re.ASCII):
-            raise ValueError(f'{label}: {name} can be no name of a bucket or an account; these have letters, digits, '
-                             'dots, - and _')
     return Address(scheme, account, bucket, key.strip('/'))
 
 
@@ -89,8 +82,6 @@ def connect(scheme: str, label: str, tries: int = TRIES, silence: float = SILENC
         return None
     try:
         endpoint = os.environ.get('S3_ENDPOINT_URL', '').strip() or None  # docker's --env-file keeps blanks
-        if endpoint is not None and urlsplit(endpoint).port == 0:  # others that are none raise ValueError themselves
-            raise ValueError('the port of S3_ENDPOINT_URL is 0')
         return make_client(scheme, endpoint, tries, silence, os.getpid())
     except Exception as error:  # each kind of credentials has its own
         raise ValueError(f'{label}: no client can be made with these credentials and settings ({type(error).__name__}: '

@@ -39,7 +39,7 @@ from sdbench.errors import DataError, one_line
 from sdbench.inputs.captions import Named
 from sdbench.inputs.images import formats
 from sdbench.paths import is_url
-from sdbench.stores import StoredFile, files_below, parse_address
+from sdbench.stores import files_below, parse_address
 
 IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2',
                   '.ppm')
@@ -123,8 +123,8 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
         captions: a table of captions, which is read before those in the folders of the sources.
         columns: of tables of captions.
 
-    Raises ValueError if a source names nothing or a table of captions cannot be read, and DataError if a folder or a
-    store cannot be read.
+    Raises ValueError if a source names nothing or a table of captions cannot be read, DataError if a folder cannot be
+    read, and OSError if a store cannot.
     """
     # list the folders, and what of them and of stores SOURCE names
     search = Search(sources, excluded)
@@ -178,7 +178,8 @@ class Search:
     def folders(self) -> list[Folder]:
         """Return all folders of the sources: those that are no links, and what these lead to behind them.
 
-        Raises ValueError if a source names nothing, and DataError if a folder or a store cannot be read.
+        Raises ValueError if a source names nothing, DataError if a folder cannot be read, and OSError if a store
+        cannot be.
         """
         # stores, files by the folder that they are in, and folders
         found = []
@@ -227,25 +228,19 @@ class Search:
     def stored_files(self, source: str) -> Folder:
         """Return what a source in a store names.
 
-        Raises ValueError if it names nothing, and DataError if the store cannot be read.
+        Raises ValueError if it names nothing, and OSError if the store cannot be read.
         """
         key = parse_address(source, f'SOURCE {source}', ours_only=True).key
         bucket = source.rstrip('/').removesuffix(key).rstrip('/')
         print(f'listing SOURCE {source}', file=sys.stderr, flush=True)  # a store that does not answer takes minutes
 
-        def below(address: str) -> list[StoredFile]:
-            try:
-                return files_below(address, f'SOURCE {address}')
-            except OSError as error:
-                raise DataError(str(error)) from None
-
         # list what has that name, or else of a glob all below what stands before its first sign
         top = key
-        objects = below(source)
+        objects = files_below(source, f'SOURCE {source}')
         is_glob = not objects and re.search(r'[*?[]', key)
         if is_glob:
             top = re.split(r'[*?[]', key)[0].rpartition('/')[0]
-            objects = below(f'{bucket}/{top}')
+            objects = files_below(f'{bucket}/{top}', f'SOURCE {source}')
 
         # what is named, and what no client opens by its key
         stored = {}

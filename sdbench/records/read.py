@@ -8,7 +8,6 @@ import datetime
 import io
 import json
 import math
-import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
@@ -21,7 +20,6 @@ from sdbench.records.figures import OF_A_RUN
 from sdbench.records.keys import COMPLETE, FORECAST, why_unreliable
 from sdbench.records.versions import PACKAGES
 
-PUBLISHED = Path(__file__).parents[2] / 'published.csv'
 VERSIONS = ['python', 'cuda', *PACKAGES]
 
 # The settings of a record of speed, in the order in which a table has them. Records are averaged and fitted together
@@ -99,11 +97,10 @@ def number(record: dict, key: str) -> float:
 def read_records(path: str) -> list[dict]:
     """Return the rows of a file of JSON lines, or of a CSV file (*.csv).
 
-    Raises ValueError, which names file and line, for what is no record or cannot be calculated with.
+    Raises OSError if it cannot be read, and ValueError, which names file and line, for what is no record or cannot be
+    calculated with.
     """
     # Lines with their numbers, which an error names. A row of a CSV file may span several.
-    if os.path.isdir(path):
-        raise ValueError(f'{path} is a folder; give a file of records, which --results of the run names')
     text = Path(path).read_text(encoding='utf-8-sig', errors='replace')
     if path.lower().endswith('.csv'):
         reader = csv.DictReader(io.StringIO(text), restval='')
@@ -137,11 +134,6 @@ def read_all(paths: Sequence[str]) -> list[dict]:
         for row in found:
             rows.setdefault(str({key: value for key, value in row.items() if key != 'record'}), row)
     return join_resumed(list(rows.values()))
-
-
-def read_published() -> list[dict]:
-    """Return the rows of published.csv, which leaves out the maker of a GPU, with the names that torch has."""
-    return [row | {'device': f'NVIDIA {row["device"]}'} for row in read_records(str(PUBLISHED))]
 
 
 def rows_of(record: dict) -> list[dict]:

@@ -25,8 +25,6 @@ CAPTION_CHARACTERS = 130
 TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen', 'loss': 'eval loss',
           'dollars': 'dollars'}
 PANEL_INCHES = 4.8
-BAR_INCHES = 0.75
-BAR_CHARACTERS = 40  # of a line beside a bar
 BIG_TEXT = 14  # points, in a picture that is shown at half its size
 HATCHES = {FORECAST: '///', CORRECTED: 'xxx', MEASURED: None}  # of a part of a plan
 PANEL_CHARACTERS = 60  # of a line of text above or below a panel
@@ -126,9 +124,9 @@ def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
     named = told_apart_by(plans)
     names = []
     for _, plan in plans.iterrows():
-        how = wrapped(settings_in_words(plan, named), BAR_CHARACTERS)
+        how = wrapped(settings_in_words(plan, named), 40)
         names.append(f'{plan["num_devices"]} x {short_name(plan["device"])}\n{how}'.strip())
-    figure = Figure(figsize=(10, 2.2 + BAR_INCHES * len(plans)), layout='constrained')
+    figure = Figure(figsize=(10, 2.2 + 0.75 * len(plans)), layout='constrained')
     axes = figure.subplots()
 
     # its parts, one behind the other

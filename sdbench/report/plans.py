@@ -96,11 +96,6 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
     if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
         sentences.append(NOT_IN_A_FORECAST)
-    for images, size in settings.encode:
-        unused = images - sum(trained_on for trained_on, of_size in phases if of_size == size)
-        if unused > 0 and 'latents' in {*plans['input']}:
-            sentences.append(f'At {size} px {plural(unused, "image")} would be encoded that no phase trains on: with a '
-                             'smaller --encode they cost nothing.')
     networks = plans['network_gbits'][pd.to_numeric(plans['num_nodes']) > 1]
     if len(networks):
         speeds = [f'{gbits} Gbit/s' if gbits else 'as fast as the link of their GPUs (no --network_gbits)'

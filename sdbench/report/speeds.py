@@ -15,7 +15,6 @@ from sdbench.records.read import EXTRAPOLATED, LEARNED, MEASURED, OF_LOSSES, SET
 from sdbench.report.markdown import differing, settings_in_words
 
 UNKNOWN = dict.fromkeys((*OF_A_RUN, *LEARNED, 'microbatch'), math.nan)  # the figures of a row that no run has
-TINY_NOTE = 'The model tiny is for trying things out and has no days and no cost; --training_images asks for them.'
 
 
 def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
@@ -66,7 +65,8 @@ def with_days(rows: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[
     has_days = (rows['stage'] == 'train') & rows['status'].isin(WITH_FIGURES)
     if settings.training_images is None and (rows['model_name'] == 'tiny').any():
         has_days &= rows['model_name'] != 'tiny'
-        sentences.append(TINY_NOTE)
+        sentences.append('The model tiny is for trying things out and has no days and no cost; --training_images asks '
+                         'for them.')
     images = settings.training_images or TRAINING_IMAGES
     days = days_to_train(rows['images_per_sec'], images).where(has_days)
     if days.notna().any():

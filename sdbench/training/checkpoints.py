@@ -95,20 +95,13 @@ def require_own(folder: str, autoresume: bool) -> None:
 def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
     """List the paths or URIs of what lies directly in a folder or an object store; none where it is not there.
 
-    Raises ValueError, which names `flag`, if they cannot be listed.
+    Raises OSError, which names `flag` or the folder, if they cannot be listed.
     """
     if '://' in folder:
-        try:
-            return addresses_in(folder, f'{flag} {folder}')
-        except OSError as error:
-            raise ValueError(one_line(error)) from None
-    try:
-        if not os.path.lexists(folder):
-            return []
-        return [os.path.join(folder, name) for name in os.listdir(folder)]
-    except OSError as error:
-        raise ValueError(f'{flag} {folder} cannot be read ({one_line(error)}); check its name and your permissions'
-                         ) from None
+        return addresses_in(folder, f'{flag} {folder}')
+    if not os.path.lexists(folder):
+        return []
+    return [os.path.join(folder, name) for name in os.listdir(folder)]
 
 
 def read_beside(folder: str, name: str) -> str | None:
@@ -141,7 +134,7 @@ def write_beside(folder: str, name: str, text: str) -> None:
 def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
     """List the paths or URIs of Composer's checkpoints in a folder or a store, by batch, the oldest first.
 
-    Raises ValueError, which names `flag`, if the folder cannot be listed.
+    Raises OSError, which names `flag` or the folder, if it cannot be listed.
     """
     found = []
     for name in names_in(folder, flag):
@@ -157,8 +150,8 @@ def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
 
     A newer one that was not written to its end is passed over with a line, and stays. In a store all are whole.
 
-    Raises ValueError on all ranks, which names `flag`, if the folder or the newest checkpoint cannot be read, or nodes
-    see different ones: each would load its own, or wait for the others.
+    Raises ValueError on all ranks, which names `flag`, if the newest checkpoint cannot be read, or nodes see different
+    ones: each would load its own, or wait for the others. Raises OSError or DataError if the folder cannot be listed.
     """
     if '://' in folder:
         return on_rank_0(partial(newest_whole, folder, flag))
@@ -172,7 +165,10 @@ def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
 
 
 def newest_whole(folder: str, flag: str) -> str | None:
-    """Return the newest whole checkpoint that this rank sees. Raises ValueError if one cannot be read."""
+    """Return the newest whole checkpoint that this rank sees.
+
+    Raises ValueError if one cannot be read, and OSError if the folder cannot be listed.
+    """
     for name in reversed(checkpoints_in(folder, flag)):
         # A copy that was cut short is passed over, and one that a disk refuses is not: training from an older one would
         # undo days for a fault of a minute.

@@ -5,7 +5,6 @@ The name is drawn once and kept with the checkpoints: no two runs share one, and
 import os
 import re
 import secrets
-from functools import partial
 
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
@@ -13,7 +12,6 @@ from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandB
 from sdbench.errors import DataError, one_line
 from sdbench.flags.train import Train
 from sdbench.training.checkpoints import RUN_NAME, read_beside, write_beside
-from sdbench.training.ranks import on_rank_0
 
 SEPARATOR = '-'  # between the beginning, by which people know the run, and what was drawn
 
@@ -60,7 +58,7 @@ class WandB(WandBLogger):
 
 
 def name_of_run(settings: Train, kept: str | None) -> str | None:
-    """Return the name of a run, the same on all ranks: the one that --save_folder has kept, or a new one.
+    """Return the name of a run: the one that --save_folder has kept, or a new one, which it keeps from now on.
 
     The name is BEGINNING-DRAWN. The beginning is --run_name, or the last part of --save_folder; another --run_name than
     before makes a new name. Without both there is none, and Composer draws one for this start alone. A run without
@@ -79,7 +77,10 @@ def name_of_run(settings: Train, kept: str | None) -> str | None:
     beginning = re.sub(r'[^\w.-]+', SEPARATOR, beginning).strip('-.') or 'run'  # as a folder of curves may be called
     if kept and (settings.run_name is None or kept.rpartition(SEPARATOR)[0] == beginning):
         return kept
-    return on_rank_0(partial(draw_name, beginning, settings.save_folder))
+    name = f'{beginning}{SEPARATOR}{secrets.token_hex(4)}'
+    if settings.save_folder:  # before the first checkpoint, so that a run that is lost until then finds its curves
+        write_beside(settings.save_folder, RUN_NAME, f'{name}\n')
+    return name
 
 
 def kept_name(folder: str | None) -> str | None:
@@ -91,11 +92,3 @@ def kept_name(folder: str | None) -> str | None:
         return None
     text = read_beside(folder, RUN_NAME)
     return text and text.strip()
-
-
-def draw_name(beginning: str, folder: str | None) -> str:
-    """Draw a name that no other run has, and keep it in a --save_folder. Raises ValueError if that fails."""
-    name = f'{beginning}{SEPARATOR}{secrets.token_hex(4)}'
-    if folder is not None:  # kept before the first checkpoint, so that a run that is lost until then finds its curves
-        write_beside(folder, RUN_NAME, f'{name}\n')
-    return name

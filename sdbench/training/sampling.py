@@ -1,7 +1,6 @@
 """--sample_prompts: what the model draws while it is trained."""
 import math
 import sys
-import textwrap
 from pathlib import Path
 
 import torch
@@ -9,8 +8,7 @@ from composer import Callback, ComposerModel
 from composer.core import State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist
-from matplotlib.font_manager import findfont
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
@@ -24,9 +22,6 @@ from sdbench.measuring.clock import Stopwatch
 from sdbench.models.drawing import GUIDANCE, STEPS, build_pipeline, decode, seeded
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer, build_vae
 from sdbench.training.ranks import GracefulStop
-
-CAPTION_LINES = 3  # below a picture
-LEAST_WIDTH = 256  # of a picture in its grid, in pixels
 
 
 def read_prompts(settings: Train, begins: bool) -> list[str]:
@@ -54,26 +49,13 @@ def read_prompts(settings: Train, begins: bool) -> list[str]:
     return prompts
 
 
-def with_caption(picture: Image.Image, caption: str) -> Image.Image:
-    """Return a picture with as much of its caption below it as three lines take. A small one is enlarged, unblurred."""
-    picture = ImageOps.scale(picture, max(1, LEAST_WIDTH // picture.width), Image.Resampling.NEAREST)
-    size = max(8, picture.width // 24)  # of the letters, in pixels
-    font = ImageFont.truetype(findfont('DejaVu Sans'), size)
-    letters = max(1, int(picture.width / font.getlength('n')))  # in a line
-    lines = textwrap.wrap(caption, letters, max_lines=CAPTION_LINES, placeholder=' ...')
-    framed = Image.new('RGB', (picture.width, picture.height + round(1.3 * size * CAPTION_LINES)), 'white')
-    framed.paste(picture)
-    ImageDraw.Draw(framed).multiline_text((0, picture.height), '\n'.join(lines), 'black', font, spacing=0)
-    return framed
-
-
 class Sampling(Callback):
     """Draws a picture of each prompt at each interval and at the end of a run: a grid, kept as a PNG and logged.
 
-    The pictures stand in rows in the order of their prompts, which stand below them and in the PNG's text. Rank 0 draws
-    between two batches, with the averaged weights where there are any, and from the same noise each time. The other
-    ranks wait for it. A drawing that fails is warned of, and the training goes on. What is due in a
-    batch that a signal ends is drawn when the run is resumed.
+    The pictures stand in rows in the order of their prompts, which are in the PNG's text. Rank 0 draws between two
+    batches, with the averaged weights where there are any, and from the same noise each time. The other ranks wait for
+    it. A drawing that fails is warned of, and the training goes on. What is due in a batch that a signal ends is drawn
+    when the run is resumed.
 
     Training stays as it is to the bit: nothing here takes from torch's random state, and what is compiled for training
     is neither run nor compiled again.
@@ -135,9 +117,7 @@ class Sampling(Callback):
                 unet, weights = algorithm.get_ema_model(self.model).unet, 'averaged'
 
         # a picture of each prompt, in a grid
-        pictures = []
-        for picture, prompt in zip(self.draw(unet, state.device_train_microbatch_size), self.prompts, strict=True):
-            pictures.append(pil_to_tensor(with_caption(picture, prompt)))
+        pictures = [pil_to_tensor(picture) for picture in self.draw(unet, state.device_train_microbatch_size)]
         columns = math.ceil(math.sqrt(len(pictures)))
         grid = make_grid(pictures, columns, padding=0, pad_value=255)  # uint8 (3, H, W), white behind the last
 

@@ -12,8 +12,6 @@ from sdbench.costs import price_of
 from sdbench.flags.train import Train
 from sdbench.training.ranks import GracefulStop
 
-SECONDS_PER_HOUR = 3600
-
 
 class Spending(Callback):
     """Counts the GPU-hours of a training, those of the runs that it resumes too, and ends it at its --budget.
@@ -46,7 +44,7 @@ class Spending(Callback):
 
     def so_far(self) -> dict[str, float | None]:
         """Return the `gpu_hours` of all devices until now, and the `dollars` of these, None where no price is given."""
-        hours = (time.monotonic() - self._start) / SECONDS_PER_HOUR * dist.get_world_size()  # of this run
+        hours = (time.monotonic() - self._start) / 3600 * dist.get_world_size()  # of this run
         dollars = None
         if self.price is not None:
             dollars = self._dollars_before + hours * self.price

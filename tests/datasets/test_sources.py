@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from sdbench.datasets.sources import File, find_files, join_neighbours
-from sdbench.errors import DataError
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -110,7 +109,7 @@ def test_tars_of_a_store_are_found_and_the_rest_is_listed(s3):
     with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
         find_files(['s3://bucket/nothing'])
     s3.refusals = [(403, 'AccessDenied')] * 2
-    with pytest.raises(DataError, match='SOURCE s3://bucket/tars: access is denied'):
+    with pytest.raises(OSError, match='SOURCE s3://bucket/tars: access is denied'):
         find_files(['s3://bucket/tars'])
 
 

@@ -93,8 +93,6 @@ class LocalAzure:
         name = '/'.join(folders)
         if not request.headers.get('Authorization', '').startswith(f'SharedKey {account}:'):
             return Response(status=403)
-        if request.method == 'PUT' and request.headers.get('If-None-Match') == '*' and name in self.blobs:
-            return Response(status=409)
         if request.method == 'PUT':
             self.blobs[name] = request.get_data()
             return Response(status=201)

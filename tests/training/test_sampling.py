@@ -43,15 +43,10 @@ def run(folder: Path, model_folder: str, *flags) -> dict:
 
 
 def pictures_in(path: Path) -> list[np.ndarray]:
-    """Cut the grid of three prompts into its pictures, int (16, 16, 3), which are enlarged there.
-
-    Each has its prompt below it.
-    """
+    """Cut the grid of three prompts into its pictures, int (16, 16, 3)."""
     grid = np.asarray(Image.open(path), dtype=int)
-    row, size = len(grid) // 2, 16 * 16
-    assert grid.shape == (2 * row, 2 * size, 3)
-    assert all(grid[top + size:top + row, :size].min() < 128 for top in (0, row))
-    return [grid[top:top + size:16, left:left + size:16] for top, left in ((0, 0), (0, size), (row, 0))]
+    assert grid.shape == (32, 32, 3)
+    return [grid[:16, :16], grid[:16, 16:], grid[16:, :16]]
 
 
 def drawn_by_diffusers(out: Path) -> list[np.ndarray]:
