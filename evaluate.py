@@ -22,6 +22,7 @@ if __name__ == '__main__':
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import math
 import os
 import time
@@ -49,13 +50,7 @@ from sdbench.inputs.images import resize
 from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index
 from sdbench.inputs.tokenizer import hash_of_ids
 from sdbench.models.drawing import SAMPLER, decode, load_pipeline, seeded
-from sdbench.models.feature_extractors import (
-    NETWORK,
-    PUBLISHED_SHA256,
-    RESIZE,
-    load_clip,
-    load_inception,
-)
+from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.process import progress_bar
 from sdbench.records.keys import COMPLETE, FEWEST_FOR_FID
@@ -121,10 +116,8 @@ def sources_of_pictures(pipeline: StableDiffusionPipeline) -> dict:
     def encode(captions: list[str]) -> list[list[int]]:
         return pipeline.tokenizer(captions, padding='max_length', truncation=True).input_ids  # as diffusers calls it
 
-    scheduler = {}
-    for key, value in pipeline.scheduler.config.items():
-        if not key.startswith('_'):  # such as the version of diffusers
-            scheduler[key] = value
+    facts = pipeline.scheduler.config.items()
+    scheduler = {key: value for key, value in facts if not key.startswith('_')}  # as the version of diffusers does
     return {'tokenizer_sha256': hash_of_ids(pipeline.tokenizer.get_vocab(), encode), 'scheduler': scheduler}
 
 
@@ -164,10 +157,7 @@ def read_references(settings: Evaluate, index: dict, image_size: int, fid: Frech
             images.clear()
 
     # the captions of all ranks
-    all_captions = []
-    for captions_of_rank in dist.all_gather_object(captions):
-        all_captions += captions_of_rank
-    return all_captions
+    return list(itertools.chain.from_iterable(dist.all_gather_object(captions)))
 
 
 def picture_path(settings: Evaluate, guidance: float, number: int) -> Path:
@@ -185,10 +175,8 @@ def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions
     # What this rank has still to draw, in batches: a guidance scale, and the numbers of samples.
     batches = []
     for guidance in settings.guidance:
-        numbers = []
-        for number in samples_of_rank(settings):
-            if not picture_path(settings, guidance, number).exists():
-                numbers.append(number)
+        numbers = [number for number in samples_of_rank(settings)
+                   if not picture_path(settings, guidance, number).exists()]
         for start in range(0, len(numbers), settings.batch_size):
             batches.append((guidance, numbers[start:start + settings.batch_size]))
 

@@ -164,10 +164,7 @@ def cores_of_device(devices: int) -> int:
 
 def with_workers(settings: Train | Encode, cores: int) -> Train | Encode:
     """Return the settings with the loader's processes: one for each core, up to 8. Synthetic data needs none."""
-    if settings.num_workers is not None:
-        return settings
-    workers = min(MOST_WORKERS, cores) if settings.remote else 0
-    return replace(settings, num_workers=workers)
+    return with_defaults(settings, num_workers=min(MOST_WORKERS, cores) if settings.remote else 0)
 
 
 def with_length(settings: Train) -> Train:

@@ -49,13 +49,11 @@ def price_of(device: str, prices: Prices) -> float:
     return math.nan
 
 
-def prices_in_words(devices: Iterable[str], prices: Prices) -> str:
-    """Return the prices that count for some GPUs, such as '$2 a GPU-hour' or '$2 for A100 80GB, $3 for H100 80GB'."""
-    return costs_in_words((device, price_of(device, prices)) for device in devices)
-
-
 def costs_in_words(prices: Iterable[tuple[str, float]]) -> str:
-    """Return in words what an hour costs of GPUs, by their names."""
+    """Return in words what an hour costs of GPUs, by their names.
+
+    Such as '$2 a GPU-hour' or 'a GPU-hour $2 for A100 80GB, $3 for H100 80GB'.
+    """
     names_at = {}  # of GPUs, by price
     for device, price in dict.fromkeys(prices):
         words = 'no price' if math.isnan(price) else f'${price:g}'

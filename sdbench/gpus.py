@@ -126,11 +126,8 @@ def words_in(text: str) -> list[str]:
 def has_words(device_name: str, words: str) -> bool:
     """Tell whether a GPU's names have all of some words, whatever their capitals, spaces and hyphens."""
     names = f'{device_name}, {OTHER_NAMES.get(device_name, "")}'.upper()
-    for word in words_in(words):
-        pattern = rf'\b{"[ -]?".join(word)}\b'  # RTX4090 for RTX 4090, but not A10 for A100
-        if not re.search(pattern, names):
-            return False
-    return True
+    patterns = [rf'\b{"[ -]?".join(word)}\b' for word in words_in(words)]  # RTX4090 for RTX 4090, not A10 for A100
+    return all(re.search(pattern, names) for pattern in patterns)
 
 
 def short_name(device: str) -> str:

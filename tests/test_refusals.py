@@ -39,7 +39,6 @@ ROWS = [
     ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu: RTX4091 is no GPU that is known here; did you '
      'mean RTX 4090 or'),
     ('benchmark.py', '--dry_run 8 x', '--dry_run: x is not a whole number above 0'),
-    ('benchmark.py', '--dry_run 8 16 8', '--dry_run 8 16 8 has a number twice; leave one out'),
     ('benchmark.py', '--dry_run 7', '--batch_size 2048 does not divide over 7 devices; use 2044'),
     ('benchmark.py', f'{SYNTHETIC} --network_gbits 100', '--network_gbits 100.0 needs --dry_run'),
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size: 100 is not a multiple of 8; use 96'),

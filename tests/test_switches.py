@@ -8,14 +8,9 @@ from composer.trainer import trainer
 
 import benchmark
 from benchmarks.proof import exactness
-from sdbench.flags.train import Train
 from sdbench.forecast.trace import norms_in_float32
 from sdbench.models.loading import find_model
 from tests.runs import TINY, Weights, settings_of
-
-
-def arguments(*argv: str) -> Train:
-    return settings_of('--use_synth_data', *TINY, '--results', '/dev/null', *argv)
 
 
 def loss_and_gradient(*argv: str) -> tuple[float, torch.Tensor]:
@@ -51,8 +46,8 @@ def test_a_step_whose_scaled_gradients_overflow_is_left_out_and_the_scale_halved
     monkeypatch.setattr(trainer, '_validate_precision', lambda precision, device: None)
     monkeypatch.setattr(trainer, 'get_precision_context', lambda *_, **__: torch.autocast('cpu', torch.float16))
     monkeypatch.setattr(trainer, 'GradScaler', functools.partial(torch.amp.GradScaler, 'cpu'))
-    settings = arguments('--model_name', smallest_with_attention, '--encoder_precision', 'fp16',
-                         '--device_train_microbatch_size', '2', '--max_duration', '5ba')
+    settings = settings_of('--use_synth_data', *TINY, '--model_name', smallest_with_attention, '--encoder_precision',
+                           'fp16', '--device_train_microbatch_size', '2', '--max_duration', '5ba')
     settings = replace(settings, precision='amp_fp16')  # that of a GPU
     witness = Weights(2, value=float('inf'))
     files = find_model(smallest_with_attention)

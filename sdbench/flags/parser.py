@@ -71,7 +71,8 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
         values = vars(parser.parse_args(argv))
         for name, value in values.items():
             if value == '' or isinstance(value, list) and '' in value:
-                raise ValueError(f'{as_given(cls, name)} is empty; a variable of the shell may not be set')
+                given = f'--{name}' if hasattr(cls, name) else name.upper()  # what is positional has no default
+                raise ValueError(f'{given} is empty; a variable of the shell may not be set')
             if isinstance(value, list):  # which cannot be in a frozen dataclass that is compared
                 values[name] = tuple(value) or cls.__dataclass_fields__[name].metadata['bare']
         settings = cls(**values)
@@ -91,11 +92,6 @@ def answer_early(cls: type, description: str) -> None:
     if importlib.util.find_spec('composer') is None:
         exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} is not the Python of the environment, which has '
                         'the libraries: source .venv/bin/activate (make smoke makes it)')
-
-
-def as_given(cls: type, name: str) -> str:
-    """Return the name of a field as a command line has it. What is positional has no default."""
-    return f'--{name}' if hasattr(cls, name) else name.upper()
 
 
 def check(settings: Any) -> None:

@@ -21,7 +21,7 @@ import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,24 +57,13 @@ ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
 TRACED_IMAGES = 1009  # a prime: see above
 
 
-class Operator(NamedTuple):
-    """One call.
-
-    Attributes:
-        kind: of the table of where the time goes.
-        flops: 1 multiply-add = 2.
-        sizes: bytes of each tensor that is read or written, once for each time.
-        kernels: that CUDA launches.
-    """
-    kind: str
-    flops: int
-    sizes: list[int]
-    kernels: int
-
-
 def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], result: Any
-                   ) -> Operator | None:
-    """Return what a call asks of a GPU; None where nothing is computed: a view, or memory without content."""
+                   ) -> tuple[str, int, list[int], int] | None:
+    """Return what a call asks of a GPU; None where nothing is computed: a view, or memory without content.
+
+    That is its kind, FLOPs (1 multiply-add = 2), the bytes of each tensor that is read or written, once for each time,
+    and the kernels that CUDA launches.
+    """
     read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     name = function.overloadpacket.__name__
@@ -89,7 +78,7 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
             if argument.alias_info is not None and argument.alias_info.is_write:
                 sizes += sizes_of(value)
         elements = sum(tensor.numel() for tensor in args[0])
-        return Operator(UPDATE, 0, sizes, math.ceil(elements / MULTI_TENSOR_ELEMENTS))
+        return UPDATE, 0, sizes, math.ceil(elements / MULTI_TENSOR_ELEMENTS)
 
     kind = KIND_BY_NAME.get(name, POINTWISE)
     kernels = KERNELS_BY_NAME.get(name, 1)
@@ -120,7 +109,7 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
         sizes += sizes_of(read[:2])  # of the input, then of weight and bias
     elif name == '_safe_softmax':  # looks for rows that are all masked, and writes its result once more with them at 0
         sizes += sizes_of([read[0], result, result])
-    return Operator(kind, flops, sizes + copied, kernels + len(copied) // 2)
+    return kind, flops, sizes + copied, kernels + len(copied) // 2
 
 
 def sizes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -199,7 +188,6 @@ class StepCounter(TorchDispatchMode):
     A gradient is told from other memory by a hook of its weight.
 
     Attributes:
-        images: of the step.
         items: of each storage that is alive, by its address.
         now: int64 (2, ITEMS), what is alive whatever the microbatch, and for each image of it.
         rows: `now` after each operator.
@@ -209,9 +197,8 @@ class StepCounter(TorchDispatchMode):
         arrivals: of each gradient its bytes, and how much of `work` was done when it was there.
     """
 
-    def __init__(self, weights: list[torch.Tensor], images: int = TRACED_IMAGES):
+    def __init__(self, weights: list[torch.Tensor]):
         super().__init__()
-        self.images = images
         self.weights = {weight.untyped_storage()._cdata for weight in weights}
         for weight in weights:
             if weight.requires_grad:
@@ -243,7 +230,7 @@ class StepCounter(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         operator = count_operator(function, args, kwargs or {}, result)
         if operator is not None:
-            self.add_work(operator)
+            self.add_work(*operator)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.notice(tensor)
@@ -253,11 +240,11 @@ class StepCounter(TorchDispatchMode):
         self.encoder_rows.append(self.in_encoder)
         return result
 
-    def add_work(self, operator: Operator) -> None:
+    def add_work(self, kind: str, flops: int, sizes: list[int], kernels: int) -> None:
         """Add an operator to the work: bytes that the number of images divides are those of images."""
-        of_images = sum(size for size in operator.sizes if size % self.images == 0)
-        self.work.append((self.in_encoder, operator.kind, operator.flops / self.images, of_images / self.images,
-                          sum(operator.sizes) - of_images, operator.kernels))
+        of_images = sum(size for size in sizes if size % TRACED_IMAGES == 0)
+        self.work.append((self.in_encoder, kind, flops / TRACED_IMAGES, of_images / TRACED_IMAGES,
+                          sum(sizes) - of_images, kernels))
 
     def notice_gradient(self, weight: torch.Tensor) -> None:
         """Count a gradient that is there now, and note when it came."""
@@ -289,7 +276,7 @@ class StepCounter(TorchDispatchMode):
     def add(self, item: str, size: int) -> None:
         """Add bytes to what is alive of an item: for each image if the number of images divides them."""
         column = ITEMS.index(item)
-        if size % self.images == 0:
-            self.now[1, column] += size // self.images
+        if size % TRACED_IMAGES == 0:
+            self.now[1, column] += size // TRACED_IMAGES
         else:
             self.now[0, column] += size

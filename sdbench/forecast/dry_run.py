@@ -14,7 +14,7 @@ from composer.utils import dist
 from tabulate import tabulate
 
 from sdbench.complete import complete
-from sdbench.costs import days_to_train, price_of, prices_in_words
+from sdbench.costs import costs_in_words, days_to_train, gpu_hours, price_of
 from sdbench.errors import plural
 from sdbench.flags.train import ENCODERS, Train
 from sdbench.forecast.speed import LARGEST_ERROR
@@ -59,10 +59,8 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
     runs, refused = runs_of(settings, index)
     print('counting memory and work of a step', file=sys.stderr, flush=True)
     estimates = [Estimate.of(run, build_model, build_optimizer) for run in runs]
-    cards = []
-    for card in cards_named(settings.gpu):
-        is_known = peak_of(card.name, runs[0].precision)
-        cards.append(card if is_known else card._replace(tflops=math.nan))
+    precision = runs[0].precision
+    cards = [card._replace(tflops=peak_of(card.name, precision) or math.nan) for card in cards_named(settings.gpu)]
     forecasts = []
     no_room = []
     for card in cards:
@@ -186,7 +184,7 @@ class Forecast(NamedTuple):
         images = self.given.settings.training_images
         if images:
             days = [days_to_train(speed, images) for speed in speeds]
-            hours = [each_days * 24 * record['num_devices'] for each_days in days]
+            hours = [gpu_hours(speed, record['num_devices'], images) for speed in speeds]
             cells['days'] = with_range(days)
             if first is not None:
                 cells['GPU-hours'] = with_range(hours)
@@ -197,24 +195,18 @@ class Forecast(NamedTuple):
 def with_one_change(settings: Train) -> dict[str, Train]:
     """Return the settings of a run with each change that may be worth it, by the change in words."""
     half = settings.image_size // 16 * 8
-    changes = {}
-    if isinstance(settings.device_train_microbatch_size, int):
-        changes['the largest microbatch'] = {'device_train_microbatch_size': 'auto'}
-    if settings.encoder_precision != 'bf16':
-        changes['--encoder_precision bf16'] = {'encoder_precision': 'bf16'}
-    if not settings.half_precision_norms:
-        changes['--half_precision_norms'] = {'half_precision_norms': True}
-    if not settings.gradient_checkpointing:
-        changes['--gradient_checkpointing'] = {'gradient_checkpointing': True}
-    if settings.use_ema:
-        changes['without --use_ema'] = {'use_ema': False}
+    changes = {'the largest microbatch': {'device_train_microbatch_size': 'auto'},
+               '--encoder_precision bf16': {'encoder_precision': 'bf16'},
+               '--half_precision_norms': {'half_precision_norms': True},
+               '--gradient_checkpointing': {'gradient_checkpointing': True},
+               'without --use_ema': {'use_ema': False},
+               'latents (encode.py)': {'encoders': ENCODERS[True]}}
     if half >= 64:
         changes[f'--image_size {half}'] = {'image_size': half}
-    if not settings.latents:
-        changes['latents (encode.py)'] = {'encoders': ENCODERS[True]}
-    if settings.num_devices > 1 and settings.allreduce_precision == 'fp32':
+    if settings.num_devices > 1:
         changes['--allreduce_precision bf16'] = {'allreduce_precision': 'bf16'}
-    return {change: dataclasses.replace(settings, **flags) for change, flags in changes.items()}
+    changed = {change: dataclasses.replace(settings, **flags) for change, flags in changes.items()}
+    return {change: other for change, other in changed.items() if other != settings}
 
 
 def title(settings: Train) -> str:
@@ -257,7 +249,7 @@ def what_figures_mean(rows: list[Forecast]) -> list[str]:
     settings = rows[0].given.settings
     sentences = []
     if settings.training_images:
-        prices = prices_in_words([row.card.name for row in rows], settings.dollars_per_gpu_hour)
+        prices = costs_in_words((row.card.name, row.price) for row in rows)
         epochs = ''
         if settings.remote:
             epochs = f' ({rounded(settings.training_images / settings.batch_size / settings.batches_per_epoch)} epochs)'
@@ -273,18 +265,14 @@ def what_figures_mean(rows: list[Forecast]) -> list[str]:
 
 def network_sentences(rows: list[Forecast]) -> list[str]:
     """Say what is counted between machines, if any row has gradients that leave one."""
-    names = {}  # of cards, by the GPUs of a machine
-    for row in rows:
-        if row.given.needs_network(row.card):
-            names.setdefault(row.record['gpus_per_node'], {})[short_name(row.card.name)] = None
-    if not names:
+    machines = {row.record['gpus_per_node'] for row in rows if row.given.needs_network(row.card)}
+    if not machines:
         return []
-    machines = ' or '.join(f'{gpus} x {", ".join(cards)}' for gpus, cards in names.items())
     gbits = rows[0].given.settings.network_gbits
     speed = 'is taken to be as fast as the link of its GPUs; --network_gbits says how fast it is.'
     if gbits is not None:
         speed = f'is {gbits:g} Gbit/s, of which {NETWORK_SHARE:.0%} count.'
-    return [f'The network of a machine ({machines}) {speed}']
+    return [f'The network of a machine, which has {" or ".join(map(str, sorted(machines)))} GPUs, {speed}']
 
 
 def reasons(first: Forecast, build_model: Callable, build_optimizer: Callable) -> list[str]:

@@ -26,7 +26,7 @@ from ema import ShadowModel, compute_ema
 from sdbench.flags.commands import Encode
 from sdbench.flags.train import SD2_BASE, Train
 from sdbench.forecast.compiling import compiled
-from sdbench.forecast.count import AVERAGE, EXCHANGE, UPDATE, StepCounter, StepMemory
+from sdbench.forecast.count import AVERAGE, EXCHANGE, TRACED_IMAGES, UPDATE, StepCounter, StepMemory
 from sdbench.forecast.speed import (
     COMPILED,
     CONSTANTS,
@@ -73,8 +73,8 @@ class Estimate:
 
         Runs that differ in nothing that bears on a step share a trace.
         """
-        # what bears on a trace. Fused attention is counted alike; what compiling changes is said of one kind of step.
-        # How many GPUs there are, and what joins them, bears on what is made of it
+        # what bears on a trace. Fused attention is counted alike, that of xformers too; what compiling changes is said
+        # of one kind of step. How many GPUs there are, and what joins them, bears on what is made of it
         attention = 'math' if settings.attention == 'math' else 'sdpa'
         alike = dataclasses.replace(settings, attention=attention, compile=False, compile_blocks=False, batch_size=1,
                                     device_train_microbatch_size='auto', encoders=None, use_ema=True,
@@ -194,8 +194,6 @@ def build_on_meta(settings: Train, build_model: Callable[..., ComposerModel]) ->
 
     So a switch changes what is counted by what it does. `build_model` makes the real one.
     """
-    # sizes need no weights, and xformers, which asks for a GPU, keeps what torch's fused attention keeps
-    settings = dataclasses.replace(settings, attention='sdpa')
     return build_model(settings, False, torch.device('meta'), find_model(settings.model_name))
 
 
@@ -236,9 +234,27 @@ def trace_step(meta_model: ComposerModel, precision: str, attention: str = 'sdpa
     cpu = torch.device('cpu')
     model = meta_model.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu))
 
+    # What is counted: each operator, what autograd keeps for the backward pass, and apart the VAE's encoder.
     counter = StepCounter(list(model.parameters()))
-    with mode, counter, torch.compiler.set_stance('force_eager'), norms_in_float32():
-        forward_and_backward(model, precision, counter, attention)
+    if model.vae is not None:
+        counter.watch_encoder(model.vae)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        counter.count_as('activations', tensor)
+        return tensor
+
+    # The step.
+    backend = SDPBackend.MATH if attention == 'math' else SDPBackend.FLASH_ATTENTION
+    autocast = torch.autocast('cpu', AUTOCAST_DTYPES.get(precision), enabled=precision in AUTOCAST_DTYPES)
+    with (mode, counter, torch.compiler.set_stance('force_eager'), norms_in_float32(), sdpa_kernel(backend),
+          torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)):
+        batch = blank_batch(model, TRACED_IMAGES, 'cpu')
+        composers_copy = tree_map(torch.clone, batch)  # which its Trainer keeps through the step
+        with autocast:
+            outputs = model(batch)
+            loss = model.loss(outputs, batch)
+        loss.backward()
+    del composers_copy
     return memory_and_work(model, counter)
 
 
@@ -255,26 +271,6 @@ def work_of_update(updates: dict[str, Callable]) -> Work:
             update()
         rows += [(kind, *work) for _, _, *work in counter.work]
     return work_by_kind(rows)
-
-
-def forward_and_backward(model: ComposerModel, precision: str, counter: StepCounter, attention: str = 'sdpa') -> None:
-    """Take a step of as many images as are counted, forward and backward."""
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        counter.count_as('activations', tensor)
-        return tensor
-
-    if model.vae is not None:
-        counter.watch_encoder(model.vae)
-    backend = SDPBackend.MATH if attention == 'math' else SDPBackend.FLASH_ATTENTION
-    autocast = torch.autocast('cpu', AUTOCAST_DTYPES.get(precision), enabled=precision in AUTOCAST_DTYPES)
-    batch = blank_batch(model, counter.images, 'cpu')
-    composers_copy = tree_map(torch.clone, batch)  # which its Trainer keeps through the step
-    with sdpa_kernel(backend), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with autocast:
-            outputs = model(batch)
-            loss = model.loss(outputs, batch)
-        loss.backward()
-    del composers_copy
 
 
 def work_by_kind(rows: Iterable[tuple]) -> Work:

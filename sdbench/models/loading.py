@@ -43,7 +43,6 @@ PRETRAINED_PARTS = ('vae', 'text_encoder')  # whose weights --pretrained takes
 DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}  # of --encoder_precision
 AUTOCAST_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}  # of --precision, where it has autocast
 RANDOM = 'random'  # in the place of a hash of weights
-SCALING_FACTOR = 0.18215  # brings the latents to unit variance, where the VAE's configuration is silent
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ class ModelFiles:
 
     @property
     def scaling_factor(self) -> float:
-        """What a latent of the VAE is multiplied with."""
-        return self.configs['vae'].get('scaling_factor', SCALING_FACTOR)
+        """What a latent of the VAE is multiplied with, which brings it to unit variance."""
+        return self.configs['vae'].get('scaling_factor', 0.18215)  # Stable Diffusion's
 
     def latent_size(self, image_size: int) -> int:
         """Return height and width of the latents of an image of so many: the VAE's blocks but the first halve them."""

@@ -21,7 +21,6 @@ SDPA_BACKENDS = {
     'efficient': [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
     'math': [SDPBackend.MATH],
 }
-HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
 MOST_KINDS_OF_BLOCKS = 64  # Stable Diffusion 2's UNet has 15 kinds of residual blocks and 4 of transformer blocks
 
@@ -127,8 +126,6 @@ class HalfGroupNorm(torch.nn.GroupNorm):
     """torch's group norm of (B, C, ...), computed in the type of its input."""
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        if image.dtype not in HALF_PRECISIONS:
-            return super().forward(image)
         weight = self.weight.to(image.dtype)
         bias = self.bias.to(image.dtype)
         with torch.autocast(image.device.type, enabled=False):
@@ -139,8 +136,6 @@ class HalfLayerNorm(torch.nn.LayerNorm):
     """torch's layer norm, computed in the type of its input."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        if states.dtype not in HALF_PRECISIONS:
-            return super().forward(states)
         weight = self.weight.to(states.dtype)
         bias = self.bias.to(states.dtype)
         with torch.autocast(states.device.type, enabled=False):
@@ -151,7 +146,7 @@ HALF_NORMS = {torch.nn.GroupNorm: HalfGroupNorm, torch.nn.LayerNorm: HalfLayerNo
 
 
 def switch_norms_to_half(network: torch.nn.Module) -> None:
-    """Let all norms of a network compute in the type of their input where that is bf16 or fp16.
+    """Let all norms of a network compute in the type of their input, which is bf16 or fp16 under autocast.
 
     Autocast computes norms in float32, makes float32 of what follows them up to the next convolution, and keeps it so
     for the backward pass. The norms stay the same objects with the same weights; only their class changes.

@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import benchmark
 from sdbench.flags.train import Train
-from sdbench.forecast.count import StepMemory
 from sdbench.forecast.trace import build_on_meta, lasting_bytes, norms_in_float32, trace_step
 from sdbench.models.loading import AUTOCAST_DTYPES
 from sdbench.training.microbatch import blank_batch
@@ -18,17 +17,8 @@ from tests.runs import settings_of
 IMAGES = 3  # not the number that is traced
 
 
-def settings_of_small(model_name: str, *flags: str) -> Train:
-    return settings_of('--dry_run', '--model_name', model_name, '--image_size', '16', '--batch_size', IMAGES, *flags)
-
-
 def outline(settings: Train) -> benchmark.StableDiffusion:
     return build_on_meta(settings, benchmark.build_model)
-
-
-def calculated(settings: Train) -> StepMemory:
-    memory, _ = trace_step(outline(settings), settings.precision, attention=settings.attention)
-    return memory
 
 
 def peak_of_real_tensors(settings: Train) -> int:
@@ -56,8 +46,10 @@ def peak_of_real_tensors(settings: Train) -> int:
     pytest.param(['--precision', 'fp32'], 0.005, marks=pytest.mark.long),
     pytest.param(['--model_name', 'tiny', '--image_size', '64'], 0.001, marks=pytest.mark.long)], ids=str)
 def test_the_peak_is_that_of_real_tensors(smallest_with_attention, flags, tolerance):
-    settings = settings_of_small(smallest_with_attention, *flags)
-    calculation = sum(calculated(settings).peak(IMAGES, accumulated=False).values())
+    settings = settings_of('--dry_run', '--model_name', smallest_with_attention, '--image_size', '16', '--batch_size',
+                           IMAGES, *flags)
+    memory, _ = trace_step(outline(settings), settings.precision, settings.attention)
+    calculation = sum(memory.peak(IMAGES, accumulated=False).values())
     assert calculation == pytest.approx(peak_of_real_tensors(settings), rel=tolerance)
 
 
