@@ -32,7 +32,6 @@ from sdbench.files import atomic_write, locked
 from sdbench.stores import addresses_in, download, upload
 from sdbench.training.ranks import on_every_rank, on_rank_0
 
-PROGRAM = Path(__file__).parents[2]  # where a process finds the package sdbench
 LATEST = 'latest-rank{rank}.pt'
 FILE_NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 FILE_NAME_PATTERN = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # best-ep1-ba9-rank0.pt is the user's
@@ -347,8 +346,10 @@ class AtomicCheckpointSaver(CheckpointSaver):
         """
         name = os.path.basename(path)
         command = [sys.executable, '-m', 'sdbench.stores', path, f'{self.address.rstrip("/")}/{name}']
-        # a session of its own: the signals that end a run go to all processes of its group
-        sent = subprocess.run(command, cwd=PROGRAM, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        # It works where the run does: credentials may be files that are named from there. Its session is its own, since
+        # the signals that end a run go to all processes of its group.
+        environment = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
+        sent = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
         if sent.returncode == 0:
             os.remove(path)
             return None

@@ -145,6 +145,7 @@ def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]
             if first_batch < to_batches(settings.max_duration):
                 trainer.fit()
     except Exception as error:
+        trainer.engine.close()  # without the other ranks, which may be gone; here W&B sees that the run has failed
         reason = known_reason(error, f'--device_train_microbatch_size {trainer.state.device_train_microbatch_size}')
         if reason is None:  # nobody foresaw it: its traceback says where it was
             traceback.print_exception(error)
@@ -209,10 +210,8 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         else:
             text += '; without --save_folder nothing was saved'
 
-    # the end of the loggers and callbacks, and the record
-    if record['status'] == FAILED:
-        trainer.engine.close()  # without the other ranks, which may be gone
-    else:
+    # the end of the loggers and callbacks, which a failure has ended already, and the record
+    if record['status'] != FAILED:
         numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
         trainer.logger.log_metrics(numbers)  # each is a curve of one point
         trainer.close()

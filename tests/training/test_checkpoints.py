@@ -96,6 +96,15 @@ SAVING_IN_S3 = ['--use_synth_data', *TINY, '--max_duration', '3ba', '--save_fold
                 '--save_interval', '1ba']
 
 
+def test_checkpoints_are_sent_with_credentials_of_a_file_that_is_named_from_where_the_run_is(s3, monkeypatch):
+    Path('keys').write_text('[default]\naws_access_key_id = a\naws_secret_access_key = b\n')
+    monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', 'keys')
+    for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
+        monkeypatch.delenv(name)
+    main([*SAVING_IN_S3, '--max_duration', '1ba'])
+    assert 'runs/1/ep0-ba1-rank0.pt' in s3.objects
+
+
 @pytest.mark.long
 def test_a_checkpoint_that_a_store_refuses_is_said_the_next_takes_its_place_and_the_last_stays_on_this_machine(
         s3, results, capfd):

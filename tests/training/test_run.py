@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from composer import Callback
 
 import benchmark
 from sdbench import process
@@ -34,6 +35,22 @@ def test_a_crash_leaves_a_record_that_says_why_without_passwords(results, capfd,
     assert record['measured_batches'] == 0
     assert record['images_per_sec'] is None
     assert 'the run failed at batch 1: RuntimeError: no luck' in capfd.readouterr().err
+
+
+class NotesHowItIsClosed(Callback):
+    """Asks as Composer's logger of W&B does whether the run has failed."""
+    error = None
+
+    def post_close(self):
+        self.error = sys.exc_info()[1]
+
+
+def test_a_run_that_crashes_is_closed_as_one_that_has_failed(monkeypatch):
+    monkeypatch.setattr(benchmark.StableDiffusion, 'encode', lambda self, batch: 1 / 0)
+    callback = NotesHowItIsClosed()
+    with pytest.raises(SystemExit):
+        benchmark.main(['--use_synth_data', *TINY], [callback])
+    assert isinstance(callback.error, ZeroDivisionError)
 
 
 def test_a_resumed_run_says_from_where_and_counts_to_its_end_with_loss_speed_and_time(monkeypatch, tmp_path, capfd):
