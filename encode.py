@@ -36,8 +36,8 @@ from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, 
 from sdbench.models.flops import flops_of_latents
 from sdbench.models.loading import find_model
 from sdbench.records.figures import OF_AN_ENCODING, summary_lines
-from sdbench.records.keys import COMPLETE, why_unreliable
 from sdbench.records.record import append_record, make_record
+from sdbench.records.status import COMPLETE, why_unreliable
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU

@@ -53,8 +53,8 @@ from sdbench.models.drawing import SAMPLER, decode, load_pipeline, seeded
 from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.process import progress_bar
-from sdbench.records.keys import COMPLETE, FEWEST_FOR_FID
 from sdbench.records.record import append_record, make_record
+from sdbench.records.status import COMPLETE, FEWEST_FOR_FID
 from sdbench.records.summary import evaluation_summary
 from sdbench.training.compatibility import was_trained_on
 from sdbench.training.ranks import destroy_nccl_group, join_ranks, on_rank_0

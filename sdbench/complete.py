@@ -20,7 +20,7 @@ from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, TINY_MODEL, Train
 from sdbench.inputs.loader import BATCHES_PER_WORKER
 from sdbench.inputs.shards import number_of_samples, read_index
 from sdbench.paths import sibling_path, with_run_name
-from sdbench.records.keys import fewest_batches
+from sdbench.records.status import fewest_batches
 
 FAULTLESS_CUDNN = 91501  # 9.15.1; before it, gradients of its attention can be NaN at lengths that no 128 divides
 MOST_WORKERS = 8

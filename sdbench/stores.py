@@ -47,8 +47,8 @@ class StoredFile(NamedTuple):
 def parse_address(address: str, label: str, ours_only: bool = False) -> Address:
     """Return what an address of a store names.
 
-    Raises ValueError, which begins with `label`, if it names no bucket, or where `ours_only` if it is none of s3://,
-    gs:// and azure://.
+    Raises ValueError, which begins with `label`, if it names no bucket, or one that no store can have, or where
+    `ours_only` if it is none of s3://, gs:// and azure://.
     """
     if ours_only and not address.startswith(OURS):
         raise ValueError(f'{label}: of stores, s3://, gs:// and azure:// can be used; use an S3-compatible address '
@@ -64,6 +64,10 @@ def parse_address(address: str, label: str, ours_only: bool = False) -> Address:
     if not bucket:
         raise ValueError(f'{label} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
                          f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
+    for name in filter(None, (account, bucket)):
+        if not re.fullmatch(r'[A-Za-z0-9$][\w.-]*', name, re.ASCII):
+            raise ValueError(f'{label}: {name} can be no name of a bucket or an account; these have letters, digits, '
+                             'dots, - and _')
     return Address(scheme, account, bucket, key.strip('/'))
 
 

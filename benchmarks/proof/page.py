@@ -7,8 +7,8 @@ import pandas as pd
 
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.records.figures import rounded
-from sdbench.records.keys import FORECAST, why_unreliable
 from sdbench.records.read import words
+from sdbench.records.status import FORECAST, why_unreliable
 from sdbench.report.markdown import table_text
 
 FAR = 1.25  # times the forecast either way, beyond its error on published speeds

@@ -320,10 +320,15 @@ def read_csv(path: str) -> Iterator:
     """Read a CSV as `read_rows` does. Raises ValueError if a quote is not closed."""
     csv.field_size_limit(sys.maxsize)  # a column that nobody uses may hold megabytes in a cell
     with open_text(path) as file:
-        # what separates the columns
-        header = next(filter(str.strip, file), '')  # the first line that is not empty
-        separator = max(SEPARATORS, key=header.count)
-        file.seek(0)
+        # what separates the columns: Excel can say so in a first line, sep=;
+        first = re.fullmatch('"?sep=(.)"?[\r\n]*', file.readline(), re.IGNORECASE)
+        if first:
+            separator = first[1]
+        else:
+            file.seek(0)
+            header = next(filter(str.strip, file), '')  # the first line that is not empty
+            separator = max(SEPARATORS, key=header.count)
+            file.seek(0)
 
         # the rows
         reader = csv.reader(file, delimiter=separator, strict=True, skipinitialspace=True)

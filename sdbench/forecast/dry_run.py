@@ -21,8 +21,8 @@ from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate
 from sdbench.gpus import GIB, NETWORK_SHARE, Card, cards_named, peak_of, short_name
 from sdbench.records.figures import WIDTH, rounded
-from sdbench.records.keys import FORECAST, NOT_IN_A_FORECAST
 from sdbench.records.record import append_line, make_record
+from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
 
 RANGE = [
     f'In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on speeds of sources that it had not '

@@ -33,8 +33,8 @@ from sdbench.flags.train import Train
 from sdbench.gpus import GIB
 from sdbench.measuring.power import GpuMonitor, gather_gpu_figures
 from sdbench.records.figures import OF_A_LOADER, summary_lines
-from sdbench.records.keys import COMPLETE, QUEUES_IN_WINDOW, caution_about
 from sdbench.records.record import append_record, make_record
+from sdbench.records.status import COMPLETE, QUEUES_IN_WINDOW, caution_about
 
 EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
 TRACE_WARMUP = 1   # batches in which the profiler itself warms up

@@ -17,7 +17,7 @@ from typing import Any
 from sdbench.costs import Prices
 from sdbench.flags.train import ENCODERS, SAME_ON_RESUME, SWITCHES, TAKE_NO_TIME, Train
 from sdbench.records.figures import OF_A_RUN
-from sdbench.records.keys import COMPLETE, FORECAST, why_unreliable
+from sdbench.records.status import COMPLETE, FORECAST, why_unreliable
 from sdbench.records.versions import PACKAGES
 
 VERSIONS = ['python', 'cuda', *PACKAGES]

@@ -11,7 +11,7 @@ from sdbench.flags.train import Train
 from sdbench.gpus import CARDS
 from sdbench.paths import sibling_path
 from sdbench.records.figures import LINES, OF_A_TRAINING, OF_AN_EVALUATION, rounded, summary_lines, table_of
-from sdbench.records.keys import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
+from sdbench.records.status import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
 # A plan whose forecasts the records in two files correct: what was measured, and the forecast of the same flags.

@@ -13,8 +13,8 @@ import pandas as pd
 from sdbench.costs import Prices, days_to_train, price_of
 from sdbench.gpus import short_name
 from sdbench.records.figures import cell
-from sdbench.records.keys import FORECAST
 from sdbench.records.read import EVALUATED, EXTRAPOLATED, MEASURED, OF_LOSSES, SETTINGS, VERSIONS
+from sdbench.records.status import FORECAST
 from sdbench.report.markdown import differing, names_of_lines, settings_in_words
 from sdbench.report.plans import CORRECTED, told_apart_by
 from sdbench.report.speeds import one_of_each_number

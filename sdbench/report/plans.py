@@ -15,8 +15,8 @@ from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import SWITCHES
 from sdbench.gpus import short_name
 from sdbench.records.figures import cell, days_in_words, rounded
-from sdbench.records.keys import FORECAST, NOT_IN_A_FORECAST
 from sdbench.records.read import MEASURED, OF_SPEED, VERSIONS
+from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
 from sdbench.report.markdown import differing, settings_in_words, table_text
 from sdbench.report.speeds import UNKNOWN
 

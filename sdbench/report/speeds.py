@@ -10,8 +10,8 @@ from sdbench.costs import SECONDS_PER_DAY, TRAINING_IMAGES, Prices, days_to_trai
 from sdbench.errors import plural
 from sdbench.flags.commands import Report
 from sdbench.records.figures import OF_A_RUN
-from sdbench.records.keys import FORECAST
 from sdbench.records.read import EXTRAPOLATED, LEARNED, MEASURED, OF_LOSSES, SETTINGS, WITH_FIGURES
+from sdbench.records.status import FORECAST
 from sdbench.report.markdown import differing, settings_in_words
 
 UNKNOWN = dict.fromkeys((*OF_A_RUN, *LEARNED, 'microbatch'), math.nan)  # the figures of a row that no run has

@@ -19,8 +19,8 @@ from sdbench.flags.times import is_due, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.measuring.clock import TRACE_WARMUP, TRACED_BATCHES
 from sdbench.models.loading import weight_files
-from sdbench.records.keys import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.record import append_record, make_record
+from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
 from sdbench.training.checkpoints import RECORD, read_beside, write_beside
 from sdbench.training.ranks import GracefulStop, on_rank_0, print_on_rank_0

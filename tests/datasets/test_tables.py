@@ -35,6 +35,7 @@ TABLES_OF_PEOPLE = {
     'capitals': (['Photos/a.JPG', 'b.jpg'], 'File_Name,Text\nphotos/a.jpg,one\nB.jpg,two\n'),
     'backslashes of an archive': (['IMG\\a.jpg', 'b.jpg'], 'file_name,text\nimg\\a.jpg,one\nb.jpg,two\n'),
     'blanks behind commas': (['a.jpg', 'b.jpg'], 'file_name, text\na.jpg, one\n b.jpg, "two"\n'),
+    'the separator in a first line': (['a.jpg', 'b.jpg'], 'sep=;\r\nfile_name;text\r\na.jpg;one\r\nb.jpg;two\r\n'),
     'bars': (['a.jpg', 'b.jpg'], 'file name|text\na.jpg|one\nb.jpg|two\n'),
     'a large cell': (['a.jpg', 'b.jpg'], f'x,file_name,text\n{"0.1 " * 50_000},a.jpg,one\n,b.jpg,two\n'),
     'an index of pandas': (['a.jpg', 'b.jpg'], ',file_name,text\n0,a.jpg,one\n1,b.jpg,two\n'),
