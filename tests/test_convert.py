@@ -120,13 +120,18 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
         assert f'{number} {kind}' in printed
 
 
-def test_where_nothing_can_be_converted_one_line_says_why_and_there_is_no_dataset(tmp_path, capsys):
+def test_where_nothing_was_converted_a_command_with_other_flags_may_take_the_same_out(tmp_path, capsys):
     write_tar(tmp_path / 'in/x.tar', {'a.jpg': b'noise', 'a.txt': b'a', 'b.jpg': shaded(1)})
-    line = one_error_line(['in', 'out'], capsys, convert.main)
+    argv = ['in', 'out']
+    line = one_error_line(argv, capsys, convert.main)
     assert 'nothing could be converted' in line
     assert '1 image does not decode, 1 no caption; listed in' in line
     assert len(skipped(tmp_path / 'out')) == 2
     assert not (tmp_path / 'out/index.json').exists()
+    write_tar(tmp_path / 'in/x.tar', sample_files('0', 0))
+    assert convert.main([*argv, '--size_limit', '1kb']) == 0
+    assert read_back(tmp_path / 'out') == pairs(0)
+    assert skipped(tmp_path / 'out') == []
 
 
 def test_the_same_command_does_nothing_and_with_other_flags_is_refused(tars, tmp_path, capsys):

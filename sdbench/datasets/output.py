@@ -91,8 +91,13 @@ class Output:
             self.write(CLAIM, json.dumps(settings).encode())
             return
 
-        # go on in one that was begun with the same settings
+        # begin one again of which nothing came
         begun = json.loads(held)
+        if self.is_folder and begun.get('program') == settings['program'] and self._is_empty():
+            self.write(CLAIM, json.dumps(settings).encode())  # nothing came of the earlier command, which was a mistake
+            return
+
+        # go on in one that was begun with the same settings
         for key in ('program', *settings, *begun):
             if begun.get(key) == settings.get(key):
                 continue
@@ -146,6 +151,11 @@ class Output:
             if rest:
                 found[folder] = found.get(folder, False) or rest == INDEX
         return found
+
+    def _is_empty(self) -> bool:
+        """Tell whether OUT holds nothing but parts without a sample."""
+        parts = self.parts()
+        return all(parts.values()) and not any(json.loads(self.read(f'{part}/{INDEX}'))['shards'] for part in parts)
 
     def require_begun(self) -> None:
         """Raise DataError if a worker does not see the OUT that the command has begun."""
