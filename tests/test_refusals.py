@@ -36,6 +36,7 @@ ROWS = [
     ('benchmark.py', '--use_synth_data --remote x', 'give only one of --remote, --use_synth_data'),
     ('benchmark.py', f'{SYNTHETIC} --batch_size 6 --device_train_microbatch_size 4', '--device_train_microbatch_size 4 '
      'does not divide the 6 images that a device gets of --batch_size 6; use 3'),
+    ('benchmark.py', '--dry_run 8 16 8', '--dry_run 8 16 8 has a number twice; leave one out'),
     ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu: RTX4091 is no GPU that is known here; did you '
      'mean RTX 4090 or'),
     ('benchmark.py', '--dry_run 8 x', '--dry_run: x is not a whole number above 0'),

@@ -342,6 +342,8 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
         counts = self.dry_run or (0,)
         if len(counts) == 1:
             self.check_batch(counts[0] or of_launcher('WORLD_SIZE') or 1)
+        if len(set(counts)) < len(counts):
+            raise ValueError(f'--dry_run {" ".join(map(str, counts))} has a number twice; leave one out')
 
         # a VAE that decodes what is drawn
         if self.sample_prompts and not self.pretrained:

@@ -103,7 +103,7 @@ def runs_of(settings: Train, index: dict | None) -> tuple[list[Train], dict[int,
     """Return the run on each number of GPUs, and why there can be none, by number. Raises ValueError without any."""
     runs = []
     refused = {}
-    for devices in sorted(set(settings.dry_run)):
+    for devices in sorted(settings.dry_run):
         try:
             settings.check_batch(devices or dist.get_world_size())
             runs.append(complete(dataclasses.replace(settings, dry_run=(devices,)), index))
