@@ -1,8 +1,10 @@
 """Encode the images of shards with the VAE, in a process that keeps it from call to call."""
 import functools
+import multiprocessing
 import os
 import platform
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -46,6 +48,14 @@ class ImageShard(NamedTuple):
     def name(self) -> str:
         """Name of its file."""
         return self.entry['raw_data']['basename']
+
+
+def end_with_encoder(loader_worker: int) -> None:
+    """Let a loader's process end when the encoder is gone, whose child it is not where a fork server has forked it."""
+    def wait_for_its_end() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+    threading.Thread(target=wait_for_its_end, daemon=True).start()
 
 
 class Batches(Dataset):
@@ -128,7 +138,8 @@ class Encoder:
                         yield shard, range(start, min(start + settings.batch_size, samples))
 
         loader = DataLoader(Batches(readers, settings.image_size), batch_size=None, sampler=keys_of_batches(),
-                            num_workers=settings.num_workers, pin_memory=self.device.type == 'cuda')
+                            num_workers=settings.num_workers, pin_memory=self.device.type == 'cuda',
+                            worker_init_fn=end_with_encoder)
         for number, batches in groupby(loader, itemgetter('shard')):
             self.encode_part(output, parts[number], batches)
             if copies is not None:
