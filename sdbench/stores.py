@@ -26,6 +26,7 @@ TRIES = 4  # of a request whose error may pass: up to 1, 2, 4, 8, 16, then 20 se
 SILENCE = 20  # seconds without a byte, after which a request is tried again
 SENDING = {'tries': 8, 'silence': 60}  # of a checkpoint, whose last piece takes a store long to put together
 PATIENT = {'tries': 20, 'silence': 60}  # of commands that make datasets, for which a server may be away for minutes
+IN_ONE = 64 << 20  # bytes that are sent in one request, as a shard is: some stores know no other
 CONNECTIONS = 64  # that a client keeps, since a command may ask as many things at once
 
 
@@ -198,12 +199,13 @@ def upload(path: str, address: str, label: str) -> None:
 
 def write(file: BinaryIO, address: str, label: str, tries: int = TRIES, silence: float = SILENCE) -> None:
     """Write what an open file holds into a store. Raises OSError or ValueError as `download` does."""
+    from boto3.s3.transfer import TransferConfig
     place = parse_address(address, label)
     s3 = connect(place.scheme, label, tries, silence)
     try:
         if s3 is not None:
             acl = {'ACL': os.environ['S3_CANNED_ACL']} if 'S3_CANNED_ACL' in os.environ else {}  # as Composer has it
-            s3.upload_fileobj(file, place.bucket, place.key, acl)
+            s3.upload_fileobj(file, place.bucket, place.key, acl, Config=TransferConfig(multipart_threshold=IN_ONE))
         elif place.scheme == 'azure':
             azure_container(place).upload_blob(place.key, file, overwrite=True)
         elif place.scheme == 'gs':
