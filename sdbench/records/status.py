@@ -18,6 +18,7 @@ FEWEST_BATCHES = 20   # a window that is shorter says little
 MUCH_DRIFT = 0.1      # within a window: another would show another speed
 FEWEST_FOR_FID = 10_000  # pictures: with fewer, FID is biased upwards by much
 
+
 def fewest_batches(queue_batches: int) -> int:
     """Return the batches of the shortest window that shows the speed of a run whose loader prepares so many ahead."""
     return max(FEWEST_BATCHES, QUEUES_IN_WINDOW * queue_batches)
