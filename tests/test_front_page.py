@@ -12,7 +12,8 @@ import report
 import sdbench.forecast.dry_run
 from benchmarks.forecast.fit import Fitted, predict
 from benchmarks.forecast.points import read_points
-from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH
+from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR
+from sdbench.forecast.trace import UNCOUNTED_SHARE
 from sdbench.gpus import cards_named
 from tests.runs import ROOT
 from tests.test_report import columns, tables
@@ -98,6 +99,20 @@ def test_the_forecasts_of_the_front_page_are_what_their_commands_say_today(monke
         [forecast] = [each for each in forecasts if each['device'] == record['device']]
         assert forecast['images_per_sec'] == pytest.approx(record['images_per_sec'], rel=1e-3)
         assert forecast['peak_memory_gib'] == pytest.approx(record['peak_memory_gib'], rel=1e-3)
+
+
+@pytest.mark.long
+def test_runs_that_were_measured_on_an_h100_are_forecast_within_the_largest_error(monkeypatch):
+    monkeypatch.chdir(ROOT)  # commands name files in recipes/
+    records = map(json.loads, Path('results/1xH100-torch-2.11.jsonl').read_text().splitlines())
+    measured = [record for record in records if record['stage'] == 'train' and abs(record['drift']) < 0.1]
+    assert len(measured) == 5
+    for record in measured:
+        argv = shlex.split(record['command'])[1:]
+        [forecast] = benchmark.main([*argv, '--dry_run', '1', '--gpu', 'H100-80GB', '--results', '-'])
+        assert forecast['images_per_sec'] == pytest.approx(record['images_per_sec'], rel=LARGEST_ERROR)
+        assert forecast['peak_memory_gib'] / (1 + UNCOUNTED_SHARE) == pytest.approx(
+            record['peak_memory_allocated_gib'], rel=0.02)
 
 
 @pytest.mark.long

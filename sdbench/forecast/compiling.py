@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 
 from sdbench.flags.train import Train
-from sdbench.forecast.count import CASTS, CONVOLUTIONS, FUSED, ITEMS, NORMS, POINTWISE, StepMemory
+from sdbench.forecast.count import CASTS, CONVOLUTIONS, FUSED, ITEMS, LAYOUTS, NORMS, POINTWISE, StepMemory
 from sdbench.forecast.speed import StepWork, Work
 
 # What is left of an eager step with norms in half precision and images in channels_last: shares of an image's bytes and
@@ -63,6 +63,8 @@ def left_of(work: Work, shares: Shares) -> Work:
     """Return what is left of eager work, with one kind for all that is fused."""
     left = {}
     for kind, amounts in work.items():
+        if kind == LAYOUTS:  # a fused kernel changes a layout while it reads for something else
+            continue
         if kind in (NORMS, CASTS, POINTWISE):
             kind = FUSED
         nbytes, kernels = shares.get(kind, (1, 1))

@@ -35,6 +35,7 @@ PRODUCTS = 'matrix products'
 CONVOLUTIONS = 'convolutions'
 ATTENTION = 'attention'
 NORMS = 'norms'
+LAYOUTS = 'changes of layout'  # what they read beyond the images themselves
 CASTS = 'casts between precisions'
 POINTWISE = 'pointwise, sums and copies'
 UPDATE = 'optimizer'
@@ -53,16 +54,21 @@ KERNELS_BY_NAME = {'native_group_norm': 2, 'native_group_norm_backward': 4, 'nat
 # Elements that one kernel of torch's multi-tensor operators takes: 320 blocks of 65,536
 MULTI_TENSOR_ELEMENTS = 320 * 65_536
 
+# Bytes that torch's copy reads for each element of an image whose layout it changes. The next one that it writes lies
+# channels further on, so that it takes a sector of memory, of 32 bytes; caches answer the rest. Three runs on an H100
+# have this figure (docs/forecast.md).
+READ_FOR_AN_ELEMENT = 22
+
 ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
 TRACED_IMAGES = 1009  # a prime: see above
 
 
 def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], result: Any
-                   ) -> tuple[str, int, list[int], int] | None:
+                   ) -> tuple[str, int, list[int], int, list[int]] | None:
     """Return what a call asks of a GPU; None where nothing is computed: a view, or memory without content.
 
     That is its kind, FLOPs (1 multiply-add = 2), the bytes of each tensor that is read or written, once for each time,
-    and the kernels that CUDA launches.
+    the kernels that CUDA launches, and the bytes that are read in vain for each change of an image's layout.
     """
     read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -78,7 +84,7 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
             if argument.alias_info is not None and argument.alias_info.is_write:
                 sizes += sizes_of(value)
         elements = sum(tensor.numel() for tensor in args[0])
-        return UPDATE, 0, sizes, math.ceil(elements / MULTI_TENSOR_ELEMENTS)
+        return UPDATE, 0, sizes, math.ceil(elements / MULTI_TENSOR_ELEMENTS), []
 
     kind = KIND_BY_NAME.get(name, POINTWISE)
     kernels = KERNELS_BY_NAME.get(name, 1)
@@ -93,6 +99,7 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
 
     # kernels that CUDA runs and a CPU's trace does not show
     copied = []
+    in_vain = []
     if name == 'convolution':
         image, weight, bias = args[:3]  # (B, C, H, W), (D, C, k, k), (D,)
         sizes = sizes_of([image, weight, result])
@@ -105,11 +112,12 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
     elif kind == NORMS and 'group' in name:
         sizes += sizes_of(read[:2] if 'backward' in name else read[:1])  # are read for the statistics first
         copied = copies_for_layout([read[0], written[0]], torch.contiguous_format)
+        in_vain = [size // read[0].element_size() * READ_FOR_AN_ELEMENT - size for size in copied[::2]]
     elif name == 'native_layer_norm_backward':
         sizes += sizes_of(read[:2])  # of the input, then of weight and bias
     elif name == '_safe_softmax':  # looks for rows that are all masked, and writes its result once more with them at 0
         sizes += sizes_of([read[0], result, result])
-    return kind, flops, sizes + copied, kernels + len(copied) // 2
+    return kind, flops, sizes + copied, kernels + len(copied) // 2, in_vain
 
 
 def sizes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -230,7 +238,10 @@ class StepCounter(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         operator = count_operator(function, args, kwargs or {}, result)
         if operator is not None:
+            *operator, in_vain = operator
             self.add_work(*operator)
+            if in_vain:
+                self.add_work(LAYOUTS, 0, in_vain, 0)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.notice(tensor)
