@@ -68,7 +68,7 @@ if [ "${1:-}" = plan ]; then
         data=--use_synth_latents
     fi
     set -- --dry_run $GPUS ${GPU:+--gpu $GPU} ${MODEL:+--model_name "$MODEL"} --no-pretrained --results "$forecasts"
-    echo "1 of 2: phase 1, at $SIZE_1 pixels" >&2
+    echo "1 of 2: phase 1, at $SIZE_1 pixels (one to three minutes for each phase)" >&2
     answer=$(python benchmark.py $phase_1 $data $PHASE_FLAGS "$@")
     echo "$answer" | sed -n 's|^\(No speed of [^:]*\).*|\1: docs/forecast.md says why|p' >&2
     echo "2 of 2: phase 2, at $SIZE_2 pixels" >&2

@@ -16,6 +16,7 @@ import report
 from sdbench.costs import price_of
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import parse
+from sdbench.records.status import TOOK_LONGER
 from tests.runs import ROOT, one_error_line
 
 PUBLISHED = str(ROOT / 'published.csv')
@@ -349,6 +350,8 @@ def test_what_was_measured_and_forecast_alike_corrects_the_forecasts_that_are_co
     assert columns(corrected, 'train 256', 'train 512') == [('7 h 30 min', '1.00 days'), ('8 h 49 min', '1.11 days')]
     assert 'compile: 0.85 times, by 8 x H200 on latents at 512 px and 8 x H200 on images at 512 px. Whether' in text
     assert 'forecast of train 256, corrected.' in text
+    assert TOOK_LONGER in text  # of the row that is not compiled alike
+    assert TOOK_LONGER not in printed(write(*before[:3], *after), *flags)
 
 
 def test_a_loss_costs_half_a_save_interval_and_a_restart(printed, write):
@@ -426,6 +429,7 @@ def test_forecasts_are_planned_and_priced_by_card_and_say_their_range(printed, w
     assert columns(tables(text)[0], 'GPUs', 'cost') == [
         ('8 x H200', '$768'), ('8 x B200', '$960')]  # 2 days of 8 GPUs at $2, and 1 day at $5
     assert '8 x H200: forecast, 1.60 to 2.50 days.' in text
+    assert TOOK_LONGER in text
     assert '8 x B200: forecast, not tested.' in text
 
 
@@ -646,4 +650,5 @@ def test_plans_within_dollars_and_days_are_kept_or_the_nearest_is_named_with_wha
     assert plans('--max_days', '10')[0] == ['8 x L4', '8 x H100 PCIe']
     kept, text = plans('--max_dollars', '200', '--max_days', '9')
     assert kept == ['8 x L4', '8 x H100 PCIe']
-    assert 'No plan is within $200 and 9 days. The nearest: 8 x L4, 96% of $200 and 111% of 9 days.' in text
+    assert 'No plan is within $200 and 9 days; docs' in text
+    assert 'The nearest: 8 x L4, 96% of $200 and 111% of 9 days.' in text

@@ -22,17 +22,12 @@ from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate
 from sdbench.gpus import GIB, NETWORK_SHARE, Card, cards_named, peak_of, short_name
 from sdbench.records.figures import WIDTH, rounded
 from sdbench.records.record import append_line, make_record
-from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
+from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST, TOOK_LONGER
 
-RANGE = [
-    f'In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on speeds of sources that it had not '
-    'seen.',
-    'A speed without brackets is not tested: no published run had this model, size, GPU and as many machines, and was '
-    'compiled alike.']
-NO_RANGE = [
-    'Not tested: no published run had this model, image size, input and GPU, as few images a step, and was compiled '
-    'alike.',
-    f'Elsewhere the forecast was off by at most {LARGEST_ERROR:.0%}, on speeds of sources that it had not seen.']
+IN_BRACKETS = (f'In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on published speeds that '
+               'it had not seen.')
+NOT_TESTED = ('A speed without brackets is not tested: no published run had its model, size, input, GPU, '
+              'machines and compiler.')
 MOST_MICROBATCHES = 9  # columns of the table of memory, up to the first that does not fit
 MEMORY = (f'CUDA and its libraries take more than is counted: a microbatch fits where there is room for '
           f'{UNCOUNTED_SHARE:.0%} more.')
@@ -83,7 +78,8 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
     if no_room:
         sentences.append(f'No room on {", ".join(no_room)}.')
     if len(rows) > 1:
-        sentences.append('What follows is of the first row; --gpu NAME picks another GPU.')
+        sentences.append(f'What follows is of {rows[0].record["num_devices"]} x {short_name(rows[0].card.name)} alone; '
+                         '--gpu and --dry_run pick others.')
     blocks = [title(rows[0].given.settings), '\n\n'.join(tables(forecasts, refused)) + '\n' + filled(sentences),
               *reasons(rows[0], build_model, build_optimizer)]
 
@@ -259,8 +255,9 @@ def what_figures_mean(rows: list[Forecast]) -> list[str]:
     unknown = {short_name(row.card.name): None for row in rows if not row.has_speed}
     if unknown:
         sentences.append(NO_SPEED.format(', '.join(unknown), settings.precision))
-    is_tested = any(row.record['images_per_sec_least'] for row in rows)
-    return sentences + (RANGE if is_tested else NO_RANGE)
+    if any(row.record['images_per_sec_least'] for row in rows):
+        sentences.append(IN_BRACKETS)
+    return [*sentences, TOOK_LONGER, NOT_TESTED]
 
 
 def network_sentences(rows: list[Forecast]) -> list[str]:

@@ -16,7 +16,7 @@ from sdbench.flags.train import SWITCHES
 from sdbench.gpus import short_name
 from sdbench.records.figures import cell, days_in_words, rounded
 from sdbench.records.read import MEASURED, OF_SPEED, VERSIONS
-from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
+from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST, TOOK_LONGER
 from sdbench.report.markdown import differing, settings_in_words, table_text
 from sdbench.report.speeds import UNKNOWN
 
@@ -94,8 +94,11 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     if settings.hours_between_losses:
         sentences.append(f'Losses: of each machine one in {settings.hours_between_losses:g} hours, which costs half a '
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
-    if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
+    statuses = {part.status for parts in plans['parts'] for part in parts}
+    if statuses != {MEASURED}:
         sentences.append(NOT_IN_A_FORECAST)
+    if FORECAST in statuses:
+        sentences.append(TOOK_LONGER)
     networks = plans['network_gbits'][pd.to_numeric(plans['num_nodes']) > 1]
     if len(networks):
         speeds = [f'{gbits} Gbit/s' if gbits else 'as fast as the link of their GPUs (no --network_gbits)'
@@ -134,9 +137,7 @@ def images_of_phase(trained: pd.DataFrame, size: str) -> int:
         is_given = 'max_duration' not in record.get('by_default', ())
         if is_given and duration.endswith('ba') and 'batch_size' in record:
             return to_batches(duration) * record['batch_size']
-    if of_size.empty:
-        raise ValueError(f'--phase {size}: no training has images of this size; measure or forecast one')
-    raise ValueError(f'--phase {size}: no record of this size has a --max_duration in batches; give IMAGES@{size}')
+    raise ValueError(f'--phase {size}: no training of this size has a --max_duration in batches; give IMAGES@{size}')
 
 
 def corrections_of(trained: pd.DataFrame, planned: pd.DataFrame) -> tuple[Corrections, list[str]]:
@@ -346,7 +347,7 @@ def within_limits(plans: pd.DataFrame, max_dollars: float | None, max_days: floa
     kept = named = plans[nearest <= 1]
     sentence = f'{len(kept)} of {plural(len(plans), "plan")} within {limits}'
     if kept.empty:
-        sentence = f'No plan is within {limits}. The nearest'
+        sentence = f'No plan is within {limits}; docs/planning.md says what may bring one within. The nearest'
         named = plans.loc[nearest.nsmallest(1).index]
 
     # how near these are
