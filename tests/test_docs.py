@@ -22,10 +22,8 @@ import pytest
 
 import report
 from sdbench.flags.parser import build_parser
-from sdbench.records.status import TOOK_LONGER
 from tests.runs import COMMANDS, ROOT, SMALLEST
 from tests.samples import write_photos
-from tests.test_report import tables
 
 PAGES = [ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md'))]
 PARSERS = {program: build_parser(kind, '', program) for program, kind in COMMANDS.items()}
@@ -129,12 +127,6 @@ def test_every_flag_is_explained_in_some_page():
             if not (is_positional or is_hidden or named & set(action.option_strings)):
                 unexplained.append(f'{program} {" ".join(action.option_strings)}')
     assert not unexplained, f'no page explains {", ".join(unexplained)}; docs/training.md has tables of flags'
-
-
-def test_what_is_said_below_a_forecast_is_the_worst_ratio_that_the_page_has():
-    [measured] = [rows for rows in tables((ROOT / 'docs/forecast.md').read_text()) if 'ratio' in rows[0]]
-    worst = min(float(row['ratio']) for row in measured)
-    assert f'up to {1 / worst:.2f} times as long' in TOOK_LONGER
 
 
 FLAG = re.compile(r'(?<![\w-])--[a-z][a-z_]*(?:-[a-z_]+)*')

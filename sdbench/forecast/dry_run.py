@@ -22,7 +22,7 @@ from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate
 from sdbench.gpus import GIB, NETWORK_SHARE, Card, cards_named, peak_of, short_name
 from sdbench.records.figures import WIDTH, rounded
 from sdbench.records.record import append_line, make_record
-from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST, TOOK_LONGER
+from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
 
 IN_BRACKETS = (f'In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on published speeds that '
                'it had not seen.')
@@ -257,7 +257,7 @@ def what_figures_mean(rows: list[Forecast]) -> list[str]:
         sentences.append(NO_SPEED.format(', '.join(unknown), settings.precision))
     if any(row.record['images_per_sec_least'] for row in rows):
         sentences.append(IN_BRACKETS)
-    return [*sentences, TOOK_LONGER, NOT_TESTED]
+    return [*sentences, NOT_TESTED]
 
 
 def network_sentences(rows: list[Forecast]) -> list[str]:

@@ -12,7 +12,6 @@ UNMEASURED = 'unmeasured'
 PROFILED = 'profiled'
 FORECAST = 'forecast'
 NOT_IN_A_FORECAST = 'Not in a forecast: waiting for data, checkpoints, evaluations, storage and traffic.'
-TOOK_LONGER = 'Runs of this program on GPUs so far took up to 1.25 times as long as forecast (docs/forecast.md).'
 
 QUEUES_IN_WINDOW = 5  # in a shorter window many of its batches were made before it began
 FEWEST_BATCHES = 20   # a window that is shorter says little

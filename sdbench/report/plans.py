@@ -16,7 +16,7 @@ from sdbench.flags.train import SWITCHES
 from sdbench.gpus import short_name
 from sdbench.records.figures import cell, days_in_words, rounded
 from sdbench.records.read import MEASURED, OF_SPEED, VERSIONS
-from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST, TOOK_LONGER
+from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
 from sdbench.report.markdown import differing, settings_in_words, table_text
 from sdbench.report.speeds import UNKNOWN
 
@@ -94,11 +94,8 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     if settings.hours_between_losses:
         sentences.append(f'Losses: of each machine one in {settings.hours_between_losses:g} hours, which costs half a '
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
-    statuses = {part.status for parts in plans['parts'] for part in parts}
-    if statuses != {MEASURED}:
+    if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
         sentences.append(NOT_IN_A_FORECAST)
-    if FORECAST in statuses:
-        sentences.append(TOOK_LONGER)
     networks = plans['network_gbits'][pd.to_numeric(plans['num_nodes']) > 1]
     if len(networks):
         speeds = [f'{gbits} Gbit/s' if gbits else 'as fast as the link of their GPUs (no --network_gbits)'
