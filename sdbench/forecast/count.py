@@ -55,8 +55,8 @@ KERNELS_BY_NAME = {'native_group_norm': 2, 'native_group_norm_backward': 4, 'nat
 MULTI_TENSOR_ELEMENTS = 320 * 65_536
 
 # Bytes that torch's copy reads for each element of an image whose layout it changes. The next one that it writes lies
-# channels further on, so that it takes a sector of memory, of 32 bytes; caches answer the rest. Three runs on an H100
-# have this figure (docs/forecast.md).
+# channels further on, so that it takes a sector of memory, of 32 bytes; caches answer the rest. Fitted to two runs on
+# an H100 (docs/forecast.md).
 READ_FOR_AN_ELEMENT = 22
 
 ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
