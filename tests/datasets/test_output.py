@@ -48,7 +48,7 @@ def test_an_out_with_files_of_others_is_refused_and_they_stay(output, tmp_path):
 
 @pytest.mark.parametrize('samples, model_name, pretrained, expected', [
     (7, 'sd', True, {'batch_size': 4, 'max_duration': '2000ba', 'load_weights': 'sd', 'learning_rate': 1e-5}),
-    (133, 'tiny', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-4}),
+    (133, 'tiny', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-3}),
     (133, 'own', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-4}),
     (133, 'sd', False, {'batch_size': 16, 'max_duration': '2000ba', 'load_weights': None, 'use_ema': False}),
     (10_000, 'sd', True, {'batch_size': 64, 'max_duration': '10ep', 'load_weights': None, 'use_ema': True}),
