@@ -20,7 +20,6 @@ if __name__ == '__main__':
 import itertools
 import json
 import os
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -57,14 +56,9 @@ def export(settings: Export) -> None:
 
     # What comes next.
     age = f' after {plural(trained.batch, "batch", "batches")}' if trained.batch is not None else ''
-    weights = f'{made_of["weights"]} weights'
-    if trained.averaged is None:
-        weights += ' (there is no average)'
-    pictures = shlex.quote(os.path.join(settings.out, 'pictures'))
-    print(f'{settings.out} holds the pipeline{age}, with the {weights}\n'
+    print(f'{settings.out} holds the pipeline{age}, with the {made_of["weights"]} weights\n'
           f"draw: StableDiffusionPipeline.from_pretrained('{settings.out}')('a photo of a cat').images[0]\n"
-          f'score: python evaluate.py {shlex.quote(settings.out)} DATA --out {pictures} '
-          '--inception inception.pth --clip clip')
+          'score: by evaluate.py, see docs/evaluating.md')
 
 
 def write_folder(out: str, pipeline: StableDiffusionPipeline, made_of: dict) -> None:

@@ -9,7 +9,7 @@
     python report.py results.jsonl --quality quality.png # scores of evaluate.py, over guidance and over the training
 
 A record is a line of JSON as benchmark.py, encode.py or evaluate.py writes it, or a row of a CSV file with the same
-keys as columns. A setting is a column where rows differ in it, and stands above the table where they agree. A figure
+keys as columns. A setting is a column where rows differ in it, and stands below the table where they agree. A figure
 is rounded once, when printed: to the decimals of the published table, or to three significant digits where these are
 more. --csv holds the rows of all tables unrounded, with every key of their records, and can be read again, but for
 plans.
@@ -98,7 +98,7 @@ def plan_report(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
 
 
 def speed_report(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
-    """Return the table of speeds and its blocks, what rows agree in above it, and draw it for --figure."""
+    """Return the table of speeds and its blocks, what rows agree in below it, and draw it for --figure."""
     speeds, sentences = speed_table(records, settings)
     if settings.figure:
         trainings = speeds[speeds['stage'] == 'train']
@@ -106,16 +106,16 @@ def speed_report(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame,
     keys = [*SETTINGS, 'num_nodes']
     if settings.compare:
         keys = ['run', *keys, 'date', 'git_commit']
-    return speeds, [in_common(speeds, keys), markdown(speeds, keys), *sentences]
+    return speeds, [markdown(speeds, keys), in_common(speeds, keys), *sentences]
 
 
 def score_report(evaluations: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
-    """Return the table of scores and its blocks, what rows agree in above it, and draw it for --quality."""
+    """Return the table of scores and its blocks, what rows agree in below it, and draw it for --quality."""
     scores = score_table(evaluations, settings.dollars_per_gpu_hour)
     common = in_common(scores, EVALUATED)
     if settings.quality:
         draw_quality(settings.quality, scores, common)
-    return scores, [common, markdown(scores, EVALUATED)]
+    return scores, [markdown(scores, EVALUATED), common]
 
 
 def write_csv(path: str, tables: list[pd.DataFrame]) -> None:

@@ -128,7 +128,7 @@ def test_the_pipeline_tokenizes_as_training_does(exported, exported_latents, mod
 def test_a_run_on_latents_is_drawn_with_the_vae_that_encoded_them_wherever_it_is_now(
         exported_latents, latent_checkpoints, smallest_with_attention, capfd):
     export([latent_checkpoints, 'out'])
-    assert 'there is no average' in capfd.readouterr().out
+    assert 'with the live weights' in capfd.readouterr().out
     [vae, moved] = [loaded(out, 'unet', 'text_encoder', 'tokenizer').vae for out in ('out', exported_latents)]
     evaluated, _ = load_model(latent_checkpoints)
     for name, tensor in build_vae(find_model(smallest_with_attention, pretrained=True), 'fp32').state_dict().items():

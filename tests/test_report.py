@@ -142,7 +142,7 @@ def test_records_of_different_settings_are_rows_of_one_table_with_the_setting_as
     other = {'versions': {'torch': '2.11.0', 'diffusers': '0.39.0'}, 'encoders': 'text_in_loop'}
     text = printed(write(one, other))
     assert columns(tables(text)[0], 'torch', 'input') == [('2.7.0', 'images'), ('2.11.0', 'latents')]
-    assert text.startswith('All rows: stage train, device H200, image_size 512, diffusers 0.39.0\n')
+    assert text.split('\n\n')[1] == 'All rows: stage train, device H200, image_size 512, diffusers 0.39.0'
 
 
 def test_gpus_on_fewer_nodes_are_another_row_and_enter_the_fit_alone(printed, write):
@@ -253,7 +253,7 @@ def test_compare_has_a_row_a_training_what_differs_and_the_speed_over_the_first_
         ('2', 'yes', '512', '2026-11-21 10:00:00', 'bbbbbbbb', '1.25 x'),
         ('3', 'yes', '512', '2026-11-22 10:00:00', 'bbbbbbbb-dirty', '1.00 x'), ('4', 'yes', '256', '', '', '1.00 x')]
     assert 'use_ema' not in table[0]
-    assert 'use_ema yes' in text.splitlines()[0]
+    assert 'use_ema yes' in text.split('\n\n')[1]
     assert 'cudnn_benchmark' not in text
 
 
@@ -609,6 +609,9 @@ def test_the_picture_of_what_was_learned_has_a_line_a_run_over_images_and_over_d
     assert list(dollars.lines[0].get_xdata()) == pytest.approx([3 * 4.6 * share for share in (0, 0.25, 0.5, 1)])
     assert legend(images) == [f'learning rate {line}' for line in (
         '0.0001, in runs/a', '0.001, in runs/a', '0.001, in runs/b')]
+    assert images.figure.get_supxlabel() == ''
+    on_a_cpu = drawn(write(faster | {'device_type': 'cpu'}), '--learned', 'learned.png')
+    assert (len(on_a_cpu.axes), on_a_cpu.get_supxlabel()) == (1, 'No panel of dollars: no run was on a GPU.')
 
 
 def test_the_picture_of_quality_has_both_scores_over_guidance_and_over_images_a_line_a_network(drawn, write):

@@ -91,11 +91,15 @@ class Output:
             self.write(CLAIM, json.dumps(settings).encode())
             return
 
-        # begin one again of which nothing came
+        # begin one again of which nothing came: no part has a sample, so that the earlier command was a mistake. In a
+        # store, which knows no lock, another run may be at its first part
         begun = json.loads(held)
-        if self.is_folder and begun.get('program') == settings['program'] and self._is_empty():
-            self.write(CLAIM, json.dumps(settings).encode())  # nothing came of the earlier command, which was a mistake
-            return
+        if begun != settings and begun.get('program') == settings['program']:
+            parts = self.parts()
+            is_over = all(parts.values()) and (self.is_folder or len(parts) > 0)
+            if is_over and not any(json.loads(self.read(f'{part}/{INDEX}'))['shards'] for part in parts):
+                self.write(CLAIM, json.dumps(settings).encode())
+                return
 
         # go on in one that was begun with the same settings
         for key in ('program', *settings, *begun):
@@ -151,11 +155,6 @@ class Output:
             if rest:
                 found[folder] = found.get(folder, False) or rest == INDEX
         return found
-
-    def _is_empty(self) -> bool:
-        """Tell whether OUT holds nothing but parts without a sample."""
-        parts = self.parts()
-        return all(parts.values()) and not any(json.loads(self.read(f'{part}/{INDEX}'))['shards'] for part in parts)
 
     def require_begun(self) -> None:
         """Raise DataError if a worker does not see the OUT that the command has begun."""

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import importlib.util
 import math
+import os
 import shlex
 import sys
 import types
@@ -92,6 +93,8 @@ def answer_early(cls: type, description: str) -> None:
     if importlib.util.find_spec('composer') is None:
         exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} is not the Python of the environment, which has '
                         'the libraries: source .venv/bin/activate (make smoke makes it)')
+    if sys.stderr.isatty() and os.environ.get('RANK', '0') == '0':
+        print('loading the libraries', file=sys.stderr, flush=True)  # whoever waits at a terminal sees that it runs
 
 
 def check(settings: Any) -> None:

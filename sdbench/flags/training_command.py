@@ -16,7 +16,8 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
     if pretrained:
         command.append('--pretrained')
 
-    # length and batch, by the number of samples
+    # length, batch and learning rate, by the number of samples
+    learning_rate = '1e-3' if model_name == TINY_MODEL else '1e-4'
     if samples >= FEWEST_SAMPLES:
         batch_size = min(BATCH_SIZE, power_of_two(samples // 100))  # an epoch has a hundred batches at least
         command += ['--use_ema', '--ema_half_life', '1ep', '--max_duration', '10ep']
@@ -25,8 +26,10 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
         unet = Path(model_name, 'unet')
         has_weights = any(unet.glob('diffusion_pytorch_model*')) if unet.is_dir() else model_name != TINY_MODEL
         if pretrained and has_weights:
-            command += ['--load_weights', model_name, '--learning_rate', '1e-5']
+            command += ['--load_weights', model_name]
+            learning_rate = '1e-5'  # which changes trained weights gently
         command += ['--max_duration', '2000ba']
+    command += ['--learning_rate', learning_rate]
     if batch_size != BATCH_SIZE:
         command += ['--batch_size', str(batch_size)]
 

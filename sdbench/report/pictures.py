@@ -190,7 +190,7 @@ def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
         for across in ('images_seen', 'dollars'):
             if comparable[across].notna().any():
                 panels.append(Panel(comparable, across, 'loss', [*SETTINGS, 'save_folder', 'training'], title))
-    draw_panels(path, panels, '')
+    draw_panels(path, panels, 'No panel of dollars: no run was on a GPU.' if rows['on_cpu'].all() else '')
 
 
 def dollars_an_image(training: pd.Series, prices: Prices) -> float:

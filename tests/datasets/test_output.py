@@ -46,9 +46,20 @@ def test_an_out_with_files_of_others_is_refused_and_they_stay(output, tmp_path):
     assert output.read('one/index.json') == b'mine'
 
 
+def test_an_out_of_which_nothing_came_may_be_begun_with_other_settings_and_one_with_a_sample_may_not(output):
+    begin(output)
+    PartWriter(output, 'one', {'caption': 'str'}).finish()
+    begin(output, seed=2)
+    part = PartWriter(output, 'two', {'caption': 'str'})
+    part.write({'caption': 'a'})
+    part.finish()
+    with pytest.raises(ValueError, match='was begun with seed 2, and this command has 3'):
+        begin(output, seed=3)
+
+
 @pytest.mark.parametrize('samples, model_name, pretrained, expected', [
     (7, 'sd', True, {'batch_size': 4, 'max_duration': '2000ba', 'load_weights': 'sd', 'learning_rate': 1e-5}),
-    (133, 'tiny', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-4}),
+    (133, 'tiny', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-3}),
     (133, 'own', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-4}),
     (133, 'sd', False, {'batch_size': 16, 'max_duration': '2000ba', 'load_weights': None, 'use_ema': False}),
     (10_000, 'sd', True, {'batch_size': 64, 'max_duration': '10ep', 'load_weights': None, 'use_ema': True}),

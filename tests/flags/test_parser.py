@@ -1,6 +1,8 @@
 """The flags of a command: what they take, what --help says, and how soon a mistake is answered."""
 import ast
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -85,3 +87,11 @@ for argv in {ANSWERED_EARLY!r}:
     assert answers == [[0, []]] + [[2, []]] * (len(ANSWERED_EARLY) - 1)  # status, and what was imported
     for (program, *_), line in zip(ANSWERED_EARLY[1:], run.stderr.splitlines(), strict=True):
         assert line.startswith(f'{program}: error: ')
+
+
+def test_whoever_waits_at_a_terminal_is_told_at_once_that_a_command_has_begun():
+    code = "from sdbench.flags import commands, parser; parser.answer_early(commands.Report, '')"
+    terminal, end = pty.openpty()
+    subprocess.run([sys.executable, '-c', code, 'results.jsonl'], cwd=ROOT, stderr=end, check=True)
+    os.close(end)
+    assert os.read(terminal, 100) == b'loading the libraries\r\n'
