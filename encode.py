@@ -97,28 +97,35 @@ def encode(settings: Encode) -> dict | None:
         print(done_already(output, joined, '--remote'), *summary_lines(OF_AN_ENCODING, notes), sep='\n')
         return None
 
-    # keep the record: throughput over all devices, and what is stored for an image
-    speed = sum(worker['measured'] for worker in figures) / sum(worker['seconds'] for worker in figures)
+    # keep the record
     found = {
-        'status': COMPLETE,
-        'num_devices': devices,
-        'num_nodes': len({worker['machine'] for worker in figures}),
-        'images_per_sec': speed * devices,
-        'measured_batches': sum(worker['measured_batches'] for worker in figures) // devices,
         'tflops_per_image': flops_of_latents(files.configs['vae'], settings.image_size) / 1e12,
         'samples': sum(joined.samples_of[part.name] for part in missing),  # of this run
         'stored_samples': joined.samples,  # of all runs that have made OUT
         'bytes_per_image': joined.bytes / joined.samples,
         'bad_samples': number_of_samples(index) - joined.samples,
     }
-    if figures[0]['device']:
-        found |= {'device': figures[0]['device'], 'device_type': 'cuda'}
-    record = make_record('encode', settings, found)
+    record = make_record('encode', settings, speed_of_encoding(figures, devices) | found)
     notes['encoded'], notes['stored'] = (plural(record[key], 'image') for key in ('samples', 'stored_samples'))
     if why_unreliable(record):
         notes['caution'] = f'{why_unreliable(record)} of a device, too few to rely on its images/s'
     summary = '\n'.join(summary_lines(OF_AN_ENCODING, record | notes))
     return append_record(record, summary, settings.results_file)
+
+
+def speed_of_encoding(figures: list[dict], devices: int) -> dict:
+    """Return for the record how fast all devices together have encoded, from the figures of each process."""
+    of_one = sum(worker['measured'] for worker in figures) / sum(worker['seconds'] for worker in figures)
+    speed = {
+        'status': COMPLETE,
+        'num_devices': devices,
+        'num_nodes': len({worker['machine'] for worker in figures}),
+        'images_per_sec': of_one * devices,
+        'measured_batches': sum(worker['measured_batches'] for worker in figures) // devices,
+    }
+    if figures[0]['device']:
+        speed |= {'device': figures[0]['device'], 'device_type': 'cuda'}
+    return speed
 
 
 def absolute_if_folder(name: str | None) -> str | None:

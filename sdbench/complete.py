@@ -90,7 +90,13 @@ def complete(settings: Train, index: dict | None) -> Train:
     # A time may be a share of the length.
     settings = with_times(with_length(settings))
 
-    # Refused: what would do nothing, or the wrong thing, on this machine or with this data. Needs all of the above.
+    # Refused: what this machine or this data cannot serve. Needs all of the above.
+    refuse_what_cannot_be(settings, is_for_gpus)
+    return settings
+
+
+def refuse_what_cannot_be(settings: Train, is_for_gpus: bool) -> None:
+    """Raise ValueError for flags that would do nothing, or the wrong thing, on this machine or with this data."""
     if settings.precision != 'fp32' and not is_for_gpus and not settings.loader_only:  # Composer has it for GPUs alone
         raise ValueError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
                          'fp32, after a recipe that has the other')
@@ -104,7 +110,6 @@ def complete(settings: Train, index: dict | None) -> Train:
                              f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
     if settings.random_flip and settings.latents:
         raise ValueError('--random_flip mirrors images, and this run is on latents; leave it out')
-    return settings
 
 
 def complete_encoding(settings: Encode) -> Encode:

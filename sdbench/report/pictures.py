@@ -5,7 +5,7 @@ matplotlib is imported only when there is something to draw.
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,9 @@ from sdbench.records.status import FORECAST
 from sdbench.report.markdown import differing, names_of_lines, settings_in_words
 from sdbench.report.plans import CORRECTED, told_apart_by
 from sdbench.report.speeds import one_of_each_number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 LINE_INCHES = 0.2  # of text
@@ -65,22 +68,12 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     figure.supxlabel(caption, x=0.01, ha='left', fontsize=9)
     axes = figure.subplots()
 
-    # the lines, and what their marks mean: filled if measured, else hollow. Days are in inverse proportion to the speed
+    # the lines, and what their marks mean
     firsts = pd.DataFrame([points.iloc[0] for points in lines])
     firsts['line_of'] = firsts['device'].map(short_name) + np.where(firsts['is_forecast'], ', forecast', '')
     names = names_of_lines(firsts, [key for key in SETTINGS if key not in ('stage', 'device')], 'line_of')
     for points, name, line_of, color in zip(lines, names, firsts['line_of'], colors_of(len(lines)), strict=True):
-        first = points.iloc[0]
-        gpus, days, speeds = points['num_devices'], points['days'], points['images_per_sec']
-        ideal = first['days'] * first['num_devices'] / gpus
-        axes.plot(gpus, ideal, '--', color=color, linewidth=0.8, alpha=0.6)
-        is_measured = points['status'] == MEASURED
-        face = color if is_measured.any() else 'white'
-        axes.plot(gpus, days, 'o-', color=color, markerfacecolor=face, linewidth=1.2,
-                  label=', '.join(filter(None, [line_of, name])))
-        axes.plot(gpus[~is_measured], days[~is_measured], 'o', color=color, markerfacecolor='white')
-        axes.vlines(gpus, days * speeds / points['images_per_sec_most'],
-                    days * speeds / points['images_per_sec_least'], color=color, linewidth=1.2, zorder=1)
+        draw_line_of_days(axes, points, ', '.join(filter(None, [line_of, name])), color)
     axes.plot([], [], 'o', color='black', label='measured')
     hollow = 'extrapolated, or forecast'
     if rows['images_per_sec_least'].notna().any():
@@ -100,6 +93,23 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     axes.spines[['top', 'right']].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc='center left', bbox_to_anchor=(1.01, 0.5))
     figure.savefig(path, dpi=160)
+
+
+def draw_line_of_days(axes: 'Axes', points: pd.DataFrame, label: str, color: str) -> None:
+    """Draw the days of one setting with their ranges, and what they would be if the speed grew as the GPUs do."""
+    gpus, days, speeds = points['num_devices'], points['days'], points['images_per_sec']
+    ideal = days.iloc[0] * gpus.iloc[0] / gpus
+    axes.plot(gpus, ideal, '--', color=color, linewidth=0.8, alpha=0.6)
+
+    # filled if measured, else hollow
+    is_measured = points['status'] == MEASURED
+    face = color if is_measured.any() else 'white'
+    axes.plot(gpus, days, 'o-', color=color, markerfacecolor=face, linewidth=1.2, label=label)
+    axes.plot(gpus[~is_measured], days[~is_measured], 'o', color=color, markerfacecolor='white')
+
+    # days are in inverse proportion to the speed
+    axes.vlines(gpus, days * speeds / points['images_per_sec_most'],
+                days * speeds / points['images_per_sec_least'], color=color, linewidth=1.2, zorder=1)
 
 
 def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:

@@ -215,23 +215,7 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
 
     Raises ValueError if the checkpoint does not fit `model_name`, or a part cannot be had.
     """
-    # The model's files. A run on latents has no VAE in its checkpoints, and says by a hash which one encoded them.
-    name = model_name or trained.facts.get('model_name')
-    if name is None:
-        raise ValueError(f'{label} does not say what model it is of; give --model_name of export.py')
-    if trained.vae is None and trained.facts.get('vae_sha256') == RANDOM:
-        raise ValueError(f'{label} was trained on latents of a VAE with random weights, which cannot decode, so that '
-                         'nothing can be drawn with it; train with --pretrained, on what encode.py makes with it')
-    if trained.vae is None and 'vae_sha256' not in trained.facts:
-        raise ValueError(f'{label} holds no VAE, and does not say which one encoded its latents; give one that '
-                         'benchmark.py has saved')
-    try:
-        files = find_model(name, pretrained=trained.vae is None)
-    except ValueError as error:
-        if model_name:
-            raise
-        raise ValueError(f'{label} names its model: {error}, or say where it is now by --model_name of '
-                         'export.py') from None
+    files = trained_files(trained, label, model_name)
 
     # Its parts, with the weights that were trained.
     unet_config = dict(files.configs['unet'])
@@ -253,8 +237,8 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
         else:
             vae = with_weights(partial(AutoencoderKL.from_config, files.configs['vae']), trained.vae)
     except RuntimeError as error:
-        raise ValueError(f'--model_name {name} is not the model of {label} ({one_line(error, 200)}); give the one '
-                         'that was trained') from None
+        raise ValueError(f'--model_name {files.name} is not the model of {label} ({one_line(error, 200)}); give the '
+                         'one that was trained') from None
 
     # The files must be of the model that was trained: its noise, its heads of attention, its VAE where that is theirs.
     scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
@@ -263,10 +247,40 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
         del facts['vae_sha256']
     difference = difference_of_models(trained.facts, facts)
     if difference:
-        raise ValueError(f'--model_name {name} is not the model of {label} ({difference}); give the one that was '
-                         'trained, with its configuration as it was')
+        raise ValueError(f'--model_name {files.name} is not the model of {label} ({difference}); give the one that '
+                         'was trained, with its configuration as it was')
     tokenizer = pipeline_tokenizer(trained_tokenizer(trained, files, tokenizer, label))
     return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)
+
+
+def trained_files(trained: TrainedModel, label: str, model_name: str | None) -> ModelFiles:
+    """Return the files of the model of a checkpoint, of which it has the weights; its VAE's as well if it has none.
+
+    A run on latents has no VAE in its checkpoints, and says by a hash which one encoded them.
+
+    Args:
+        trained: what the checkpoint holds.
+        label: its name in error messages.
+        model_name: of the model; None: that of the run.
+
+    Raises ValueError if there is no such model, or no VAE that can decode.
+    """
+    name = model_name or trained.facts.get('model_name')
+    if name is None:
+        raise ValueError(f'{label} does not say what model it is of; give --model_name of export.py')
+    if trained.vae is None and trained.facts.get('vae_sha256') == RANDOM:
+        raise ValueError(f'{label} was trained on latents of a VAE with random weights, which cannot decode, so that '
+                         'nothing can be drawn with it; train with --pretrained, on what encode.py makes with it')
+    if trained.vae is None and 'vae_sha256' not in trained.facts:
+        raise ValueError(f'{label} holds no VAE, and does not say which one encoded its latents; give one that '
+                         'benchmark.py has saved')
+    try:
+        return find_model(name, pretrained=trained.vae is None)
+    except ValueError as error:
+        if model_name:
+            raise
+        raise ValueError(f'{label} names its model: {error}, or say where it is now by --model_name of '
+                         'export.py') from None
 
 
 def trained_tokenizer(trained: TrainedModel, files: ModelFiles, given: str | None, label: str) -> str | None:
