@@ -51,6 +51,7 @@ def test_pixels_are_pillows_in_every_format(name):
     decoded = decode_image(ENCODED[name])
     assert decoded.dtype == torch.uint8
     np.testing.assert_array_equal(decoded.numpy(), pixels(pillow_square(ENCODED[name])))
+    assert decode_image(ENCODED[name], 8).shape == (3, 8, 8)  # what the converter took, the loader takes at any size
 
 
 @pytest.mark.parametrize('mode', ['RGBA', 'LA', 'P'])
