@@ -75,11 +75,6 @@ def test_several_captions_are_one_sample_unless_a_flag_makes_one_of_each(tmp_pat
     assert read_back(tmp_path / 'images') == [each[0], each[-1]]
 
 
-def test_the_hubs_images_are_converted(tmp_path):
-    hub_file(tmp_path / 'hub/data/train-00000-of-00001.parquet', rows_of_group=3)
-    assert converted(tmp_path / 'out', tmp_path / 'hub', '--size_limit', '20kb') == SAMPLES
-
-
 def test_a_bad_row_is_listed_with_its_number(tmp_path):
     latin = pyarrow.array([b'a', 'é'.encode('latin-1')], pyarrow.binary())
     texts = pyarrow.StringArray.from_buffers(2, *latin.buffers()[1:])
