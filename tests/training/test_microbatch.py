@@ -12,7 +12,7 @@ from benchmark import StableDiffusion, build_optimizer, main
 from sdbench.complete import complete
 from sdbench.training.microbatch import is_too_large, with_found_microbatch
 from tests.forked_runs import run_ranks
-from tests.runs import SMALLEST, TINY, assert_same_training, settings_of
+from tests.runs import SMALLEST, TINY, assert_same_training, one_error_line, settings_of
 
 
 def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str) -> list[int]:
@@ -82,9 +82,7 @@ def search_on_a_cpu(patch: pytest.MonkeyPatch, limit: int, where: str = 'backwar
 
 def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, capfd):
     search_on_a_cpu(monkeypatch, limit=0)
-    with pytest.raises(SystemExit):
-        main(['--use_synth_data', *TINY])
-    _, line = capfd.readouterr().err.splitlines()
+    line = one_error_line(['--use_synth_data', *TINY], capfd)
     assert 'not even one image of --image_size 16 fits' in line
     assert '--gradient_checkpointing' in line
 
