@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
+from streaming import StreamingDataLoader, StreamingDataset
 
 from data import StreamingLAIONDataset, build_loader
 from sdbench.errors import DataError
@@ -22,11 +22,8 @@ CAPTIONS = [f'picture {index:03}' for index in range(24)]
 
 
 def write(folder, text: str = 'picture', compression: str | None = None) -> Path:
-    with MDSWriter(out=str(folder), columns={'jpg': 'bytes', 'caption': 'str'}, hashes=['xxh64'], size_limit=1 << 12,
-                   compression=compression) as writer:
-        for index in range(24):
-            writer.write(good(index) | {'caption': f'{text} {index:03}'})
-    return Path(folder)
+    samples = [good(index) | {'caption': f'{text} {index:03}'} for index in range(24)]
+    return Path(write_shards(folder, samples, size_limit=1 << 12, hashes=['xxh64'], compression=compression))
 
 
 def flip(path: Path) -> None:

@@ -36,7 +36,6 @@ def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file_and_
     assert record['versions']['torch'] == torch.__version__.split('+')[0]
     assert 0 < record['loss'] < 5
     assert 0.1 < record['peak_memory_gib'] < 24
-
     assert record['images_per_sec_per_device'] == record['images_per_sec'] > 0  # of one device
     assert record['tflops_per_sec_per_device'] == pytest.approx(
         record['images_per_sec_per_device'] * record['tflops_per_image'])
