@@ -65,9 +65,8 @@ def test_a_disk_that_fills_leaves_the_last_good_checkpoint(server, tmp_path, res
     assert 'a disk is full' in line
     assert json.loads(results.read_text())['status'] == 'failed'
     kept = tmp_path / 'out' / 'disk' / 'kept'
-    [first] = checkpoints_in(str(kept))
+    assert [Path(path).name for path in checkpoints_in(str(kept))] == ['ep0-ba1-rank0.pt']
     assert not list(kept.glob('.*.unfinished'))
-    assert load_checkpoint(first)['state']['timestamp']['Timestamp']['batch'] == 1
     record = main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', str(kept),
                    '--autoresume', '--results', str(results)])  # with room again
     assert record['first_batch'] == 1
