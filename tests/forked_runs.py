@@ -1,7 +1,6 @@
 """Runs whose ranks are forked from a process that has imported the program already, and die where they are told."""
 import ctypes
 import io
-import json
 import multiprocessing
 import os
 import runpy
@@ -149,16 +148,15 @@ def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tupl
     return [process.exitcode for process in processes]
 
 
-def traced_run(rank: int, argv: list[str], trace: Path, kill: tuple | None) -> None:
-    """Train, write the captions and the losses of each batch to `trace`, and kill the process where it is told."""
+def mortal_run(rank: int, argv: list[str], kill: tuple | None) -> None:
+    """Train, and kill the process where it is told."""
     moment, batch_to_die = kill or (None, None)
 
     def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    class Witness(Callback):
+    class Killer(Callback):
         def batch_start(self, state, logger):
-            self.captions = state.batch['caption'].tolist()
             self.number = state.timestamp.batch.value
             if (moment, batch_to_die) == ('start', self.number):
                 die()
@@ -168,9 +166,6 @@ def traced_run(rank: int, argv: list[str], trace: Path, kill: tuple | None) -> N
                 die()
 
         def batch_end(self, state, logger):
-            with open(f'{trace}{rank}', 'a') as file:
-                loss = state.total_loss_dict['loss/train/total']
-                print(json.dumps([self.number, loss.hex(), self.captions]), file=file)
             if state.timestamp.batch.value == batch_to_die and rank == 0:
                 if moment == 'write':
                     torch.save = save_half
@@ -188,23 +183,11 @@ def traced_run(rank: int, argv: list[str], trace: Path, kill: tuple | None) -> N
         file.flush()
         die()
 
-    benchmark.main(argv, [Witness()])
+    benchmark.main(argv, [Killer()])
 
 
 def run(server, ranks: int, argv: list, folder: Path, kill=None) -> list[int]:
     """Start all ranks, let the whole run die with the first that does, and return their exit codes."""
     folder.mkdir(exist_ok=True)
-    trace = folder / 'rank'
     argv = [*map(str, argv), '--save_folder', str(folder / 'checkpoints'), '--results', str(folder / 'results.jsonl')]
-    arguments = [(rank, argv, trace, kill) for rank in range(ranks)]
-    return run_ranks(server, [folder / 'log'] * ranks, traced_run, arguments)
-
-
-def traced(folder: Path, ranks: int) -> list[dict[int, set]]:
-    """Read the captions and losses of each rank by batch; a set has more than one if they changed."""
-    found = [{} for _ in range(ranks)]
-    for rank, batches in enumerate(found):
-        for line in (folder / f'rank{rank}').read_text().splitlines():
-            number, *seen = json.loads(line)
-            batches.setdefault(number, set()).add(json.dumps(seen))
-    return found
+    return run_ranks(server, [folder / 'log'] * ranks, mortal_run, [(rank, argv, kill) for rank in range(ranks)])

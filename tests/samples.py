@@ -48,9 +48,9 @@ def write_photos(folder: Path, number: int) -> Path:
     return folder
 
 
-def write_shards(folder, samples: list[dict], columns=None, size_limit: int = 1 << 14) -> str:
+def write_shards(folder, samples: list[dict], columns=None, size_limit: int = 1 << 14, **options) -> str:
     columns = columns or {'jpg': 'bytes', 'caption': 'str'}
-    with MDSWriter(out=str(folder), columns=columns, size_limit=size_limit) as writer:  # several shards
+    with MDSWriter(out=str(folder), columns=columns, size_limit=size_limit, **options) as writer:  # several shards
         for sample in samples:
             writer.write(sample)
     return str(folder)

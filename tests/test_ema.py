@@ -155,11 +155,11 @@ def test_evaluation_and_prediction_see_the_average_and_training_the_live_weights
 @pytest.mark.parametrize('start', ['0ba', '9ba'])
 @pytest.mark.parametrize('begun_by, resumed_by', [(EMA, EMA), (composers.EMA, EMA), (EMA, composers.EMA)])
 def test_a_training_resumes_as_if_never_stopped_also_from_composers_and_into_it(tmp_path, begun_by, resumed_by, start):
-    arguments = {'half_life': '4ba', 'ema_start': start}
-    whole, resumed = resumed_by(**arguments), resumed_by(**arguments)
+    arguments = ('4ba', None, start, None)  # in the order of Composer's, and of the original
+    whole, resumed = resumed_by(*arguments), resumed_by(*arguments)
     whole_model, model = seeded_net(), seeded_net(7)
     train(whole_model, [whole])
-    train(seeded_net(), [begun_by(**arguments)], '6ba', save_folder=str(tmp_path), save_filename='half.pt',
+    train(seeded_net(), [begun_by(*arguments)], '6ba', save_folder=str(tmp_path), save_filename='half.pt',
           save_interval='6ba')
     train(model, [resumed], load_path=str(tmp_path / 'half.pt'))
     ours, expected = tensors(resumed.ema_model), tensors(whole.ema_model)

@@ -18,7 +18,6 @@ from sdbench.flags.train import Train
 from tests.runs import COMMANDS, ROOT, TINY, Signalled, calls_of, write_noting_programs
 from tests.samples import write_photos
 
-FASTEST = ROOT / 'recipes' / 'fastest.txt'
 PHASES = {1: ROOT / 'recipes' / 'phase-1.txt', 2: ROOT / 'recipes' / 'phase-2.txt'}
 WHOLE = ROOT / 'recipes' / 'stable-diffusion-2.sh'
 

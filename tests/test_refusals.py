@@ -21,7 +21,9 @@ SYNTHETIC = f'--use_synth_data {TINY}'
 
 ROWS = [
     # The command line itself
-    ('benchmark.py', '--use_synth_data --bach_size 4', '--bach_size is no flag; did you mean --batch_size?'),
+    ('benchmark.py', '--use_synth_data --batch-size 4', '--batch-size is no flag; did you mean --batch_size?'),
+    ('benchmark.py', '--use_synth_data --no-ema=4', '--no-ema is no flag; did you mean --no-use_ema?'),
+    ('benchmark.py', '--use_synth_data -q', '-q is no flag; see --help'),
     ('benchmark.py', '--use_synth_data --batch 4', '--batch is no flag'),  # an abbreviation is none
     ('benchmark.py', '@nothing.txt', "No such file or directory: 'nothing.txt'"),
     ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'WORLD_SIZE of the environment is 4(x2), and no number'),
@@ -111,7 +113,6 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes is not there, or holds no whole checkpoint'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts blank.txt', 'blank.txt holds no prompt'),
-    ('benchmark.py', f'--remote shards {TINY} --eval_remote shards', '--eval_remote shards is what the run trains on'),
     ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, and the training'),
     ('evaluate.py', 'notes shards --out out', 'notes is not there, or holds no whole checkpoint'),
     ('evaluate.py', 'pipeline shards --out out --samples 25', 'fewer than --samples 25'),
@@ -119,7 +120,6 @@ ROWS = [
     ('evaluate.py', 'pipeline shards --out out --samples 4 --caption long', '--caption long: DATA shards has no'),
     ('evaluate.py', 'pipeline shards --out notes --samples 4', 'notes already holds something'),
     ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere is not there; fetch it'),
-    ('evaluate.py', 'notes shards --out out --inception prompts.txt', "prompts.txt is not torch-fidelity's file with"),
     ('export.py', 'notes out', 'holds no whole checkpoint'),
     ('export.py', 'shards notes', 'notes already exists'),
 ]

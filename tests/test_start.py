@@ -10,7 +10,7 @@ from sdbench import process
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import answer_early
 from sdbench.training.run import announce_build
-from tests.runs import settings_of
+from tests.runs import refusal, settings_of
 
 
 def test_a_cpu_is_told_what_stable_diffusion_takes_there_and_what_takes_less(capsys, monkeypatch):
@@ -46,11 +46,9 @@ def test_output_that_takes_ascii_alone_ends_no_command(monkeypatch):
     assert log.getvalue() == b'converted \\u732b\n'
 
 
-def test_where_the_environment_is_not_active_one_line_says_how_it_is_made_so(monkeypatch, capsys):
+def test_where_the_environment_is_not_active_one_line_says_how_it_is_made_so(monkeypatch, capfd):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     monkeypatch.setattr(sys, 'argv', ['report.py', 'results.jsonl'])
-    with pytest.raises(SystemExit):
-        answer_early(Report, '')
-    line = capsys.readouterr().err
-    assert line.startswith('report.py: error: ') and line.count('\n') == 1
+    line = refusal(capfd, answer_early, Report, '')
+    assert line.startswith('report.py: error: ')
     assert 'source .venv/bin/activate' in line

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+import convert
 from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.readers import NO_SAMPLE, make_sample, read_samples
 from sdbench.datasets.sources import File
 from sdbench.datasets.tables import Unread
 from sdbench.errors import DataError
-from tests.samples import sample_files, write_tar
+from tests.samples import read_back, sample_files, write_tar
 
 
 def read_file(path: Path) -> list[tuple]:
@@ -93,6 +94,23 @@ def test_of_tars_in_a_row_all_are_read_and_what_else_follows_the_end_of_one_is_d
         if keys == [None]:
             why = 'bytes of zeros, more than a tar ends with' if tail == tails[-1] else 'what follows its end is no tar'
             assert why in samples[-1][1][NO_SAMPLE]
+
+
+def test_a_tar_whose_sizes_or_names_cannot_be_is_named_in_one_line_and_a_good_one_beside_it_converted(tmp_path, capfd):
+    write_tar(tmp_path / 'in/good.tar', sample_files('good', 0))
+    for name, size in (('x.jpg', -512), ('x.jpg', 1 << 50), ('\udcff\n' + 'x' * 5000, 1)):
+        member = tarfile.TarInfo(name)
+        member.size = size
+        header = member.tobuf(tarfile.GNU_FORMAT, errors='surrogateescape')
+        (tmp_path / f'in/two\nlines {len(name)} {size}.tar').write_bytes(header + bytes(512))
+    assert convert.main(['in', 'out', '--num_workers', '1']) == 1
+    beginning, *warnings = capfd.readouterr().err.splitlines()
+    assert beginning == 'converting 4 files in 1 of 1 part'
+    assert len(warnings) == 3
+    for line in warnings:
+        assert line.startswith(f'convert.py: warning: {tmp_path}/in/two lines ')
+        assert ' is cut short or damaged: ' in line
+    assert read_back(tmp_path / 'out') == [(sample_files('', 0)['.jpg'], 'caption 0')]
 
 
 @pytest.mark.parametrize('error', [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])

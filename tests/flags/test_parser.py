@@ -43,14 +43,6 @@ def test_a_file_of_flags_stands_for_what_it_holds_and_flags_behind_it_decide(tmp
     assert settings.adam_betas == (0.8, 0.9)
 
 
-@pytest.mark.parametrize('asked, remedy', [
-    ('--batch-size', 'did you mean --batch_size?'), ('--no-ema=4', 'did you mean --no-use_ema?'), ('-q', 'see --help')])
-def test_what_is_no_flag_is_answered_with_the_nearest_one(asked, remedy, capfd):
-    with pytest.raises(SystemExit):
-        train(asked)
-    assert capfd.readouterr().err == f'benchmark.py: error: {asked.partition("=")[0]} is no flag; {remedy}\n'
-
-
 @pytest.mark.parametrize('program', COMMANDS)
 def test_help_begins_with_commands_and_has_every_flag_with_its_default(program):
     module = ast.parse((ROOT / program).read_text())

@@ -9,7 +9,6 @@ from sdbench.complete import complete_encoding
 from sdbench.costs import TRAINING_IMAGES
 from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
-from sdbench.flags.times import to_batches
 from sdbench.process import one_line_errors
 from tests.runs import TINY, settings_of
 
@@ -71,12 +70,6 @@ def test_a_local_without_a_remote_is_what_an_encoding_reads_as_well():
     assert (settings.remote, settings.local) == ('shards', None)
 
 
-@pytest.mark.parametrize('time, batches', [
-    ('7ba', 7), ('3ep', 30), ('0.5dur', 15), ('.1dur', 3), ('0.31dur', 9), ('1dur', 30), ('0.001dur', 1)])
-def test_a_time_is_so_many_batches_rounded_down(time, batches):
-    assert to_batches(time, batches_per_epoch=10, batches_of_run=30) == batches
-
-
 @pytest.mark.parametrize('length, flags, expected', [
     ('4ep', '--save_folder kept --save_interval 1ep --lr_warmup 0.1dur --use_ema --ema_half_life 2ep '
      '--ema_start 0.9dur --eval_remote held --eval_interval 2ep',
@@ -87,7 +80,7 @@ def test_a_time_is_so_many_batches_rounded_down(time, batches):
       for length, interval in (('2ep', '3ba'), ('3999ba', '1000ba'), ('90000ba', '1000ba'), ('1ba', '1ba'))),
     *((length, '--use_ema', {'ema_half_life': half_life})
       for length, half_life in (('2ep', '2ba'), ('39ba', '4ba'), ('10000ba', '1000ba'), ('90000ba', '1000ba'))),
-    ('2ep', '', {'ema_half_life': None})])
+    ('2ep', '--lr_warmup .001dur', {'ema_half_life': None, 'lr_warmup': '1ba'})])  # never less than a batch
 def test_every_time_of_a_training_is_in_batches_given_or_not(shards, length, flags, expected):
     settings = settings_of('--remote', shards, *TINY, '--max_duration', length, *flags.split())  # 24 samples, 4 a batch
     assert {flag: getattr(settings, flag) for flag in expected} == expected

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark import main
 from sdbench.inputs.shards import read_index
-from sdbench.stores import make_client
 from tests.runs import TINY, one_error_line
 from tests.samples import Hostile, good, write_shards
 
@@ -33,16 +31,12 @@ def test_nothing_in_a_dataset_runs_code_or_writes_outside_its_cache(tmp_path, ca
     index['shards'][0]['raw_data']['basename'] = '../escaped.mds'
     (outside / 'index.json').write_text(json.dumps(index))
     for remote, words in ((hostile, 'of type pkl, which can run code'), (outside, 'outside its folder')):
-        with pytest.raises(SystemExit):
-            main(['--remote', str(remote), '--local', str(tmp_path / 'cache'), *TINY])
-        line = capfd.readouterr().err
-        assert words in line
-        assert line.count('\n') == 1
+        assert words in one_error_line(['--remote', remote, '--local', tmp_path / 'cache', *TINY], capfd)
     assert not trace.exists()
     assert not (tmp_path / 'escaped.mds').exists()
 
 
-def test_a_wrong_bucket_and_wrong_credentials_are_one_line_each_of_data_and_of_checkpoints(s3, capfd, monkeypatch):
+def test_a_wrong_bucket_and_a_missing_permission_are_one_line_each_of_data_and_of_checkpoints(s3, capfd):
     reading, saving = [*TINY, '--remote'], [*TINY, '--use_synth_data', '--save_folder']
     s3.put('runs/1/ep0-ba2-rank0.pt', b'')
     assert 'already holds files' in one_error_line([*saving, 's3://bucket/runs/1'], capfd)
@@ -50,9 +44,3 @@ def test_a_wrong_bucket_and_wrong_credentials_are_one_line_each_of_data_and_of_c
     assert '--save_folder s3://nobody/runs: there is no such' in one_error_line([*saving, 's3://nobody/runs'], capfd)
     s3.is_read_only = True
     assert '--save_folder s3://bucket/2: access is denied' in one_error_line([*saving, 's3://bucket/2'], capfd)
-    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'wrong')
-    make_client.cache_clear()
-    for flags, folder in ((reading, 's3://bucket/photos'), (saving, 's3://bucket/runs/1')):
-        line = one_error_line([*flags, folder], capfd)
-        assert f'{flags[-1]} {folder}: access is denied; check the name and the credentials' in line
-        assert '(403 InvalidAccessKeyId none)' in line

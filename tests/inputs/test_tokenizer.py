@@ -7,7 +7,7 @@ from transformers import CLIPTokenizer
 
 from sdbench.datasets.converter import mend_letters
 from sdbench.inputs.batches import collate
-from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer, hash_of_tokenizer
+from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer
 
 
 def write_tokenizer(folder: Path, pad_token: str) -> str:
@@ -36,15 +36,3 @@ def test_what_pads_is_a_word_where_a_caption_has_it_also_in_a_loader_process_tha
     assert [encoding.ids for encoding in of_folder.encode_batch(captions)] == of_clip
     samples = [{'image': torch.zeros(3, 8, 8, dtype=torch.uint8), 'caption': caption} for caption in captions]
     assert collate(samples, pickle.loads(pickle.dumps(of_folder)), 8)['caption'].tolist() == of_clip
-
-
-def test_a_tokenizer_folder_pads_with_its_own_token(model_folder):
-    tokenizer = build_tokenizer(model_folder)
-    tokens = ['<|startoftext|>', 'a</w>'] + ['<|endoftext|>'] * 75
-    assert tokenizer.encode('a').ids == [tokenizer.token_to_id(token) for token in tokens]
-
-
-def test_the_hash_is_of_what_a_folder_holds_now(tmp_path, monkeypatch):
-    assert hash_of_tokenizer(write_tokenizer(tmp_path, '!')) == hash_of_tokenizer()
-    monkeypatch.setattr('sdbench.inputs.tokenizer.clip_merges', tuple)  # letters alone, which take less time
-    assert len({hash_of_tokenizer(write_tokenizer(tmp_path, pad_token)) for pad_token in '!?'}) == 2

@@ -15,8 +15,6 @@ from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
 from tests.runs import SMALLEST, TINY, check_keys, one_error_line, settings_of
 
-LENGTH = ['--max_duration', '3ba']
-
 
 def lines_of(summary: str) -> list[str]:
     return [line for line in summary.splitlines() if 'waited' not in line]  # a caution that a busy machine adds
@@ -36,14 +34,7 @@ def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file_and_
     assert record['versions']['torch'] == torch.__version__.split('+')[0]
     assert 0 < record['loss'] < 5
     assert 0.1 < record['peak_memory_gib'] < 24
-
-    # what must hold between the figures
-    assert record['batch_seconds_p10'] <= record['batch_seconds_median'] <= record['batch_seconds_p90']
-    slowest, fastest = (record['batch_size'] / record[f'batch_seconds_{p}'] for p in ('p90', 'p10'))
-    assert slowest * 0.7 < record['images_per_sec'] < fastest * 1.3
-    assert record['images_per_sec_per_device'] == pytest.approx(record['images_per_sec'] / record['num_devices'])
-    assert 0 <= record['data_wait_fraction'] < 1
-    assert record['drift'] > -1
+    assert record['images_per_sec_per_device'] == record['images_per_sec'] > 0  # of one device
     assert record['tflops_per_sec_per_device'] == pytest.approx(
         record['images_per_sec_per_device'] * record['tflops_per_image'])
 
@@ -60,7 +51,8 @@ def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file_and_
 
 def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_it(results, tmp_path, capfd):
     kept = tmp_path / 'kept'
-    flags = ['--use_synth_data', '--use_ema', *TINY[:-2], *LENGTH, '--save_folder', str(kept), '--results', '-']
+    flags = ['--use_synth_data', '--use_ema', *TINY[:-2], '--max_duration', '3ba', '--save_folder', str(kept),
+             '--results', '-']
     record = main(flags)
     *lines, last = lines_of(capfd.readouterr().out)
     assert json.loads(last) == record

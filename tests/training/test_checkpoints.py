@@ -20,7 +20,7 @@ from sdbench.training.checkpoints import (
     newest_checkpoint,
 )
 from sdbench.training.weights import read_trained_model
-from tests.forked_runs import RUN, on_small_disk, run, run_program, traced
+from tests.forked_runs import RUN, on_small_disk, run, run_program
 from tests.runs import TINY, assert_same_training, failed, one_error_line
 from tests.samples import Hostile, good, write_shards
 
@@ -53,9 +53,6 @@ def test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was(
         shutil.rmtree(places['FIRST'], ignore_errors=True)  # a run that resumes does not need it
     assert run(server, ranks, argv, killed) == [0] * ranks, (killed / 'log').read_text()
     records = [json.loads((place / 'results.jsonl').read_text().splitlines()[-1]) for place in (whole, killed)]
-    batches = traced(whole, ranks)
-    assert all(sorted(rank) == list(range(records[0]['trained_batches'])) for rank in batches)
-    assert traced(killed, ranks) == batches
     assert_same_training(killed / 'checkpoints', whole / 'checkpoints')
     assert records[0]['eval_loss'] == records[1]['eval_loss']
 
@@ -68,9 +65,8 @@ def test_a_disk_that_fills_leaves_the_last_good_checkpoint(server, tmp_path, res
     assert 'a disk is full' in line
     assert json.loads(results.read_text())['status'] == 'failed'
     kept = tmp_path / 'out' / 'disk' / 'kept'
-    [first] = checkpoints_in(str(kept))
+    assert [Path(path).name for path in checkpoints_in(str(kept))] == ['ep0-ba1-rank0.pt']
     assert not list(kept.glob('.*.unfinished'))
-    assert load_checkpoint(first)['state']['timestamp']['Timestamp']['batch'] == 1
     record = main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', str(kept),
                    '--autoresume', '--results', str(results)])  # with room again
     assert record['first_batch'] == 1

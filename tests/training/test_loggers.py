@@ -1,6 +1,8 @@
 """The curves of a run, in TensorBoard's files and at Weights & Biases, by Composer's own loggers."""
 from pathlib import Path
 
+import pytest
+
 from benchmark import main
 from sdbench.training.checkpoints import RUN_NAME
 from sdbench.training.loggers import kept_name, name_of_run
@@ -31,6 +33,8 @@ def test_tensorboard_has_curves_evaluations_and_figures_of_a_run_and_of_its_resu
     assert len(events.Scalars('metrics/eval/MeanSquaredError')) == 3
     speeds = {speed.step: speed.value for speed in events.Scalars('images_per_sec')}
     assert abs(speeds[9] / record['images_per_sec'] - 1) < 1e-6
+    flops, images = (events.Scalars(f'throughput/{figure}_per_sec')[-1].value for figure in ('flops', 'samples'))
+    assert flops / images == pytest.approx(1e12 * record['tflops_per_image'])
 
 
 def named(*flags: str) -> str | None:

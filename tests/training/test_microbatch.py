@@ -10,9 +10,9 @@ import torch
 import benchmark
 from benchmark import StableDiffusion, build_optimizer, main
 from sdbench.complete import complete
-from sdbench.training.microbatch import is_too_large, largest_that_fits, with_found_microbatch
+from sdbench.training.microbatch import is_too_large, with_found_microbatch
 from tests.forked_runs import run_ranks
-from tests.runs import SMALLEST, TINY, assert_same_training, settings_of
+from tests.runs import SMALLEST, TINY, assert_same_training, one_error_line, settings_of
 
 
 def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str) -> list[int]:
@@ -65,20 +65,6 @@ def test_what_cuda_says_of_too_little_memory_means_that_it_does_not_fit(words, s
     assert is_too_large(RuntimeError(words), size) == too_large
 
 
-@pytest.mark.parametrize('share, limit, largest', [
-    (1, 1, 1), (1, 0, None), (97, 96, 1), (100, 30, 25), (100, 100, 100), (256, 70, 64), (720, 119, 90), (720, 1, 1)])
-def test_the_search_finds_the_largest_divisor_that_fits_and_asks_about_few_and_each_once(share, limit, largest):
-    sizes = settings_of('--dry_run', '1', '--batch_size', share).microbatch_sizes
-    tried = []
-
-    def fits(size: int) -> bool:
-        tried.append(size)
-        return size <= limit
-
-    assert largest_that_fits(sizes, fits) == largest
-    assert len(set(tried)) == len(tried) <= 1 + len(sizes).bit_length()
-
-
 def search_on_a_cpu(patch: pytest.MonkeyPatch, limit: int, where: str = 'backward') -> None:
     """Let main() search as it does on a GPU, with memory for `limit` images at once."""
     def complete_but_for_a_search(settings, index):
@@ -94,21 +80,9 @@ def search_on_a_cpu(patch: pytest.MonkeyPatch, limit: int, where: str = 'backwar
     patch.setattr(benchmark, 'build_model', build_limited_model)
 
 
-def test_a_run_that_searched_has_the_losses_of_one_that_was_told(monkeypatch):
-    flags = ['--use_synth_data', *TINY]
-    told = main([*flags, '--device_train_microbatch_size', '2'])
-    search_on_a_cpu(monkeypatch, limit=3)
-    found = main(flags)
-    assert found['loss'] == told['loss']
-    assert told['device_train_microbatch_size'] == found['device_train_microbatch_size'] == 2
-    assert ['device_train_microbatch_size' in record['by_default'] for record in (told, found)] == [False, True]
-
-
 def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, capfd):
     search_on_a_cpu(monkeypatch, limit=0)
-    with pytest.raises(SystemExit):
-        main(['--use_synth_data', *TINY])
-    _, line = capfd.readouterr().err.splitlines()
+    line = one_error_line(['--use_synth_data', *TINY], capfd)
     assert 'not even one image of --image_size 16 fits' in line
     assert '--gradient_checkpointing' in line
 

@@ -36,7 +36,7 @@ class Witness(Callback):
         self.weights.append(state.model.unet.conv_in.bias.detach().clone())
 
 
-def test_a_run_does_what_its_flags_say_and_has_them_in_its_record_and_in_its_checkpoint(tmp_path):
+def test_a_run_does_what_its_flags_say_and_has_them_in_its_record(tmp_path):
     witness = Witness()
     record = main(['--use_synth_data', *TINY, *FLAGS, '--max_duration', '7ba', '--save_folder', 'kept'], [witness])
     state = load_checkpoint(tmp_path / 'kept' / 'latest-rank0.pt')['state']
@@ -51,8 +51,6 @@ def test_a_run_does_what_its_flags_say_and_has_them_in_its_record_and_in_its_che
     expected = {'learning_rate': 3e-4, 'weight_decay': 0.02, 'lr_warmup': '4ba', 'ema_half_life': '3ba',
                 'ema_start': '2ba', 'clip_grad_norm': 0.25, 'snr_gamma': 5.0, 'adam_betas': (0.8, 0.95)}
     assert {flag: record[flag] for flag in expected} == expected | {'adam_betas': [0.8, 0.95]}  # as in JSON
-    flags = dict(state['callbacks'])['SameRun']['flags']
-    assert {flag: flags[flag] for flag in expected} == expected
 
 
 def test_a_resumed_optimizer_has_the_arguments_of_now_and_goes_on_with_the_learning_rate():

@@ -47,18 +47,14 @@ class BySample(benchmark.StableDiffusion):
 
 
 class Witness(Callback):
-    """Leaves in `file` which captions the rank saw, in an epoch of how many batches, and what it learned."""
+    """Leaves in `file` how many batches an epoch had, and what the rank learned."""
 
     def __init__(self, file: Path):
         self.file = file
-        self.captions = []
-
-    def batch_start(self, state, logger):
-        self.captions += state.batch['caption'].tolist()
 
     def fit_end(self, state, logger):
         [ema] = state.algorithms
-        torch.save({'captions': self.captions, 'batches': len(state.train_dataloader),
+        torch.save({'batches': len(state.train_dataloader),
                     'weights': [weight.detach() for weight in state.optimizers[0].param_groups[0]['params']],
                     'average': ema.ema_model.named_parameters_dict}, self.file)
 
@@ -69,7 +65,7 @@ def train_by_sample(file: Path, argv: list[str]) -> None:
 
 
 def test_two_ranks_split_an_epoch_without_overlap_and_learn_what_one_learns_from_it(tmp_path, server):
-    """Of its 31 images three batches are whole."""
+    """Of its 31 images three batches are whole. An image that one rank saw twice would be learned twice."""
     shards = write_several_captions(tmp_path / 'shards', [good(index) for index in range(31)])
     argv = ['--remote', shards, *TINY_RANKS, '--device_train_microbatch_size', '2', '--results', '/dev/null']
     seen = {}
@@ -82,9 +78,6 @@ def test_two_ranks_split_an_epoch_without_overlap_and_learn_what_one_learns_from
     [one], (first, second) = seen[1], seen[2]
 
     assert one['batches'] == first['batches'] == second['batches'] == 3
-    captions = [tuple(caption) for caption in first['captions'] + second['captions']]
-    assert len(captions) == len(set(captions)) == 24
-    assert set(captions) == {tuple(caption) for caption in one['captions']}
     for part in ('weights', 'average'):
         torch.testing.assert_close(first[part], one[part], atol=1e-9, rtol=1e-6)
         torch.testing.assert_close(first[part], second[part], atol=0, rtol=0)

@@ -11,14 +11,13 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from benchmark import main
-from evaluate import load_model
 from export import main as export
-from sdbench.models.drawing import GUIDANCE, load_pipeline
+from sdbench.models.drawing import GUIDANCE
 from sdbench.training import sampling
 from sdbench.training.sampling import Sampling
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
-from tests.runs import TINY, assert_equal, assert_same_training, one_error_line
+from tests.runs import TINY, assert_same_training, one_error_line
 
 PROMPTS = ['a red square', 'Wow! a blue one', 'Über den Dächern, with letters beyond ASCII']
 
@@ -101,8 +100,6 @@ def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model
     export(['kept-latents', 'out'])
     for ours, theirs in zip(pictures_in(latents / 'ba3.png'), drawn_by_diffusers(tmp_path / 'out'), strict=True):
         assert np.abs(ours - theirs).max() <= 1
-    evaluated, _ = load_model('kept-latents')
-    assert_equal(evaluated.vae.state_dict(), load_pipeline('out', 'MODEL').vae.state_dict())
 
 
 @pytest.mark.long

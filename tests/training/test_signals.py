@@ -17,48 +17,34 @@ from sdbench.training.ranks import SIGNALS, GracefulStop
 from tests.runs import TINY, Signalled, assert_same_training, start, wait_until
 
 
+@pytest.mark.parametrize('length', ['4ba', '5ba', '7ba'])
 def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_as_if_it_never_had(
-        results, tmp_path, shards, held_out, smallest_model, capfd):
-    """The launcher passes Ctrl-C on as SIGTERM. The learning rate follows the length of the run, an evaluation and a
-    drawing would come at its end."""
+        length, results, tmp_path, shards, held_out, smallest_model, capfd):
+    """The launcher passes Ctrl-C on as SIGTERM. Both come in the fourth batch, at whose end an evaluation and a drawing
+    are due, and the run may be over. The learning rate follows the length of the run."""
     (tmp_path / 'prompts').write_text('a cat')
     argv = ['--remote', shards, '--use_ema', *TINY, '--model_name', smallest_model, '--pretrained', '--num_workers',
-            '1', '--max_duration', '7ba', '--lr_schedule', 'cosine', '--eval_remote', held_out, '--eval_interval',
-            '1000ba', '--save_interval', '1000ba']
-    main([*argv, '--save_folder', 'whole'])
-    stopped = [*argv, '--save_folder', 'stopped', '--autoresume', '--sample_prompts',
-               'prompts', '--sample_interval', '1000ba', '--sample_folder', 'drawn']
+            '1', '--max_duration', length, '--lr_schedule', 'cosine', '--eval_remote', held_out, '--eval_interval',
+            '4ba', '--sample_prompts', 'prompts', '--sample_interval', '4ba', '--autoresume', '--save_folder']
+    whole = main([*argv, 'whole'])
     with pytest.raises(SystemExit) as exit:
-        main(stopped, [Signalled(signal.SIGINT, signal.SIGTERM)])
+        main([*argv, 'stopped'], [Signalled(signal.SIGINT, signal.SIGTERM)])
     record = json.loads(results.read_text().splitlines()[-1])
     assert (exit.value.code, record['status'], record['trained_batches'], record['evaluations']) == (
         130, 'interrupted', 4, [])
     assert record['images_per_sec'] > 0
-    assert not (tmp_path / 'drawn').exists()
+    assert not Path('stopped-samples').exists()
     assert capfd.readouterr().err.count('a signal came') == 1
-    [checkpoint] = checkpoints_in(str(tmp_path / 'stopped'))
-    assert load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch'] == 4
-    assert main(stopped)['first_batch'] == 4
-    assert_same_training(tmp_path / 'stopped', tmp_path / 'whole')
 
-
-@pytest.mark.parametrize('length', ['4ba', '5ba'])
-def test_what_a_signal_left_out_of_its_batch_is_made_up_for_and_a_training_is_over_when_its_record_is_kept(
-        length, results, tmp_path, shards, held_out, smallest_model, capfd):
-    """The signal comes in the fourth batch."""
-    (tmp_path / 'prompts').write_text('a cat')
-    argv = ['--remote', shards, *TINY, '--model_name', smallest_model, '--pretrained', '--num_workers', '0',
-            '--max_duration', length, '--eval_remote', held_out, '--eval_interval', '4ba', '--sample_prompts',
-            'prompts', '--sample_interval', '4ba', '--autoresume', '--save_folder']
-    whole = main([*argv, 'whole'])
-    with pytest.raises(SystemExit):
-        main([*argv, 'stopped'], [Signalled(signal.SIGTERM)])
+    # what was left out of the batch is made up for
     record = main([*argv, 'stopped'])
-    assert record['evaluations'] == whole['evaluations']
+    assert (record['first_batch'], record['evaluations']) == (4, whole['evaluations'])
     drawn, drawn_at_once = ({path.name: path.read_bytes() for path in Path(f'{folder}-samples').iterdir()}
                             for folder in ('stopped', 'whole'))
     assert drawn == drawn_at_once
+    assert_same_training('stopped', 'whole')
 
+    # a training is over when its record is kept
     results.unlink()
     with pytest.raises(SystemExit) as exit:
         main([*argv, 'stopped'])
