@@ -196,8 +196,9 @@ class VerifiedDataset(StreamingDataset):
     def resume_at(self, epoch: int, sample_in_epoch: int) -> None:
         """Let the next iteration begin at a sample of an epoch, counted over all ranks.
 
-        Without this: a checkpoint at the end of an epoch holds that epoch, and a resume repeats its order.
-        Test: test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was.
+        Without this: a checkpoint that Composer saves at the end of an epoch, as programs of others have it, holds that
+        epoch, and a resume repeats its order. (This program saves at batches.)
+        Test: test_the_order_is_streamings_own_in_every_epoch_and_after_a_resume.
         """
         state = self.state_dict(sample_in_epoch, from_beginning=True)
         state['epoch'] = epoch
