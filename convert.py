@@ -176,7 +176,8 @@ def warn(joined: Joined, unread_tables: list[dict], unused: list[str], settings:
     if unused:
         names = ' '.join(unused[:3]) + (' ...' if len(unused) > 3 else '')
         print(f'{PROGRAM}: warning: {plural(len(unused), "folder")} in OUT {settings.out} no longer in use, since '
-              f'their files are gone from SOURCE, changed or grouped otherwise: {names}', file=sys.stderr)
+              f'their files are gone from SOURCE, changed or grouped otherwise, or the flags are others: {names}',
+              file=sys.stderr)
 
 
 def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Convert) -> None:

@@ -32,7 +32,7 @@ from sdbench.records.figures import COLUMNS, WIDTH
 from sdbench.records.read import EVALUATED, SETTINGS, read_all
 from sdbench.report.markdown import in_common, markdown
 from sdbench.report.pictures import draw_days, draw_learned, draw_plan, draw_quality
-from sdbench.report.plans import plan_blocks, plan_table, within_limits
+from sdbench.report.plans import plan_blocks, plan_table, told_apart_by, within_limits
 from sdbench.report.speeds import score_table, speed_table
 
 
@@ -90,10 +90,11 @@ def report(settings: Report) -> str:
 def plan_report(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
     """Return the table of plans and its blocks of Markdown, and draw it for --figure."""
     plans, title, sentences = plan_table(records, settings)
+    apart = told_apart_by(plans)  # also where only some are within the limits
     plans, how_near = within_limits(plans, settings.max_dollars, settings.max_days)
     if settings.figure:
         draw_plan(settings.figure, plans, title)
-    blocks = [title, *plan_blocks(plans), *how_near, *sentences]
+    blocks = [title, *plan_blocks(plans, apart), *how_near, *sentences]
     return plans, [block if block.startswith('|') else textwrap.fill(block, WIDTH) for block in blocks]
 
 

@@ -39,7 +39,8 @@ def test_a_figure_and_a_flag_that_are_added_as_the_page_says_work_to_their_end(c
     # the figure is in summary, record and report; the flag is in the record and reaches the optimizer
     argv = ['benchmark.py', '--use_synth_data', *TINY, '--measure_batches', '20', '--results', results,
             '--adam_epsilon', '0.5', '--save_folder']
-    _, summary, _ = run_program(server, copy, script_of_another_copy, [*argv, tmp_path / 'run'])
+    code, summary, errors = run_program(server, copy, script_of_another_copy, [*argv, tmp_path / 'run'])
+    assert code == 0, errors
     record = json.loads(results.read_text())
     assert record['batch_seconds_max'] >= record['batch_seconds_p90']
     assert f'slowest batch   {record["batch_seconds_max"]:.3g} s\n' in summary

@@ -651,3 +651,11 @@ def test_plans_within_dollars_and_days_are_kept_or_the_nearest_is_named_with_wha
     assert kept == ['8 x L4', '8 x H100 PCIe']
     assert 'No plan is within $200 and 9 days; docs' in text
     assert 'The nearest: 8 x L4, 96% of $200 and 111% of 9 days.' in text
+
+
+def test_the_one_plan_within_a_limit_says_by_which_setting_it_is_no_other(printed, write):
+    path = write({'images_per_sec': 100, 'allreduce_precision': 'fp32'},
+                 {'images_per_sec': 200, 'allreduce_precision': 'bf16'})
+    text = printed(path, '--phase', '86400000@512', '--max_days', '6')
+    [row] = tables(text)[0]
+    assert (row['days'], row['allreduce_precision']) == ('5.00', 'bf16')

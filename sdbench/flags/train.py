@@ -294,7 +294,8 @@ class EvaluationAndDrawing:
     heading = 'evaluation, drawing and curves'
 
     eval_remote: str | None = flag(None, 'folder or object store with MDS shards that are held out, whose loss is '
-                                   'evaluated with the same noise and timesteps each time (default: no evaluation)')
+                                   'evaluated with the first caption of each image, and the same noise and timesteps '
+                                   'each time (default: no evaluation)')
     eval_interval: str | None = flag(None, f'time between evaluations {INTERVAL_DEFAULT}; there is also one at the end',
                                      converter=time_in('ba ep'), needs='eval_remote dry_run')
     sample_prompts: str | None = flag(None, 'text file of prompts, one on a line, that are drawn during the training, '

@@ -93,14 +93,16 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     # the sentences
     if settings.hours_between_losses:
         sentences.append(f'Losses: of each machine one in {settings.hours_between_losses:g} hours, which costs half a '
-                         f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
+                         f'--save_interval, less where that is shorter, and {RESTART_HOURS * 60:.0f} minutes until the '
+                         'training goes on.')
     if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
         sentences.append(NOT_IN_A_FORECAST)
     networks = plans['network_gbits'][pd.to_numeric(plans['num_nodes']) > 1]
     if len(networks):
         speeds = [f'{gbits} Gbit/s' if gbits else 'as fast as the link of their GPUs (no --network_gbits)'
                   for gbits in dict.fromkeys(networks)]
-        sentences.append(f'The network of each of several machines is taken to be {" or ".join(speeds)}.')
+        sentences.append(f'The network of each of several machines is taken to be {" or ".join(speeds)}, by RDMA; for '
+                         'plain TCP give half.')
     if left_out:
         sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
     return plans, title_of(phases, settings), sentences
@@ -294,9 +296,9 @@ def told_apart_by(plans: pd.DataFrame) -> list[str]:
     return keys
 
 
-def plan_blocks(plans: pd.DataFrame) -> list[str]:
-    """Return the table of plans, and their notes in sentences, for which it has no room."""
-    others = [key for key in told_apart_by(plans) if key != 'input']
+def plan_blocks(plans: pd.DataFrame, apart: list[str]) -> list[str]:
+    """Return the table of plans, with columns for `apart`, and their notes in sentences, for which it has no room."""
+    others = [key for key in apart if key != 'input']
     rows = []
     for _, plan in plans.iterrows():
         row = {'GPUs': f'{plan["num_devices"]} x {short_name(plan["device"])}'} | plan[['input', *others]].to_dict()
