@@ -659,3 +659,4 @@ def test_the_one_plan_within_a_limit_says_by_which_setting_it_is_no_other(printe
     text = printed(path, '--phase', '86400000@512', '--max_days', '6')
     [row] = tables(text)[0]
     assert (row['days'], row['allreduce_precision']) == ('5.00', 'bf16')
+    assert 'allreduce precision bf16, 83% of 6 days.' in ' '.join(text.split())

@@ -13,6 +13,7 @@ from sdbench.errors import plural
 from sdbench.flags.commands import Report
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import SWITCHES
+from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.gpus import short_name
 from sdbench.records.figures import cell, days_in_words, rounded
 from sdbench.records.read import MEASURED, OF_SPEED, VERSIONS
@@ -92,17 +93,20 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
 
     # the sentences
     if settings.hours_between_losses:
-        sentences.append(f'Losses: of each machine one in {settings.hours_between_losses:g} hours, which costs half a '
-                         f'--save_interval, less where that is shorter, and {RESTART_HOURS * 60:.0f} minutes until the '
-                         'training goes on.')
+        sentences.append(f'Losses: of each machine one in {settings.hours_between_losses:g} hours, which costs '
+                         f'{RESTART_HOURS * 60:.0f} minutes until the work goes on, and of a training half a '
+                         '--save_interval.')
     if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
         sentences.append(NOT_IN_A_FORECAST)
+        if settings.max_dollars or settings.max_days:
+            sentences.append(f'Measure first what is within a limit by less than {LARGEST_ERROR:.0%}, the most that a '
+                             'forecast was off on published speeds that it had not seen.')
     networks = plans['network_gbits'][pd.to_numeric(plans['num_nodes']) > 1]
     if len(networks):
         speeds = [f'{gbits} Gbit/s' if gbits else 'as fast as the link of their GPUs (no --network_gbits)'
                   for gbits in dict.fromkeys(networks)]
-        sentences.append(f'The network of each of several machines is taken to be {" or ".join(speeds)}, by RDMA; for '
-                         'plain TCP give half.')
+        sentences.append(f'The network of each of several machines is taken to carry {" or ".join(speeds)}, as '
+                         'by RDMA; plain TCP carries half of its rate.')
     if left_out:
         sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
     return plans, title_of(phases, settings), sentences
@@ -350,10 +354,11 @@ def within_limits(plans: pd.DataFrame, max_dollars: float | None, max_days: floa
         named = plans.loc[nearest.nsmallest(1).index]
 
     # how near these are
+    apart = [key for key in told_apart_by(plans) if key != 'input']
     each = []
     for row, plan in named.iterrows():
         taken = ' and '.join(f'{share:.0%} of {limit}' for limit, share in shares.loc[row].items())
-        each.append(f'{gpus_of(plan)}, {taken}')
+        each.append(', '.join(filter(None, [gpus_of(plan), settings_in_words(plan, apart), taken])))
     return plans if kept.empty else kept, [f'{sentence}: {"; ".join(each) or "none has a price"}.']
 
 
