@@ -92,6 +92,15 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
             record[key] = value
 
     # the sentences
+    sentences += what_days_mean(plans, settings)
+    if left_out:
+        sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
+    return plans, title_of(phases, settings), sentences
+
+
+def what_days_mean(plans: pd.DataFrame, settings: Report) -> list[str]:
+    """Return in sentences what the days of plans count, and how sure they are."""
+    sentences = []
     if settings.hours_between_losses:
         sentences.append(f'Losses: of each machine one in {settings.hours_between_losses:g} hours, which costs '
                          f'{RESTART_HOURS * 60:.0f} minutes until the work goes on, and of a training half a '
@@ -107,9 +116,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
                   for gbits in dict.fromkeys(networks)]
         sentences.append(f'The network of each of several machines is taken to carry {" or ".join(speeds)}, as '
                          'by RDMA; plain TCP carries half of its rate.')
-    if left_out:
-        sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
-    return plans, title_of(phases, settings), sentences
+    return sentences
 
 
 def title_of(phases: list[tuple[int, str]], settings: Report) -> str:
