@@ -19,7 +19,6 @@ WORDS_IN_A_CAPTION = 20  # of those that `hash_of_ids` makes of a vocabulary
 CLIP_HASH = '39e11d223720cd722d1d0ab6b6585986bf6ed3b695bd943ca49430a10f3e8d9b'
 
 
-@functools.cache  # training, evaluation and the hash of a run take the same
 def build_tokenizer(name: str | None = None) -> Tokenizer:
     """Build a tokenizer that pads or cuts each caption to 77 tokens: `encode_batch(captions)`.
 
@@ -142,6 +141,7 @@ def is_too_long(caption: str) -> bool:
 counting_tokenizer = functools.cache(clip_tokenizer)  # built at the first long caption
 
 
+@functools.cache  # a run that is evaluated makes two tokenizers
 def clip_merges() -> tuple[tuple[str, str], ...]:
     """Read the pairs of symbols that CLIP's vocabulary merges, in order of priority."""
     package = importlib.util.find_spec('open_clip')  # finds the file without the 3 s of importing open_clip
