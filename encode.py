@@ -105,7 +105,7 @@ def encode(settings: Encode) -> dict | None:
         'bytes_per_image': joined.bytes / joined.samples,
         'bad_samples': number_of_samples(index) - joined.samples,
     }
-    record = make_record('encode', settings, speed_of_encoding(figures, devices) | found)
+    record = make_record('encode', settings, figures_of_speed(figures, devices) | found)
     notes['encoded'], notes['stored'] = (plural(record[key], 'image') for key in ('samples', 'stored_samples'))
     if why_unreliable(record):
         notes['caution'] = f'{why_unreliable(record)} of a device, too few to rely on its images/s'
@@ -113,7 +113,7 @@ def encode(settings: Encode) -> dict | None:
     return append_record(record, summary, settings.results_file)
 
 
-def speed_of_encoding(figures: list[dict], devices: int) -> dict:
+def figures_of_speed(figures: list[dict], devices: int) -> dict:
     """Return for the record how fast all devices together have encoded, from the figures of each process."""
     of_one = sum(worker['measured'] for worker in figures) / sum(worker['seconds'] for worker in figures)
     speed = {

@@ -91,9 +91,9 @@ def plan_report(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
     """Return the table of plans and its blocks of Markdown, and draw it for --figure."""
     plans, title, sentences = plan_table(records, settings)
     apart = told_apart_by(plans)  # also where only some are within the limits
-    plans, how_near = within_limits(plans, settings.max_dollars, settings.max_days)
+    plans, how_near = within_limits(plans, apart, settings.max_dollars, settings.max_days)
     if settings.figure:
-        draw_plan(settings.figure, plans, title)
+        draw_plan(settings.figure, plans, apart, title)
     blocks = [title, *plan_blocks(plans, apart), *how_near, *sentences]
     return plans, [block if block.startswith('|') else textwrap.fill(block, WIDTH) for block in blocks]
 

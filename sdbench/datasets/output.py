@@ -91,12 +91,12 @@ class Output:
             self.write(CLAIM, json.dumps(settings).encode())
             return
 
-        # begin one again of which nothing came: no part has a sample, so that the earlier command was a mistake. In a
-        # store, which knows no lock, another run may be at its first part
+        # begin one again of which nothing came: its parts are all done, and none has a sample, so that the earlier
+        # command was a mistake. A store has no lock: one without parts may be of another run that has only begun
         begun = json.loads(held)
         if begun != settings and begun.get('program') == settings['program']:
             parts = self.parts()
-            is_over = all(parts.values()) and (self.is_folder or len(parts) > 0)
+            is_over = (parts or self.is_folder) and all(parts.values())
             if is_over and not any(json.loads(self.read(f'{part}/{INDEX}'))['shards'] for part in parts):
                 self.write(CLAIM, json.dumps(settings).encode())
                 return

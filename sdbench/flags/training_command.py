@@ -16,7 +16,7 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
     if pretrained:
         command.append('--pretrained')
 
-    # length, batch and learning rate, by the number of samples
+    # length, batch and learning rate, by the number of samples and the model
     learning_rate = '1e-3' if model_name == TINY_MODEL else '1e-4'
     if samples >= FEWEST_SAMPLES:
         batch_size = min(BATCH_SIZE, power_of_two(samples // 100))  # an epoch has a hundred batches at least

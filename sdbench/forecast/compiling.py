@@ -15,7 +15,7 @@ from sdbench.forecast.speed import StepWork, Work
 
 # What is left of an eager step with norms in half precision and images in channels_last: shares of an image's bytes and
 # of kernels, by kind of operator. Bytes that are no image's, as of weights and their casts, all stay, and so does all
-# of a kind that is not here.
+# of a kind that is not here, but for LAYOUTS.
 Shares = dict[str, tuple[float, float]]
 WHOLE: Shares = {CONVOLUTIONS: (0.49, 0.49), FUSED: (0.66, 0.65)}
 BLOCKS: Shares = {CONVOLUTIONS: (0.59, 0.56), FUSED: (0.70, 0.73)}

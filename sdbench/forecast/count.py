@@ -14,8 +14,8 @@ A microbatch of 32 images then moves 32 x (32,768 + 2,621,440) + 23,040 bytes th
 backward pass takes 32 x 2,621,440.
 
 What each operator asks of a GPU, arithmetic, bytes and kernels, follows from the shapes of its tensors alone. Bytes are
-those that its kernels read and write, whatever a cache may hold. The operators are those of a CPU's trace. Where CUDA's
-kernels do more, it is said here: each rule names what they do.
+those that its kernels read and write, whatever a cache may hold, but for LAYOUTS. The operators are those of a CPU's
+trace. Where CUDA's kernels do more, it is said here: each rule names what they do.
 """
 import math
 import weakref
@@ -35,7 +35,7 @@ PRODUCTS = 'matrix products'
 CONVOLUTIONS = 'convolutions'
 ATTENTION = 'attention'
 NORMS = 'norms'
-LAYOUTS = 'scattered reads'  # of changes of layout, beyond the images themselves
+LAYOUTS = 'scattered reads'  # beyond an image itself, where a group norm changes its layout
 CASTS = 'casts between precisions'
 POINTWISE = 'pointwise, sums and copies'
 UPDATE = 'optimizer'
@@ -54,9 +54,9 @@ KERNELS_BY_NAME = {'native_group_norm': 2, 'native_group_norm_backward': 4, 'nat
 # Elements that one kernel of torch's multi-tensor operators takes: 320 blocks of 65,536
 MULTI_TENSOR_ELEMENTS = 320 * 65_536
 
-# Bytes that torch's copy reads for each element of an image whose layout it changes. The next one that it writes lies
-# channels further on, so that it takes a sector of memory, of 32 bytes; caches answer the rest. Fitted to two runs on
-# an H100 (docs/forecast.md).
+# Bytes that torch's copy reads for each element where it changes the layout of a group norm's image. It writes in
+# order, and the next element to read lies in another sector of memory, of 32 bytes; caches answer some of these reads.
+# Fitted to two runs on an H100 (docs/forecast.md).
 READ_FOR_AN_ELEMENT = 22
 
 ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
@@ -68,7 +68,8 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
     """Return what a call asks of a GPU; None where nothing is computed: a view, or memory without content.
 
     That is its kind, FLOPs (1 multiply-add = 2), the bytes of each tensor that is read or written, once for each time,
-    the kernels that CUDA launches, and the bytes that are read in vain for each change of an image's layout.
+    the kernels that CUDA launches, and the bytes that are read in vain for each image whose layout changes for a group
+    norm.
     """
     read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -26,8 +26,7 @@ from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
 
 IN_BRACKETS = (f'In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on published speeds that '
                'it had not seen.')
-NOT_TESTED = ('A speed without brackets is not tested: no published run had its model, size, input, GPU, '
-              'machines and compiler.')
+NOT_TESTED = 'A speed without brackets is not tested: no published run was like it in all that bears on its speed.'
 MOST_MICROBATCHES = 9  # columns of the table of memory, up to the first that does not fit
 MEMORY = (f'CUDA and its libraries take more than is counted: a microbatch fits where there is room for '
           f'{UNCOUNTED_SHARE:.0%} more.')

@@ -333,7 +333,7 @@ def score_rows(record: dict) -> list[dict]:
 
 def words(value) -> str:
     """Return a value of a record as one line of text, without what a terminal would take for a command."""
-    if value is None:
+    if value is None or value == []:
         return ''
     if isinstance(value, bool):
         return 'yes' if value else 'no'

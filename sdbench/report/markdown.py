@@ -56,12 +56,12 @@ def names_of_lines(firsts: pd.DataFrame, keys: Sequence[str], apart: str = 'stag
 
 
 def in_common(rows: pd.DataFrame, keys: Sequence[str]) -> str:
-    """Return what rows agree in, of some keys. A switch that is off, or a list without items, is not named."""
+    """Return what rows agree in, of some keys. A switch that is off is not named."""
     columns = differing(rows, keys)
     settings = []
     for key in keys:
         value = rows[key].max()  # '' where a row does not state it
-        if key not in columns and value not in ('', 'no', '[]'):
+        if key not in columns and value not in ('', 'no'):
             settings.append(f'{key} {value}')
     return textwrap.fill(f'All rows: {", ".join(settings)}', WIDTH) if settings else ''
 

@@ -5,7 +5,7 @@ matplotlib is imported only when there is something to draw.
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -16,11 +16,8 @@ from sdbench.records.figures import cell
 from sdbench.records.read import EVALUATED, EXTRAPOLATED, MEASURED, OF_LOSSES, SETTINGS, VERSIONS
 from sdbench.records.status import FORECAST
 from sdbench.report.markdown import differing, names_of_lines, settings_in_words
-from sdbench.report.plans import CORRECTED, told_apart_by
+from sdbench.report.plans import CORRECTED
 from sdbench.report.speeds import one_of_each_number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 LINE_INCHES = 0.2  # of text
@@ -95,7 +92,7 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     figure.savefig(path, dpi=160)
 
 
-def draw_line_of_days(axes: 'Axes', points: pd.DataFrame, label: str, color: str) -> None:
+def draw_line_of_days(axes: Any, points: pd.DataFrame, label: str, color: str) -> None:
     """Draw the days of one setting with their ranges, and what they would be if the speed grew as the GPUs do."""
     gpus, days, speeds = points['num_devices'], points['days'], points['images_per_sec']
     ideal = days.iloc[0] * gpus.iloc[0] / gpus
@@ -112,7 +109,7 @@ def draw_line_of_days(axes: 'Axes', points: pd.DataFrame, label: str, color: str
                 days * speeds / points['images_per_sec_least'], color=color, linewidth=1.2, zorder=1)
 
 
-def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
+def draw_plan(path: str, plans: pd.DataFrame, apart: list[str], title: str) -> None:
     """Write a picture of plans: a bar of GPU-hours for each, in its parts, with the dollars at its end.
 
     What was forecast is hatched, crosswise where a measurement corrected it, and what was measured is full.
@@ -120,6 +117,7 @@ def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
     Args:
         path: of the picture.
         plans: the table of plans.
+        apart: the settings by which they are told apart.
         title: what is planned.
 
     Raises ValueError if no plan is of GPUs.
@@ -131,10 +129,9 @@ def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
     plans = plans[plans['total_gpu_hours'].notna()]
     if plans.empty:
         raise ValueError(f'--figure {path}: a plan on CPUs has no GPU-hours')
-    named = told_apart_by(plans)
     names = []
     for _, plan in plans.iterrows():
-        how = wrapped(settings_in_words(plan, named), 40)
+        how = wrapped(settings_in_words(plan, apart), 40)
         names.append(f'{plan["num_devices"]} x {short_name(plan["device"])}\n{how}'.strip())
     figure = Figure(figsize=(10, 2.2 + 0.75 * len(plans)), layout='constrained')
     axes = figure.subplots()

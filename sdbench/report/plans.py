@@ -112,7 +112,7 @@ def what_days_mean(plans: pd.DataFrame, settings: Report) -> list[str]:
                              'forecast was off on published speeds that it had not seen.')
     networks = plans['network_gbits'][pd.to_numeric(plans['num_nodes']) > 1]
     if len(networks):
-        speeds = [f'{gbits} Gbit/s' if gbits else 'as fast as the link of their GPUs (no --network_gbits)'
+        speeds = [f'{gbits} Gbit/s' if gbits else 'as much as the link of their GPUs (no --network_gbits)'
                   for gbits in dict.fromkeys(networks)]
         sentences.append(f'The network of each of several machines is taken to carry {" or ".join(speeds)}, as '
                          'by RDMA; plain TCP carries half of its rate.')
@@ -334,9 +334,9 @@ def plan_blocks(plans: pd.DataFrame, apart: list[str]) -> list[str]:
     return blocks
 
 
-def within_limits(plans: pd.DataFrame, max_dollars: float | None, max_days: float | None
+def within_limits(plans: pd.DataFrame, apart: list[str], max_dollars: float | None, max_days: float | None
                   ) -> tuple[pd.DataFrame, list[str]]:
-    """Return the plans that keep within dollars and days, and a sentence on how near each is to them.
+    """Return the plans that keep within dollars and days, and a sentence on how near each is to them, named by `apart`.
 
     Where none does, all are returned, and the sentence says which comes nearest. A limit that is None is none; a plan
     without a price keeps within no dollars.
@@ -361,11 +361,11 @@ def within_limits(plans: pd.DataFrame, max_dollars: float | None, max_days: floa
         named = plans.loc[nearest.nsmallest(1).index]
 
     # how near these are
-    apart = [key for key in told_apart_by(plans) if key != 'input']
+    others = [key for key in apart if key != 'input']
     each = []
     for row, plan in named.iterrows():
         taken = ' and '.join(f'{share:.0%} of {limit}' for limit, share in shares.loc[row].items())
-        each.append(', '.join(filter(None, [gpus_of(plan), settings_in_words(plan, apart), taken])))
+        each.append(', '.join(filter(None, [gpus_of(plan), settings_in_words(plan, others), taken])))
     return plans if kept.empty else kept, [f'{sentence}: {"; ".join(each) or "none has a price"}.']
 
 

@@ -254,7 +254,7 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
 
 
 def trained_files(trained: TrainedModel, label: str, model_name: str | None) -> ModelFiles:
-    """Return the files of the model of a checkpoint, of which it has the weights; its VAE's as well if it has none.
+    """Return the files of a checkpoint's model, with the VAE's weights where the checkpoint holds none.
 
     A run on latents has no VAE in its checkpoints, and says by a hash which one encoded them.
 
