@@ -86,7 +86,8 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
 def answer_early(cls: type, description: str) -> None:
     """Answer --help and a mistake in the flags of this process before the imports of a command, which take seconds.
 
-    Its `main` parses once more, since other programs call it with flags of their own.
+    Whoever waits at a terminal is told that these begin. The `main` of the command parses once more, since other
+    programs call it with flags of their own.
     """
     begin()
     parse(cls, description)
@@ -94,7 +95,7 @@ def answer_early(cls: type, description: str) -> None:
         exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} is not the Python of the environment, which has '
                         'the libraries: source .venv/bin/activate (make smoke makes it)')
     if sys.stderr.isatty() and os.environ.get('RANK', '0') == '0':
-        print('loading the libraries', file=sys.stderr, flush=True)  # whoever waits at a terminal sees that it runs
+        print('loading the libraries', file=sys.stderr, flush=True)
 
 
 def check(settings: Any) -> None:
