@@ -201,9 +201,6 @@ def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions
 def to_device(pipeline: StableDiffusionPipeline, precision: str, device: torch.device) -> None:
     """Move a pipeline to a device, and let its UNet compute in `precision`, all else in float32."""
     pipeline.to(device)
-    if device.type == 'cuda':  # whose convolutions are faster so
-        pipeline.unet.to(memory_format=torch.channels_last)
-        pipeline.vae.to(memory_format=torch.channels_last)
     dtype = AUTOCAST_DTYPES.get(precision)
     autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
     pipeline.unet.forward = autocast(pipeline.unet.forward)

@@ -69,15 +69,15 @@ def complete(settings: Train, index: dict | None) -> Train:
     here = (cores_of_device(dist.get_local_world_size()), best_precision(is_for_gpus))
     cores, precision = dist.all_gather_object(here)[0]
     settings = with_workers(settings, cores)
-    settings = with_defaults(settings, precision=precision, channels_last=is_for_gpus)
+    settings = with_defaults(settings, precision=precision)
     settings = with_defaults(settings, encoder_precision=ENCODER_PRECISIONS[settings.precision])
     if settings.device_train_microbatch_size == 'auto' and not is_for_gpus:  # a trial could take all of its memory
         settings = replace(settings, device_train_microbatch_size=settings.device_batch_size)
 
     # How it is compiled: needs num_devices. Blocks send gradients while others still compute. CUDA graphs are tied to
-    # weights, in which blocks differ.
+    # weights, in which blocks differ. Where nothing is compiled, torch's group norm would copy images in channels_last.
     by_blocks = settings.num_devices > 1 and settings.compile not in (False, 'reduce-overhead')
-    settings = with_defaults(settings, compile_blocks=by_blocks)
+    settings = with_defaults(settings, compile_blocks=by_blocks, channels_last=is_for_gpus and bool(settings.compile))
 
     # The folders: need the flags alone; --sample_folder follows from --save_folder.
     sample_folder = 'samples'
@@ -120,8 +120,9 @@ def complete_encoding(settings: Encode) -> Encode:
                          'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
     settings = noting_what_follows(with_local_in_place(settings))
     settings = with_workers(settings, cores_of_device(torch.cuda.device_count()))
-    return with_defaults(settings, encoder_precision=ENCODER_PRECISIONS[best_precision(is_for_gpus)],
-                         channels_last=not settings.cpu if settings.ray else is_for_gpus)
+    settings = with_defaults(settings, encoder_precision=ENCODER_PRECISIONS[best_precision(is_for_gpus)])
+    is_for_gpus = not settings.cpu if settings.ray else is_for_gpus
+    return with_defaults(settings, channels_last=is_for_gpus and bool(settings.compile))
 
 
 def noting_what_follows(settings: Train | Encode) -> Train | Encode:

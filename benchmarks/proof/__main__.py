@@ -45,7 +45,7 @@ LIMIT = 1200  # seconds after which a step is ended; the longest takes 200 on an
 # Each switch of speed alone, and the defaults that they are compared with
 ONE_SWITCH = {
     'defaults': [],
-    'channels first': ['--no-channels_last'],
+    'channels last': ['--channels_last'],
     'half-precision norms': ['--half_precision_norms'],
     'compile': ['--compile', '--no-compile_blocks'],
     'compile blocks': ['--compile', '--compile_blocks'],

@@ -38,12 +38,14 @@ def test_what_was_not_given_follows_from_the_machine(as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(dist, 'all_gather_object', lambda mine: [mine])
     on_gpus = settings_of('--use_synth_data', '--compile')
     assert on_gpus.device_train_microbatch_size == 'auto'
-    assert on_gpus.channels_last
+    assert on_gpus.channels_last  # which torch's group norm would copy, where nothing is compiled
     assert on_gpus.compile_blocks
     assert (on_gpus.precision, on_gpus.encoder_precision) == ('amp_bf16', 'bf16')
     assert not settings_of('--use_synth_data', '--compile', 'max-autotune-no-cudagraphs', '--no-compile_blocks'
                            ).compile_blocks
-    assert not settings_of('--use_synth_data', '--no-channels_last').channels_last
+    assert not settings_of('--use_synth_data').channels_last
+    assert settings_of('--use_synth_data', '--channels_last').channels_last
+    assert not settings_of('--use_synth_data', '--compile', '--no-channels_last').channels_last
 
 
 SIZED = '--dry_run 1 --batch_size 5'
