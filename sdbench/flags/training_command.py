@@ -28,6 +28,8 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
         if pretrained and has_weights:
             command += ['--load_weights', model_name]
             learning_rate = '1e-5'  # which changes trained weights gently
+        else:
+            command.append('--use_ema')  # without it the loss jumps from one evaluation to the next
         command += ['--max_duration', '2000ba']
     command += ['--learning_rate', learning_rate]
     if batch_size != BATCH_SIZE:

@@ -58,10 +58,11 @@ def test_an_out_of_which_nothing_came_may_be_begun_with_other_settings_and_one_w
 
 
 @pytest.mark.parametrize('samples, model_name, pretrained, expected', [
-    (7, 'sd', True, {'batch_size': 4, 'max_duration': '2000ba', 'load_weights': 'sd', 'learning_rate': 1e-5}),
-    (133, 'tiny', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-3}),
+    (7, 'sd', True, {'batch_size': 4, 'max_duration': '2000ba', 'load_weights': 'sd', 'learning_rate': 1e-5,
+                     'use_ema': False}),
+    (133, 'tiny', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-3, 'use_ema': True}),
     (133, 'own', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-4}),
-    (133, 'sd', False, {'batch_size': 16, 'max_duration': '2000ba', 'load_weights': None, 'use_ema': False}),
+    (133, 'sd', False, {'batch_size': 16, 'max_duration': '2000ba', 'load_weights': None, 'use_ema': True}),
     (10_000, 'sd', True, {'batch_size': 64, 'max_duration': '10ep', 'load_weights': None, 'use_ema': True}),
     (2_000_000, 'sd', True, {'batch_size': 2048, 'learning_rate': 1e-4})])
 def test_the_command_that_trains_fits_the_number_of_samples(samples, model_name, pretrained, expected):
