@@ -351,6 +351,30 @@ def test_what_was_measured_and_forecast_alike_corrects_the_forecasts_that_are_co
     assert 'forecast of train 256, corrected.' in text
 
 
+def test_one_machine_corrects_no_training_over_a_network_and_several_correct_nothing_else(printed, write):
+    """Measured at 0.5 of the forecast; an encoding exchanges nothing."""
+    one = OF_A_PHASE | {'images_per_sec': 1000.0, 'encoders': 'text_in_loop', 'device_train_microbatch_size': 64,
+                        'encode_images_per_sec': 1000.0}
+    two = one | {'num_devices': 16, 'num_nodes': 2, 'images_per_sec': 2000.0, 'encode_images_per_sec': 2000.0}
+    measured = {'status': 'complete', 'measured_batches': 20}
+    flags = ('--phase', '86400000@512', '--phase', '86400000@256', '--encode', '86400000@256')
+
+    def days_of(run: dict) -> tuple:
+        """What is encoded and trained at 256 pixels by one machine and by two, where a run at 512 was measured."""
+        at_256 = [forecast | {'image_size': 256} for forecast in (one, two)]
+        text = printed(write(one, two, *at_256, run | measured | {'images_per_sec': run['images_per_sec'] / 2}), *flags)
+        rows = {row['GPUs']: row for row in tables(text)[0]}
+        days = [columns([rows[gpus]], 'encode 256', 'train 256') for gpus in ('8 x H200', '16 x H200')]
+        return days, ' '.join(text.split())
+
+    days, text = days_of(one)
+    assert days == [[('2.00 days', '2.00 days')], [('1.00 days', '12 h 0 min')]]
+    assert 'forecast of encode 256, corrected, forecast of train 512 and train 256, not tested' in text
+    days, text = days_of(two)
+    assert days == [[('1.00 days', '1.00 days')], [('12 h 0 min', '1.00 days')]]
+    assert 'compile, several machines: 0.50 times, by 16 x H200 on latents at 512 px' in text
+
+
 def test_a_loss_costs_half_a_save_interval_and_a_restart(printed, write):
     """6 hours, of which half of 3600 batches of 2048 images at 2048 images/s are lost, and a quarter of an hour."""
     path = write({'batch_size': 2048, 'images_per_sec': 2048.0, 'save_interval': '3600ba'})
@@ -649,7 +673,7 @@ def test_plans_within_dollars_and_days_are_kept_or_the_nearest_is_named_with_wha
     assert plans('--max_days', '10')[0] == ['8 x L4', '8 x H100 PCIe']
     kept, text = plans('--max_dollars', '200', '--max_days', '9')
     assert kept == ['8 x L4', '8 x H100 PCIe']
-    assert 'No plan is within $200 and 9 days; docs' in text
+    assert 'No plan is within $200 and 9 days; see "Within a budget"' in text
     assert 'The nearest: 8 x L4, 96% of $200 and 111% of 9 days.' in text
 
 

@@ -1,7 +1,7 @@
 """Make the table of plans: what a training in phases takes, from the speed at the size of each.
 
 Records give speeds: measured before forecast, newest before older. What was measured and forecast alike corrects the
-other forecasts of its GPU.
+other forecasts of its GPU; what one machine measured says nothing of the network between several.
 """
 import math
 from typing import NamedTuple
@@ -30,7 +30,8 @@ SAME_SWITCHES = [key for key in PLANNED if key in SWITCHES]
 ALIKE = [*(key for key in PLANNED if key != 'network_gbits'), 'num_devices', 'num_nodes', 'image_size', 'microbatch']
 CORRECTED = 'forecast, corrected'  # status of a part of a plan, where a measurement corrects its forecast
 RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
-Corrections = dict[tuple[str, str], float]  # by GPU and --compile, what its forecasts are multiplied by
+# What forecasts are multiplied by: by GPU, --compile, and whether gradients travel between machines.
+Corrections = dict[tuple[str, str, bool], float]
 
 
 class PartOfPlan(NamedTuple):
@@ -41,7 +42,7 @@ class PartOfPlan(NamedTuple):
         size: of a side of its images in pixels.
         images: how many it encodes or trains on.
         days: that they take.
-        least: the fewest days that they may take; NaN where the forecast is not tested, or corrected.
+        least: the fewest days that they may take; NaN where the forecast is not tested.
         most: the most days.
         status: of the record that the speed is from, or CORRECTED.
     """
@@ -80,7 +81,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
         missing = [size for size in sizes if size not in {*runs['image_size']}]
         if not missing:
             plans.append(plan_row(runs, records, phases, settings, corrections))
-        elif MEASURED not in {*runs['status']} or (first['device'], first['compile']) not in corrections:
+        elif MEASURED not in {*runs['status']} or correction_of(first, 'train', corrections) is None:
             statuses = ' and '.join(dict.fromkeys(runs['status']))
             left_out.append(f'{gpus_of(first)}, {statuses}, no speed at {" and ".join(missing)} px')
     if not plans:
@@ -107,10 +108,7 @@ def what_days_mean(plans: pd.DataFrame, settings: Report) -> list[str]:
                          '--save_interval.')
     if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
         sentences.append(NOT_IN_A_FORECAST)
-        if settings.max_dollars or settings.max_days:
-            sentences.append(f'Measure first what is within a limit by less than {LARGEST_ERROR:.0%}, the most that a '
-                             'forecast was off on published speeds that it had not seen.')
-    networks = plans['network_gbits'][pd.to_numeric(plans['num_nodes']) > 1]
+    networks = plans['network_gbits'][plans['num_nodes'].map(is_several)]
     if len(networks):
         speeds = [f'{gbits} Gbit/s' if gbits else 'as much as the link of their GPUs (no --network_gbits)'
                   for gbits in dict.fromkeys(networks)]
@@ -154,24 +152,40 @@ def corrections_of(trained: pd.DataFrame, planned: pd.DataFrame) -> tuple[Correc
     """Return what the forecasts of what is planned are to be multiplied by, and sentences that say so.
 
     Where a training was measured and forecast with the same settings on a GPU, all forecasts of that GPU that are
-    compiled alike are multiplied by measured over forecast, of several such pairs by the median.
+    compiled alike, and like it on one machine or on several, are multiplied by measured over forecast, of several such
+    pairs by the median.
     """
     # the newest forecast of each setting, and what was measured of it
     forecasts = trained[trained['status'] == FORECAST].drop_duplicates(ALIKE, keep='last')
     pairs = trained[trained['status'] == MEASURED].merge(forecasts, on=ALIKE, suffixes=('', '_forecast'))
     pairs = pairs.merge(planned[['device', 'compile']].drop_duplicates())
     pairs['ratio'] = pairs['images_per_sec'] / pairs['images_per_sec_forecast']
+    pairs['on_several'] = pairs['num_nodes'].map(is_several)
 
     corrections = {}
     sentences = []
-    for (device, compile), alike in pairs.groupby(['device', 'compile'], sort=False):
-        corrections[device, compile] = alike['ratio'].median()
+    for (device, compile, on_several), alike in pairs.groupby(['device', 'compile', 'on_several'], sort=False):
+        factor = alike['ratio'].median()
+        corrections[device, compile, on_several] = factor
         sources = [f'{gpus_of(pair)} at {pair["image_size"]} px' for _, pair in alike.iterrows()]
-        how = settings_in_words(alike.iloc[0], ['device', 'compile'])
-        sentences.append(f'Forecasts of {how}: {corrections[device, compile]:.2f} times, by '
-                         f'{" and ".join(dict.fromkeys(sources))}. Whether others would change as much is not known: a '
-                         'row of these and one of others compare only once both are measured.')
+        how = settings_in_words(alike.iloc[0], ['device', 'compile']) + ', several machines' * on_several
+        sentences.append(f'Forecasts of {how}: {factor:.2f} times, by {" and ".join(dict.fromkeys(sources))}. Whether '
+                         'others would change as much is not known: a row of these and one of others compare only once '
+                         'both are measured.')
     return corrections, sentences
+
+
+def correction_of(run: pd.Series, name: str, corrections: Corrections) -> float | None:
+    """Return what the forecast of a part of a plan is multiplied by, or None where nothing like it was measured.
+
+    An encoding exchanges nothing, so that it is as on one machine on however many.
+    """
+    return corrections.get((run['device'], run['compile'], name == 'train' and is_several(run['num_nodes'])))
+
+
+def is_several(num_nodes: int | str | None) -> bool:
+    """Tell whether a run is on several machines; of one that does not say, it is one."""
+    return int(num_nodes or 1) > 1
 
 
 def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
@@ -187,8 +201,7 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
     """
     # its parts, and what they take together
     first = runs.iloc[0]
-    factor = corrections.get((first['device'], first['compile']))
-    parts = parts_of_plan(runs, records, phases, settings, factor)
+    parts = parts_of_plan(runs, records, phases, settings, corrections)
     days = sum(part.days for part in parts)
     hours = math.nan if first['on_cpu'] else days * 24 * first['num_devices']
 
@@ -205,29 +218,24 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
             record[key] = record.get(key, 0) + value
     return first.to_dict() | UNKNOWN | {
         'stage': 'plan', 'parts': parts, 'days': days, 'total_gpu_hours': hours, 'record': record, 'price': price,
-        'notes': ', '.join(notes_on_plan(parts, first['input'], phases, factor)), 'cost_usd': hours * price}
+        'notes': ', '.join(notes_on_plan(parts, first['input'], phases)), 'cost_usd': hours * price}
 
 
-def notes_on_plan(parts: list[PartOfPlan], input: str, phases: list[tuple[int, str]], factor: float | None
-                  ) -> list[str]:
+def notes_on_plan(parts: list[PartOfPlan], input: str, phases: list[tuple[int, str]]) -> list[str]:
     """Return what is said of a plan: where its figures are from, their range, and what is not in it."""
+    # what is forecast, by whether a measurement corrects it
     notes = []
-    forecasts = [part for part in parts if part.status != MEASURED]
-    if forecasts:
-        what = 'forecast'
-        if len(forecasts) < len(parts):
-            names = dict.fromkeys(f'{part.name} {part.size}' for part in forecasts)
-            what += f' of {" and ".join(names)}'
-        least, most = sum(part.least for part in parts), sum(part.most for part in parts)
-        if factor is not None:
-            notes.append(f'{what}, corrected')
-        elif math.isnan(least):
-            notes.append(f'{what}, not tested')
-        else:
-            notes.append(f'{what}, {days_in_words(least)} to {days_in_words(most, " days")}')
-        is_measured = any(part.name == 'train' and part.status == MEASURED for part in parts)
-        if is_measured and factor is None:
-            notes.append('not corrected: what was measured has no forecast of the same flags and microbatch')
+    statuses = {part.status for part in parts}
+    least, most = sum(part.least for part in parts), sum(part.most for part in parts)
+    tested = 'not tested' if math.isnan(least) else f'{days_in_words(least)} to {days_in_words(most, " days")}'
+    for status, how in ((CORRECTED, 'corrected'), (FORECAST, tested)):
+        names = dict.fromkeys(f'{part.name} {part.size}' for part in parts if part.status == status)
+        if names:
+            of_parts = '' if statuses == {status} else f' of {" and ".join(names)}'
+            notes.append(f'forecast{of_parts}, {how}')
+    is_measured = any(part.name == 'train' and part.status == MEASURED for part in parts)
+    if is_measured and FORECAST in statuses and CORRECTED not in statuses:
+        notes.append('not corrected: what was measured has no forecast of the same flags and microbatch')
 
     encoded = [part.size for part in parts if part.name == 'encode']
     without = dict.fromkeys(size for _, size in phases if size not in encoded)
@@ -237,11 +245,10 @@ def notes_on_plan(parts: list[PartOfPlan], input: str, phases: list[tuple[int, s
 
 
 def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
-                  factor: float | None) -> list[PartOfPlan]:
+                  corrections: Corrections) -> list[PartOfPlan]:
     """Return the parts of a plan in the order of the work; the arguments are those of `plan_row`.
 
-    `factor` corrects forecasts; None: they stay. Raises ValueError if a machine would be taken away before it has saved
-    what it trained.
+    Raises ValueError if a machine would be taken away before it has saved what it trained.
     """
     # the speed of each part, at most and at least, and how many images are trained on between two checkpoints
     first = runs.iloc[0]
@@ -264,10 +271,11 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
     parts = []
     hours = (settings.hours_between_losses or 0) / int(first['num_nodes'] or 1)  # whichever machine is lost
     for name, size, images, speeds, status, unsaved in work:
+        factor = correction_of(first, name, corrections)
         if status == MEASURED:
             speeds = speeds[:1] * 3
         elif factor is not None:
-            speeds = speeds[0] * factor, math.nan, math.nan
+            speeds = [speeds[0] * factor] * 3
             status = CORRECTED
         days = [days_to_train(speed, images) for speed in speeds]
         for number, speed in enumerate(speeds):
@@ -357,7 +365,7 @@ def within_limits(plans: pd.DataFrame, apart: list[str], max_dollars: float | No
     kept = named = plans[nearest <= 1]
     sentence = f'{len(kept)} of {plural(len(plans), "plan")} within {limits}'
     if kept.empty:
-        sentence = f'No plan is within {limits}; docs/planning.md says what may bring one within. The nearest'
+        sentence = f'No plan is within {limits}; see "Within a budget" in docs/planning.md. The nearest'
         named = plans.loc[nearest.nsmallest(1).index]
 
     # how near these are
@@ -366,7 +374,13 @@ def within_limits(plans: pd.DataFrame, apart: list[str], max_dollars: float | No
     for row, plan in named.iterrows():
         taken = ' and '.join(f'{share:.0%} of {limit}' for limit, share in shares.loc[row].items())
         each.append(', '.join(filter(None, [gpus_of(plan), settings_in_words(plan, others), taken])))
-    return plans if kept.empty else kept, [f'{sentence}: {"; ".join(each) or "none has a price"}.']
+    sentences = [f'{sentence}: {"; ".join(each) or "none has a price"}.']
+
+    # how sure that is
+    if any(part.status != MEASURED for parts in kept['parts'] for part in parts):
+        sentences.append(f'Measure first what is within by little: forecasts were off by up to {LARGEST_ERROR:.0%} on '
+                         'published speeds that they had not seen, and may be by more where none is like them.')
+    return plans if kept.empty else kept, sentences
 
 
 def gpus_of(row: pd.Series) -> str:
