@@ -47,7 +47,8 @@ def check_keys(record: dict, command: str) -> None:
     """Check that a record has all flags of its command, and else only keys whose meaning is said."""
     flags = {field.name for field in dataclasses.fields(COMMANDS[command])}
     assert flags <= record.keys()
-    assert record.keys() - flags - set(KEYS) == set()
+    unexplained = record.keys() - flags - set(KEYS)
+    assert not unexplained, f'"The record" in docs/measuring.md has no row of {", ".join(unexplained)}'
 
 
 def refusal(capfd, function: Callable, *arguments) -> str:

@@ -22,6 +22,7 @@ import pytest
 
 import report
 from sdbench.flags.parser import build_parser
+from sdbench.records.figures import LINES
 from tests.runs import COMMANDS, ROOT, SMALLEST
 from tests.samples import write_photos
 
@@ -127,6 +128,12 @@ def test_every_flag_is_explained_in_some_page():
             if not (is_positional or is_hidden or named & set(action.option_strings)):
                 unexplained.append(f'{program} {" ".join(action.option_strings)}')
     assert not unexplained, f'no page explains {", ".join(unexplained)}; docs/training.md and speed.md have tables'
+
+
+def test_every_line_of_a_summary_is_explained():
+    table = (ROOT / 'docs/measuring.md').read_text().partition('| line | what it says |')[2].partition('\n\n')[0]
+    unexplained = [heading for heading in LINES if f'`{heading}`' not in table]
+    assert not unexplained, f'"The summary" in docs/measuring.md has no row of {", ".join(unexplained)}'
 
 
 FLAG = re.compile(r'(?<![\w-])--[a-z][a-z_]*(?:-[a-z_]+)*')

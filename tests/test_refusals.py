@@ -43,7 +43,7 @@ ROWS = [
      'mean RTX 4090 or'),
     ('benchmark.py', '--dry_run 8 x', '--dry_run: x is not a whole number above 0'),
     ('benchmark.py', '--dry_run 7', '--batch_size 2048 does not divide over 7 devices; use 2044'),
-    ('benchmark.py', f'{SYNTHETIC} --network_gbits 100', '--network_gbits 100.0 needs --dry_run'),
+    ('benchmark.py', f'{SYNTHETIC} --gpus_per_node 4', '--gpus_per_node 4 needs --dry_run'),
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size: 100 is not a multiple of 8; use 96'),
     ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a share between 0 and 1'),
     ('benchmark.py', f'--remote shards {TINY} --caption_weights long=-1', '--caption_weights: -1 is not an amount'),

@@ -168,6 +168,10 @@ def test_trainings_of_other_flags_of_learning_are_rows_of_their_own_and_show_wha
         ('', '', '', ''), ('0.0001', '0.3700', '0.400', '200'), ('0.0001', '0.3800', '0.400', '100'),
         ('0.001', '0.2900', '0.300', '100')]
 
+    # one that was recorded before --lr_final was there had its default, 0.0
+    older = LEARNED | {'command': 'benchmark.py'}
+    assert len(tables(printed(write(older, older | {'lr_final': 0.0})))[0]) == 1
+
 
 def test_losses_of_other_latents_are_ranked_and_drawn_apart_and_the_best_come_first(printed, drawn, write):
     worse, better = (LEARNED | {'pretrained': True, 'learning_rate': rate, 'save_folder': f'runs/{rate}',
@@ -351,11 +355,12 @@ def test_what_was_measured_and_forecast_alike_corrects_the_forecasts_that_are_co
     assert 'forecast of train 256, corrected.' in text
 
 
-def test_one_machine_corrects_no_training_over_a_network_and_several_correct_nothing_else(printed, write):
+def test_a_measurement_corrects_trainings_over_its_network_or_those_of_one_machine_and_encodings(printed, write):
     """Measured at 0.5 of the forecast; an encoding exchanges nothing."""
     one = OF_A_PHASE | {'images_per_sec': 1000.0, 'encoders': 'text_in_loop', 'device_train_microbatch_size': 64,
                         'encode_images_per_sec': 1000.0}
-    two = one | {'num_devices': 16, 'num_nodes': 2, 'images_per_sec': 2000.0, 'encode_images_per_sec': 2000.0}
+    two = one | {'num_devices': 16, 'num_nodes': 2, 'images_per_sec': 2000.0, 'encode_images_per_sec': 2000.0,
+                 'network_gbits': 100}
     measured = {'status': 'complete', 'measured_batches': 20}
     flags = ('--phase', '86400000@512', '--phase', '86400000@256', '--encode', '86400000@256')
 
@@ -372,7 +377,8 @@ def test_one_machine_corrects_no_training_over_a_network_and_several_correct_not
     assert 'forecast of encode 256, corrected, forecast of train 512 and train 256, not tested' in text
     days, text = days_of(two)
     assert days == [[('1.00 days', '1.00 days')], [('12 h 0 min', '1.00 days')]]
-    assert 'compile, several machines: 0.50 times, by 16 x H200 on latents at 512 px' in text
+    assert 'compile, 100 Gbit/s: 0.50 times, by 16 x H200 on latents at 512 px' in text
+    assert days_of(two | {'network_gbits': 50})[0][1] == [('12 h 0 min', '12 h 0 min')]
 
 
 def test_a_loss_costs_half_a_save_interval_and_a_restart(printed, write):

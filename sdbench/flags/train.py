@@ -216,9 +216,9 @@ class Cost:
         None, 'GPUs in each machine of a forecast (default: 8; GB200 and L40S 4, GH200 1)', converter=count,
         metavar='GPUS', needs='dry_run')
     network_gbits: float | None = flag(
-        None, 'network of each machine in Gbit/s, all adapters together, for a forecast of several machines; give half '
-        'of it for plain TCP, which does not reach more (default: as fast as the link of the GPUs)', converter=positive,
-        metavar='GBITS', needs='dry_run')
+        None, 'network of each machine in Gbit/s, all adapters together, by which several machines are forecast, and '
+        'which a measurement notes; give half of it for plain TCP, which does not reach more (default: as fast as the '
+        'link of the GPUs)', converter=positive, metavar='GBITS')
     gpu: tuple[str, ...] = flag((), 'GPUs to forecast, by their names or a part of them, such as A100-40GB H200 '
                                 '(default: all that are known)', converter=known_gpu, metavar='NAME', needs='dry_run')
     training_images: int | None = flag(

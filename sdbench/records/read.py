@@ -58,9 +58,6 @@ TRAINED_ON = {False: '', True: ' (the model was trained on it)', None: ' (not kn
 INPUTS = {ENCODERS[False]: 'images', ENCODERS[True]: 'latents'}  # of a training, by the encoders in its loop
 NOT_KNOWN = ('', 'none', 'nan', 'null', 'auto')  # as CSV files have it; an automatic microbatch that was never found
 TRUTHS = {'true': True, 'yes': True, 'false': False, 'no': False}
-# What a training had of a flag that was not there yet
-DEFAULTS = {field.name: json.loads(json.dumps(field.default)) for field in fields(Train)
-            if field.name in SETTINGS and str(field.default).lower() not in NOT_KNOWN}
 
 
 def read_value(value: Any) -> Any:
@@ -84,6 +81,11 @@ def read_value(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
+
+
+# What a training had of a flag that was not there yet
+DEFAULTS = {field.name: read_value(json.loads(json.dumps(field.default))) for field in fields(Train)
+            if field.name in SETTINGS and str(field.default).lower() not in NOT_KNOWN}
 
 
 def number(record: dict, key: str) -> float:

@@ -1,7 +1,7 @@
 """Make the table of plans: what a training in phases takes, from the speed at the size of each.
 
 Records give speeds: measured before forecast, newest before older. What was measured and forecast alike corrects the
-other forecasts of its GPU; what one machine measured says nothing of the network between several.
+other forecasts of its GPU over the same network, or on one machine.
 """
 import math
 from typing import NamedTuple
@@ -26,12 +26,10 @@ PLANNED = [key for key in OF_SPEED if key not in (
     'stage', 'image_size', 'device_train_microbatch_size', 'dataset', 'num_workers', *VERSIONS)]
 SAME_MODEL = ['device', 'model_name']
 SAME_SWITCHES = [key for key in PLANNED if key in SWITCHES]
-# A measurement and its forecast. What network a measurement had it does not say.
-ALIKE = [*(key for key in PLANNED if key != 'network_gbits'), 'num_devices', 'num_nodes', 'image_size', 'microbatch']
+ALIKE = [*PLANNED, 'num_devices', 'num_nodes', 'image_size', 'microbatch']  # a measurement and its forecast
 CORRECTED = 'forecast, corrected'  # status of a part of a plan, where a measurement corrects its forecast
 RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
-# What forecasts are multiplied by: by GPU, --compile, and whether gradients travel between machines.
-Corrections = dict[tuple[str, str, bool], float]
+Corrections = dict[tuple[str, str, str], float]  # by GPU, --compile and network, what forecasts are multiplied by
 
 
 class PartOfPlan(NamedTuple):
@@ -108,12 +106,10 @@ def what_days_mean(plans: pd.DataFrame, settings: Report) -> list[str]:
                          '--save_interval.')
     if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
         sentences.append(NOT_IN_A_FORECAST)
-    networks = plans['network_gbits'][plans['num_nodes'].map(is_several)]
-    if len(networks):
-        speeds = [f'{gbits} Gbit/s' if gbits else 'as much as the link of their GPUs (no --network_gbits)'
-                  for gbits in dict.fromkeys(networks)]
-        sentences.append(f'The network of each of several machines is taken to carry {" or ".join(speeds)}, as '
-                         'by RDMA; plain TCP carries half of its rate.')
+    networks = dict.fromkeys(filter(None, (network_of(plan) for _, plan in plans.iterrows())))
+    if networks:
+        sentences.append(f'Several machines are taken to be joined by {" or ".join(networks)} (--network_gbits), as by '
+                         'RDMA; plain TCP carries half of its rate.')
     return sentences
 
 
@@ -152,23 +148,23 @@ def corrections_of(trained: pd.DataFrame, planned: pd.DataFrame) -> tuple[Correc
     """Return what the forecasts of what is planned are to be multiplied by, and sentences that say so.
 
     Where a training was measured and forecast with the same settings on a GPU, all forecasts of that GPU that are
-    compiled alike, and like it on one machine or on several, are multiplied by measured over forecast, of several such
-    pairs by the median.
+    compiled alike, and like it on one machine or over the same network, are multiplied by measured over forecast, of
+    several such pairs by the median.
     """
     # the newest forecast of each setting, and what was measured of it
     forecasts = trained[trained['status'] == FORECAST].drop_duplicates(ALIKE, keep='last')
     pairs = trained[trained['status'] == MEASURED].merge(forecasts, on=ALIKE, suffixes=('', '_forecast'))
     pairs = pairs.merge(planned[['device', 'compile']].drop_duplicates())
     pairs['ratio'] = pairs['images_per_sec'] / pairs['images_per_sec_forecast']
-    pairs['on_several'] = pairs['num_nodes'].map(is_several)
+    pairs['network'] = [network_of(pair) for _, pair in pairs.iterrows()]
 
     corrections = {}
     sentences = []
-    for (device, compile, on_several), alike in pairs.groupby(['device', 'compile', 'on_several'], sort=False):
+    for (device, compile, network), alike in pairs.groupby(['device', 'compile', 'network'], sort=False):
         factor = alike['ratio'].median()
-        corrections[device, compile, on_several] = factor
+        corrections[device, compile, network] = factor
         sources = [f'{gpus_of(pair)} at {pair["image_size"]} px' for _, pair in alike.iterrows()]
-        how = settings_in_words(alike.iloc[0], ['device', 'compile']) + ', several machines' * on_several
+        how = ', '.join(filter(None, [settings_in_words(alike.iloc[0], ['device', 'compile']), network]))
         sentences.append(f'Forecasts of {how}: {factor:.2f} times, by {" and ".join(dict.fromkeys(sources))}. Whether '
                          'others would change as much is not known: a row of these and one of others compare only once '
                          'both are measured.')
@@ -180,7 +176,14 @@ def correction_of(run: pd.Series, name: str, corrections: Corrections) -> float 
 
     An encoding exchanges nothing, so that it is as on one machine on however many.
     """
-    return corrections.get((run['device'], run['compile'], name == 'train' and is_several(run['num_nodes'])))
+    return corrections.get((run['device'], run['compile'], network_of(run) if name == 'train' else ''))
+
+
+def network_of(run: pd.Series) -> str:
+    """Return in words what network the machines of a run exchange gradients by, or '' of one machine."""
+    if not is_several(run['num_nodes']):
+        return ''
+    return f'{run["network_gbits"]} Gbit/s' if run['network_gbits'] else 'a network as fast as the link of the GPUs'
 
 
 def is_several(num_nodes: int | str | None) -> bool:
