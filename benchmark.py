@@ -149,7 +149,7 @@ class StableDiffusion(ComposerModel):
             with self.encoder_autocast(image.device.type):
                 moments = self.vae.encode(image.to(self.vae.dtype)).latent_dist.parameters
 
-        # the latents, in the VAE's own layout, which stored moments have lost: random draws follow it
+        # the latents, in one layout whatever the VAE's is and for stored moments too: random draws follow it
         posterior = DiagonalGaussianDistribution(moments.to(torch.float32, memory_format=torch.channels_last))
         if NOISE in batch:
             latents = posterior.mean + posterior.std * batch[NOISE][:, :4]

@@ -77,7 +77,7 @@ def complete(settings: Train, index: dict | None) -> Train:
     # How it is compiled: needs num_devices. Blocks send gradients while others still compute. CUDA graphs are tied to
     # weights, in which blocks differ. Where nothing is compiled, torch's group norm would copy images in channels_last.
     by_blocks = settings.num_devices > 1 and settings.compile not in (False, 'reduce-overhead')
-    settings = with_defaults(settings, compile_blocks=by_blocks, channels_last=is_for_gpus and bool(settings.compile))
+    settings = with_defaults(settings, compile_blocks=by_blocks, channels_last=bool(settings.compile))
 
     # The folders: need the flags alone; --sample_folder follows from --save_folder.
     sample_folder = 'samples'
@@ -120,9 +120,8 @@ def complete_encoding(settings: Encode) -> Encode:
                          'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
     settings = noting_what_follows(with_local_in_place(settings))
     settings = with_workers(settings, cores_of_device(torch.cuda.device_count()))
-    settings = with_defaults(settings, encoder_precision=ENCODER_PRECISIONS[best_precision(is_for_gpus)])
-    is_for_gpus = not settings.cpu if settings.ray else is_for_gpus
-    return with_defaults(settings, channels_last=is_for_gpus and bool(settings.compile))
+    return with_defaults(settings, encoder_precision=ENCODER_PRECISIONS[best_precision(is_for_gpus)],
+                         channels_last=bool(settings.compile))
 
 
 def noting_what_follows(settings: Train | Encode) -> Train | Encode:

@@ -42,7 +42,7 @@ properties = torch.cuda.get_device_properties(0) if gpus else None
 print(json.dumps([gpus, properties.name if gpus else 'CPU', properties.total_memory / 2 ** 30 if gpus else 0]))
 """
 LIMIT = 1200  # seconds after which a step is ended; the longest takes 200 on an H100
-# Each switch of speed alone, and the defaults that they are compared with
+# Each switch of speed alone, with what follows from it, and the defaults that they are compared with
 ONE_SWITCH = {
     'defaults': [],
     'channels last': ['--channels_last'],

@@ -128,7 +128,7 @@ class Encoders:
         'computes in --precision (default: that of --precision; in encode.py bf16 on a GPU that has it, fp16 on '
         'another GPU, fp32 on a CPU)')
     channels_last: bool | None = flag(None, 'keep images in the memory format channels_last (default: on with '
-                                      '--compile on a GPU)')
+                                      '--compile)')
     compile: bool | Literal['max-autotune-no-cudagraphs', 'reduce-overhead'] = flag(
         False, 'compile the model by torch.compile, in its default mode or the one given; this takes minutes at the '
         'start', bare=True)

@@ -17,21 +17,19 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
         command.append('--pretrained')
 
     # length, batch and learning rate, by the number of samples and the model
-    learning_rate = '1e-3' if model_name == TINY_MODEL else '1e-4'
-    if samples >= FEWEST_SAMPLES:
-        batch_size = min(BATCH_SIZE, power_of_two(samples // 100))  # an epoch has a hundred batches at least
-        command += ['--use_ema', '--ema_half_life', '1ep', '--max_duration', '10ep']
+    unet = Path(model_name, 'unet')
+    has_weights = any(unet.glob('diffusion_pytorch_model*')) if unet.is_dir() else model_name != TINY_MODEL
+    if pretrained and has_weights and samples < FEWEST_SAMPLES:
+        command += ['--load_weights', model_name, '--learning_rate', '1e-5']  # which changes trained weights gently
     else:
+        # without an average the loss jumps from one evaluation to the next
+        command += ['--use_ema', '--learning_rate', '1e-3' if model_name == TINY_MODEL else '1e-4']
+    if samples < FEWEST_SAMPLES:
         batch_size = min(16, power_of_two(samples))
-        unet = Path(model_name, 'unet')
-        has_weights = any(unet.glob('diffusion_pytorch_model*')) if unet.is_dir() else model_name != TINY_MODEL
-        if pretrained and has_weights:
-            command += ['--load_weights', model_name]
-            learning_rate = '1e-5'  # which changes trained weights gently
-        else:
-            command.append('--use_ema')  # without it the loss jumps from one evaluation to the next
         command += ['--max_duration', '2000ba']
-    command += ['--learning_rate', learning_rate]
+    else:
+        batch_size = min(BATCH_SIZE, power_of_two(samples // 100))  # an epoch has a hundred batches at least
+        command += ['--ema_half_life', '1ep', '--max_duration', '10ep']
     if batch_size != BATCH_SIZE:
         command += ['--batch_size', str(batch_size)]
 

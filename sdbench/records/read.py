@@ -85,7 +85,8 @@ def read_value(value: Any) -> Any:
 
 # What a training had of a flag that was not there yet
 DEFAULTS = {field.name: read_value(json.loads(json.dumps(field.default))) for field in fields(Train)
-            if field.name in SETTINGS and str(field.default).lower() not in NOT_KNOWN}
+            if field.name in SETTINGS}
+DEFAULTS = {name: value for name, value in DEFAULTS.items() if value is not None}
 
 
 def number(record: dict, key: str) -> float:

@@ -77,8 +77,11 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
 
 def forecast_command(record: dict, file: str) -> list[str]:
     """Return the program and flags that append the forecast of a measured run to a file, at the same microbatch."""
-    return [*shlex.split(record['command']), '--dry_run', str(record['num_devices']), '--gpu', record['device'],
-            '--device_train_microbatch_size', str(record['device_train_microbatch_size']), '--results', file]
+    devices = ['--dry_run', str(record['num_devices']), '--gpu', record['device']]
+    if record['num_nodes'] > 1:
+        devices += ['--gpus_per_node', str(record['num_devices'] // record['num_nodes'])]
+    return [*shlex.split(record['command']), *devices, '--device_train_microbatch_size',
+            str(record['device_train_microbatch_size']), '--results', file]
 
 
 def evaluation_summary(record: dict) -> str:

@@ -26,7 +26,9 @@ PLANNED = [key for key in OF_SPEED if key not in (
     'stage', 'image_size', 'device_train_microbatch_size', 'dataset', 'num_workers', *VERSIONS)]
 SAME_MODEL = ['device', 'model_name']
 SAME_SWITCHES = [key for key in PLANNED if key in SWITCHES]
-ALIKE = [*PLANNED, 'num_devices', 'num_nodes', 'image_size', 'microbatch']  # a measurement and its forecast
+# A measurement and its forecast
+ALIKE = [*(key for key in PLANNED if key != 'network_gbits'), 'network', 'num_devices', 'num_nodes', 'image_size',
+         'microbatch']
 CORRECTED = 'forecast, corrected'  # status of a part of a plan, where a measurement corrects its forecast
 RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
 Corrections = dict[tuple[str, str, str], float]  # by GPU, --compile and network, what forecasts are multiplied by
@@ -152,11 +154,11 @@ def corrections_of(trained: pd.DataFrame, planned: pd.DataFrame) -> tuple[Correc
     several such pairs by the median.
     """
     # the newest forecast of each setting, and what was measured of it
+    trained = trained.assign(network=[network_of(run) for _, run in trained.iterrows()])
     forecasts = trained[trained['status'] == FORECAST].drop_duplicates(ALIKE, keep='last')
     pairs = trained[trained['status'] == MEASURED].merge(forecasts, on=ALIKE, suffixes=('', '_forecast'))
     pairs = pairs.merge(planned[['device', 'compile']].drop_duplicates())
     pairs['ratio'] = pairs['images_per_sec'] / pairs['images_per_sec_forecast']
-    pairs['network'] = [network_of(pair) for _, pair in pairs.iterrows()]
 
     corrections = {}
     sentences = []
@@ -181,14 +183,9 @@ def correction_of(run: pd.Series, name: str, corrections: Corrections) -> float 
 
 def network_of(run: pd.Series) -> str:
     """Return in words what network the machines of a run exchange gradients by, or '' of one machine."""
-    if not is_several(run['num_nodes']):
+    if int(run['num_nodes'] or 1) == 1:
         return ''
     return f'{run["network_gbits"]} Gbit/s' if run['network_gbits'] else 'a network as fast as the link of the GPUs'
-
-
-def is_several(num_nodes: int | str | None) -> bool:
-    """Tell whether a run is on several machines; of one that does not say, it is one."""
-    return int(num_nodes or 1) > 1
 
 
 def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
@@ -221,30 +218,33 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
             record[key] = record.get(key, 0) + value
     return first.to_dict() | UNKNOWN | {
         'stage': 'plan', 'parts': parts, 'days': days, 'total_gpu_hours': hours, 'record': record, 'price': price,
-        'notes': ', '.join(notes_on_plan(parts, first['input'], phases)), 'cost_usd': hours * price}
+        'notes': ', '.join(notes_on_plan(parts, first['input'], phases)), 'cost_usd': hours * price,
+        'lacks': without_encoding(parts, first['input'], phases)}
 
 
 def notes_on_plan(parts: list[PartOfPlan], input: str, phases: list[tuple[int, str]]) -> list[str]:
     """Return what is said of a plan: where its figures are from, their range, and what is not in it."""
     # what is forecast, by whether a measurement corrects it
     notes = []
-    statuses = {part.status for part in parts}
-    least, most = sum(part.least for part in parts), sum(part.most for part in parts)
+    forecasts = [part for part in parts if part.status == FORECAST]
+    least, most = sum(part.least for part in forecasts), sum(part.most for part in forecasts)
     tested = 'not tested' if math.isnan(least) else f'{days_in_words(least)} to {days_in_words(most, " days")}'
     for status, how in ((CORRECTED, 'corrected'), (FORECAST, tested)):
         names = dict.fromkeys(f'{part.name} {part.size}' for part in parts if part.status == status)
         if names:
-            of_parts = '' if statuses == {status} else f' of {" and ".join(names)}'
+            of_parts = '' if all(part.status == status for part in parts) else f' of {" and ".join(names)}'
             notes.append(f'forecast{of_parts}, {how}')
-    is_measured = any(part.name == 'train' and part.status == MEASURED for part in parts)
-    if is_measured and FORECAST in statuses and CORRECTED not in statuses:
+    if {MEASURED, FORECAST} <= {part.status for part in parts if part.name == 'train'}:
         notes.append('not corrected: what was measured has no forecast of the same flags and microbatch')
 
+    return [*notes, *without_encoding(parts, input, phases)]
+
+
+def without_encoding(parts: list[PartOfPlan], input: str, phases: list[tuple[int, str]]) -> list[str]:
+    """Say at which sizes a plan on latents has no encoding in it; nothing where it has all."""
     encoded = [part.size for part in parts if part.name == 'encode']
     without = dict.fromkeys(size for _, size in phases if size not in encoded)
-    if input == 'latents' and without:
-        notes.append(f'without encoding at {" and ".join(without)} px')
-    return notes
+    return [f'without encoding at {" and ".join(without)} px'] if input == 'latents' and without else []
 
 
 def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
@@ -340,7 +340,7 @@ def plan_blocks(plans: pd.DataFrame, apart: list[str]) -> list[str]:
     for note, noted in plans[plans['notes'] != ''].groupby('notes', sort=False):
         whose = 'All of these'
         if len(noted) < len(plans):
-            whose = '; '.join(dict.fromkeys(gpus_of(plan) for _, plan in noted.iterrows()))
+            whose = '; '.join(dict.fromkeys(name_of(plan, apart) for _, plan in noted.iterrows()))
         blocks.append(f'{whose}: {note}.')
     return blocks
 
@@ -372,11 +372,10 @@ def within_limits(plans: pd.DataFrame, apart: list[str], max_dollars: float | No
         named = plans.loc[nearest.nsmallest(1).index]
 
     # how near these are
-    others = [key for key in apart if key != 'input']
     each = []
     for row, plan in named.iterrows():
         taken = ' and '.join(f'{share:.0%} of {limit}' for limit, share in shares.loc[row].items())
-        each.append(', '.join(filter(None, [gpus_of(plan), settings_in_words(plan, others), taken])))
+        each.append(', '.join([name_of(plan, apart), taken, *plan['lacks']]))
     sentences = [f'{sentence}: {"; ".join(each) or "none has a price"}.']
 
     # how sure that is
@@ -384,6 +383,12 @@ def within_limits(plans: pd.DataFrame, apart: list[str], max_dollars: float | No
         sentences.append(f'Measure first what is within by little: forecasts were off by up to {LARGEST_ERROR:.0%} on '
                          'published speeds that they had not seen, and may be by more where none is like them.')
     return plans if kept.empty else kept, sentences
+
+
+def name_of(plan: pd.Series, apart: list[str]) -> str:
+    """Return the GPUs and the input of a plan, and the settings that tell it from others."""
+    settings = settings_in_words(plan, [key for key in apart if key != 'input'])
+    return ', '.join(filter(None, [gpus_of(plan), settings]))
 
 
 def gpus_of(row: pd.Series) -> str:

@@ -159,11 +159,11 @@ def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for_and_
 
 
 def test_a_measurement_on_a_gpu_ends_with_the_commands_that_correct_a_plan_by_it(tmp_path):
-    text = run_summary(measured(device='NVIDIA H100 PCIe', command="benchmark.py --wandb_name 'a b'"),
+    text = run_summary(measured(device='NVIDIA H100 PCIe', command="benchmark.py --wandb_name 'a b'", num_nodes=2),
                        settings_of('--use_synth_data', '--results', f'{tmp_path}/my results'))
     forecast, plan = text.splitlines()[-2:]
     assert forecast == ("for a plan      python benchmark.py --wandb_name 'a b' --dry_run 2 --gpu 'NVIDIA H100 PCIe' "
-                        '--device_train_microbatch_size 4 --results plan.jsonl')
+                        '--gpus_per_node 1 --device_train_microbatch_size 4 --results plan.jsonl')
     assert plan.split()[:4] == ['python', 'report.py', 'docs/plan.jsonl', 'plan.jsonl']
     assert plan.endswith(f"'{tmp_path}/my results' @recipes/plan.txt @recipes/prices-on-demand.txt")
 
