@@ -384,7 +384,7 @@ def test_a_measurement_corrects_trainings_over_its_network_or_those_of_one_machi
     # with both sizes measured only the encoding is a forecast, which needs one machine
     at_256 = {'image_size': 256}
     text = printed(write(two, two | at_256, two | measured, two | measured | at_256), *flags)
-    assert 'forecast of encode 256, not tested.' in ' '.join(text.split())
+    assert 'forecast of encode 256, not tested, without encoding at 512 px.' in ' '.join(text.split())
 
 
 def test_a_loss_costs_half_a_save_interval_and_a_restart(printed, write):
@@ -687,7 +687,8 @@ def test_plans_within_dollars_and_days_are_kept_or_the_nearest_is_named_with_wha
     assert kept == ['8 x L4', '8 x H100 PCIe']
     assert 'No plan is within $200 and 9 days; see "Within a budget"' in text
     assert 'The nearest: 8 x L4, 96% of $200 and 111% of 9 days.' in text
-    text = printed(write({'encoders': 'text_in_loop', 'images_per_sec': 200}), '--phase', '86400000@512', '--max_days', 6)
+    latents = write({'encoders': 'text_in_loop', 'images_per_sec': 200})
+    text = printed(latents, '--phase', '86400000@512', '--max_days', 6)
     assert '83% of 6 days, without encoding at 512 px.' in ' '.join(text.split())
 
 
