@@ -50,7 +50,7 @@ def test_the_notebook_shows_what_its_cells_print_and_draw_today(server, tmp_path
         source = re.sub(r'\d+ba', lambda found: FEWER[found[0]], ''.join(cell['source']))
         cells.append(cell | {'source': source})
     for cell, today in zip(stored, run_cells(cells, {}), strict=True):
-        assert lines_shown(cell) == lines_shown(today)
+        assert lines_shown(cell) == lines_shown(today), 'run python -m benchmarks.notebook docs/walk.ipynb'
         figures, figures_today = (['image/png' in output.get('data', {}) for output in each['outputs']].count(True)
                                   for each in (cell, today))
         assert figures == figures_today

@@ -3,7 +3,7 @@ import json
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -11,6 +11,8 @@ import torch
 import report
 from benchmark import main
 from sdbench.errors import DataError, redacted
+from sdbench.flags.train import Train
+from sdbench.records.figures import COLUMNS
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
 from tests.runs import SMALLEST, TINY, check_keys, one_error_line, settings_of
@@ -18,6 +20,10 @@ from tests.runs import SMALLEST, TINY, check_keys, one_error_line, settings_of
 
 def lines_of(summary: str) -> list[str]:
     return [line for line in summary.splitlines() if 'waited' not in line]  # a caution that a busy machine adds
+
+
+def test_no_flag_has_the_name_of_a_figure_which_would_stand_in_its_place():
+    assert {field.name for field in fields(Train)} & COLUMNS.keys() == {'num_devices'}  # which no flag sets
 
 
 def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file_and_nothing_else(tmp_path, capsys):
