@@ -45,7 +45,8 @@ def train_under_ddp(argv: list[str]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize('flags, num_graphs', [
     (['--gradient_checkpointing'], 3),  # the UNet, the VAE's encoder and the text encoder's layers
-    (['--compile_blocks'], 6)], ids=str)
+    (['--compile_blocks'], 5),
+    (['--compile_blocks', '--no-channels_last'], 6)], ids=str)  # the latents come in channels_last, so one block twice
 def test_compiling_trains_as_without_it_and_ddp_cuts_no_graph(server, tmp_path, smallest_with_attention, flags,
                                                               num_graphs):
     code, output, errors = run_program(server, tmp_path, train_under_ddp, [smallest_with_attention, *flags])
