@@ -202,6 +202,7 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
     # its parts, and what they take together
     first = runs.iloc[0]
     parts = parts_of_plan(runs, records, phases, settings, corrections)
+    lacks = without_encoding(parts, first['input'], phases)
     days = sum(part.days for part in parts)
     hours = math.nan if first['on_cpu'] else days * 24 * first['num_devices']
 
@@ -218,13 +219,11 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
             record[key] = record.get(key, 0) + value
     return first.to_dict() | UNKNOWN | {
         'stage': 'plan', 'parts': parts, 'days': days, 'total_gpu_hours': hours, 'record': record, 'price': price,
-        'notes': ', '.join(notes_on_plan(parts, first['input'], phases)), 'cost_usd': hours * price,
-        'lacks': without_encoding(parts, first['input'], phases)}
+        'notes': ', '.join([*notes_on_forecasts(parts), *lacks]), 'lacks': lacks, 'cost_usd': hours * price}
 
 
-def notes_on_plan(parts: list[PartOfPlan], input: str, phases: list[tuple[int, str]]) -> list[str]:
-    """Return what is said of a plan: where its figures are from, their range, and what is not in it."""
-    # what is forecast, by whether a measurement corrects it
+def notes_on_forecasts(parts: list[PartOfPlan]) -> list[str]:
+    """Say which parts of a plan are forecast, and of these which are corrected, and the range of the others."""
     notes = []
     forecasts = [part for part in parts if part.status == FORECAST]
     least, most = sum(part.least for part in forecasts), sum(part.most for part in forecasts)
@@ -236,8 +235,7 @@ def notes_on_plan(parts: list[PartOfPlan], input: str, phases: list[tuple[int, s
             notes.append(f'forecast{of_parts}, {how}')
     if {MEASURED, FORECAST} <= {part.status for part in parts if part.name == 'train'}:
         notes.append('not corrected: what was measured has no forecast of the same flags and microbatch')
-
-    return [*notes, *without_encoding(parts, input, phases)]
+    return notes
 
 
 def without_encoding(parts: list[PartOfPlan], input: str, phases: list[tuple[int, str]]) -> list[str]:
