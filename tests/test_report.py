@@ -699,3 +699,10 @@ def test_the_one_plan_within_a_limit_says_by_which_setting_it_is_no_other(printe
     [row] = tables(text)[0]
     assert (row['days'], row['allreduce_precision']) == ('5.00', 'bf16')
     assert 'allreduce precision bf16, 83% of 6 days.' in ' '.join(text.split())
+
+
+def test_a_forecast_that_is_within_a_limit_is_to_be_measured_first(printed, write):
+    for run, is_said in (({}, False), (FORECAST, True)):
+        for days, is_within in ((6, True), (4, False)):
+            text = printed(write(run | {'images_per_sec': 200}), '--phase', '86400000@512', '--max_days', days)
+            assert ('Measure first what is within by little' in text) == (is_said and is_within)

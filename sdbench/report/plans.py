@@ -183,9 +183,14 @@ def correction_of(run: pd.Series, name: str, corrections: Corrections) -> float 
 
 def network_of(run: pd.Series) -> str:
     """Return in words what network the machines of a run exchange gradients by, or '' of one machine."""
-    if int(run['num_nodes'] or 1) == 1:
+    if machines_of(run) == 1:
         return ''
     return f'{run["network_gbits"]} Gbit/s' if run['network_gbits'] else 'a network as fast as the link of the GPUs'
+
+
+def machines_of(run: pd.Series) -> int:
+    """Return how many machines a run is on; of one that does not say it, that is one."""
+    return int(run['num_nodes'] or 1)
 
 
 def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
@@ -233,7 +238,8 @@ def notes_on_forecasts(parts: list[PartOfPlan]) -> list[str]:
         if names:
             of_parts = '' if all(part.status == status for part in parts) else f' of {" and ".join(names)}'
             notes.append(f'forecast{of_parts}, {how}')
-    if {MEASURED, FORECAST} <= {part.status for part in parts if part.name == 'train'}:
+    of_trainings = [part.status for part in parts if part.name == 'train']
+    if MEASURED in of_trainings and FORECAST in of_trainings:
         notes.append('not corrected: what was measured has no forecast of the same flags and microbatch')
     return notes
 
@@ -242,7 +248,9 @@ def without_encoding(parts: list[PartOfPlan], input: str, phases: list[tuple[int
     """Say at which sizes a plan on latents has no encoding in it; nothing where it has all."""
     encoded = [part.size for part in parts if part.name == 'encode']
     without = dict.fromkeys(size for _, size in phases if size not in encoded)
-    return [f'without encoding at {" and ".join(without)} px'] if input == 'latents' and without else []
+    if input != 'latents' or not without:
+        return []
+    return [f'without encoding at {" and ".join(without)} px']
 
 
 def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
@@ -270,7 +278,7 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
 
     # its days; each loss of a machine costs half of what is trained between two checkpoints, and a restart
     parts = []
-    hours = (settings.hours_between_losses or 0) / int(first['num_nodes'] or 1)  # whichever machine is lost
+    hours = (settings.hours_between_losses or 0) / machines_of(first)  # whichever machine is lost
     for name, size, images, speeds, status, unsaved in work:
         factor = correction_of(first, name, corrections)
         if status == MEASURED:
@@ -345,10 +353,10 @@ def plan_blocks(plans: pd.DataFrame, apart: list[str]) -> list[str]:
 
 def within_limits(plans: pd.DataFrame, apart: list[str], max_dollars: float | None, max_days: float | None
                   ) -> tuple[pd.DataFrame, list[str]]:
-    """Return the plans that keep within dollars and days, and a sentence on how near each is to them, named by `apart`.
+    """Return the plans that keep within dollars and days, and in sentences how near each is, and how sure that is.
 
-    Where none does, all are returned, and the sentence says which comes nearest. A limit that is None is none; a plan
-    without a price keeps within no dollars.
+    Plans are named by `apart`. Where none keeps within, all are returned, and a sentence says which comes nearest. A
+    limit that is None is none; a plan without a price keeps within no dollars.
     """
     # what share of each limit a plan takes, and of the limit that it is nearest to
     shares = {}
