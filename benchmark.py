@@ -4,6 +4,7 @@
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
     python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
+from sdbench.errors import UserError
 from sdbench.flags.parser import answer_early, parse
 from sdbench.flags.train import Train
 from sdbench.process import begin, one_line_errors
@@ -64,7 +65,7 @@ class StableDiffusion(ComposerModel):
         files: of `model_name`, where they have been found already.
         snr_gamma: the gamma of Min-SNR, by which `loss` weights each image; None: all count alike.
 
-    Raises ValueError if the model is not there, or is no Stable Diffusion.
+    Raises UserError if the model is not there, or is no Stable Diffusion.
     """
 
     def __init__(self, model_name: str = SD2_BASE, image_size: int = 512, pretrained: bool = False,
@@ -96,10 +97,10 @@ class StableDiffusion(ComposerModel):
         return self.facts
 
     def set_extra_state(self, facts: dict) -> None:
-        """Raise ValueError if the weights that torch loads were trained as another model, or with another VAE."""
+        """Raise UserError if the weights that torch loads were trained as another model, or with another VAE."""
         difference = difference_of_models(facts, self.facts)
         if difference:
-            raise ValueError(f'--model_name {self.facts["model_name"]} has another configuration: {difference}')
+            raise UserError(f'--model_name {self.facts["model_name"]} has another configuration: {difference}')
 
     def train(self, mode: bool = True) -> 'StableDiffusion':
         """Put the UNet into training mode; the frozen encoders stay in eval mode."""
@@ -117,7 +118,7 @@ class StableDiffusion(ComposerModel):
                 float16 (B, 8, H/8, W/8). An evaluation brings its draws along: `noise` float32 (B, 8, H/8, W/8) and
                 `timestep` int64 (B,). In training both are drawn here, and `timestep` is added to the batch.
 
-        Raises ValueError if the images are whole numbers of another type.
+        Raises UserError if the images are whole numbers of another type.
         """
         # latents and text, without gradients
         latents, text = self.encode(batch)  # (B, 4, H/8, W/8), (B, 77, D)
@@ -278,7 +279,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Gra
         callbacks: more for Composer's Trainer; they come before those that measure and save.
         checkpoint: to resume from; None: the training starts.
 
-    Raises ValueError if it cannot be built as asked.
+    Raises UserError if it cannot be built as asked.
     """
     # What is not there, or does not fit, is said before the model is built, which takes a while.
     dataset = data.dataloader.dataset

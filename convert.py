@@ -32,7 +32,7 @@ from sdbench.datasets.output import Joined, Output, done_already, join_parts, pa
 from sdbench.datasets.sources import Found, find_files, join_neighbours
 from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, Columns
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
-from sdbench.errors import DataError, one_line, plural
+from sdbench.errors import DataError, UserError, one_line, plural
 from sdbench.flags.train import TINY_MODEL
 from sdbench.flags.training_command import training_command
 from sdbench.inputs.captions import CAPTIONS
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 def convert(settings: Convert) -> int:
     """Make OUT of all that is in SOURCE, say what it holds, and return the exit status.
 
-    Raises DataError if it holds nothing or the conversion cannot go on, and ValueError if OUT is of something else.
+    Raises DataError if it holds nothing or the conversion cannot go on, and UserError if OUT is of something else.
     """
     # find what is converted, and sort it into parts
     outputs = [Output(out, 'OUT') for out in addresses_of_outputs(settings)]
@@ -64,7 +64,7 @@ def convert(settings: Convert) -> int:
         reason = 'it holds no tars, Parquet or images'
         if found.left_out:
             reason = f'{found.left_out[0]["source"]}: {found.left_out[0]["reason"]}'
-        raise ValueError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {reason}')
+        raise UserError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {reason}')
 
     # the flags that samples and shards depend on, by which parts are named
     facts = {'size_limit': settings.size_limit, 'held_out': settings.held_out or None,
@@ -167,11 +167,11 @@ def warn(joined: Joined, unread_tables: list[dict], unused: list[str], settings:
         kept = 'its whole samples'
         if 'samples_kept' in line:
             kept = plural(line['samples_kept'], 'whole sample')
-        print(f'{PROGRAM}: warning: {one_line(ValueError(line["source"]))} is {line["reason"]}; kept: {kept}; '
+        print(f'{PROGRAM}: warning: {one_line(UserError(line["source"]))} is {line["reason"]}; kept: {kept}; '
               'where another has no caption, it may lie behind the damage; fetch it again, and the same command '
               'converts it again', file=sys.stderr)
     for line in unread_tables:
-        print(f'{PROGRAM}: warning: {one_line(ValueError(line["source"]))} is {line["reason"]}; rename the columns, or '
+        print(f'{PROGRAM}: warning: {one_line(UserError(line["source"]))} is {line["reason"]}; rename the columns, or '
               'the file if it is of something else', file=sys.stderr)
     if unused:
         names = ' '.join(unused[:3]) + (' ...' if len(unused) > 3 else '')

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import to_pil_image
 
-from sdbench.errors import DataError, unreadable_shard
+from sdbench.errors import BadSample, DataError, UserError, unreadable_shard
 from sdbench.flags.train import SD2_BASE, Train
 from sdbench.inputs.batches import (
     NOISE,
@@ -137,7 +137,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         random_flip: whether half of the images are mirrored.
         kwargs: more for `streaming.StreamingDataset`.
 
-    Raises ValueError if an argument is not one that these shards can have.
+    Raises UserError if an argument is not one that these shards can have.
     """
     def __init__(self, remote: str | None = None, local: str | None = None, split: str | None = None,
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
@@ -146,7 +146,7 @@ class StreamingLAIONDataset(VerifiedDataset):
                  cache_limit: int | str | None = None, caption_weights: Mapping[str, float] | None = None,
                  caption_drop: float = 0.0, random_flip: bool = False, **kwargs):
         if remote is None and local is None:
-            raise ValueError('StreamingLAIONDataset needs a remote, or a local folder with shards')
+            raise UserError('StreamingLAIONDataset needs a remote, or a local folder with shards')
         self.image_size = image_size
         self.transform = transform
 
@@ -163,8 +163,8 @@ class StreamingLAIONDataset(VerifiedDataset):
             index = read_index(remote or local, '--remote' if remote else '--local')
         self.latents = 'latents' in index
         if (transform or random_flip) and self.latents:
-            raise ValueError('these shards hold latents, which take no transform and no random_flip; leave it out, or '
-                             'read the images')
+            raise UserError('these shards hold latents, which take no transform and no random_flip; leave it out, or '
+                            'read the images')
         self.captions = index.get(CAPTIONS)  # how many there are of each name; None: the index does not say
         self.caption_drop = caption_drop
         self.random_flip = random_flip
@@ -217,14 +217,14 @@ class StreamingLAIONDataset(VerifiedDataset):
             candidate = int(candidate % self.num_samples)
             try:
                 return self.sample(candidate) | {'bad': bad}
-            except ValueError as error:
+            except BadSample as error:
                 bad.append((candidate, str(error)))
         raise DataError(f'{len(bad):,} samples in a row are bad, the first, {bad[0][0]}: {bad[0][1]}')
 
     def sample(self, index: int) -> dict:
         """Return `image` uint8 (3, H, H) or `moments` float16 (8, H/8, H/8), the first `caption`, and all `captions`.
 
-        Raises ValueError if the sample is bad, and DataError if its shard cannot be had or is not what index.json says.
+        Raises BadSample if the sample is bad, and DataError if its shard cannot be had or is not what index.json says.
         """
         # the columns of its shard
         try:
@@ -232,7 +232,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         except DataError:
             raise
         except UnicodeDecodeError:
-            raise ValueError('the caption is not UTF-8') from None
+            raise BadSample('the caption is not UTF-8') from None
         except Exception as error:  # every storage client has its own
             raise unreadable_shard(error) from None
 
@@ -306,7 +306,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
         tokenizer: of the captions; default: that of a streamed dataset, which gives them as text from here on.
         max_bad_samples: the share that may be bad before the run ends.
 
-    Raises ValueError if the streamed dataset has a transform, since this loader scales images on the device.
+    Raises UserError if the streamed dataset has a transform, since this loader scales images on the device.
     """
     if tokenizer is None and isinstance(dataset, StreamingLAIONDataset):
         tokenizer = dataset.tokenizer
@@ -322,7 +322,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
         loader = DataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset), collate_fn=make_batch, **workers)
     else:
         if dataset.transform:
-            raise ValueError('build_loader takes no dataset with a transform; use torch.utils.data.DataLoader')
+            raise UserError('build_loader takes no dataset with a transform; use torch.utils.data.DataLoader')
         dataset.gives_text = True
         loader = TimedStreamingDataLoader(dataset, batch_size=batch_size, drop_last=True,
                                           collate_fn=CountedCollate(make_batch, num_workers),
@@ -342,7 +342,7 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
         files: of the model.
         index: the index.json of --remote; None: synthetic data.
 
-    Raises ValueError if the latents or the tokenizer do not fit the model.
+    Raises UserError if the latents or the tokenizer do not fit the model.
     """
     image_size = settings.image_size
     seed = settings.seed
@@ -370,7 +370,7 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
 def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> HeldOutSamples | None:
     """Return the samples of --eval_remote; None without the flag.
 
-    Raises ValueError if they do not fit the model, or are those that the run trains on.
+    Raises UserError if they do not fit the model, or are those that the run trains on.
 
     Args:
         settings: of the run.
@@ -387,12 +387,12 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
     if 'latents' in index:
         require_same_origin(remote, index, files.origin_of_latents(settings.image_size), flag)
     elif trained_on.latents:
-        raise ValueError(f'{flag} {remote} holds images, and the training is on latents, without a VAE; encode it, too')
+        raise UserError(f'{flag} {remote} holds images, and the training is on latents, without a VAE; encode it, too')
     if settings.remote and hash_of_images(index) == hash_of_images(trained_on.index):
-        raise ValueError(f'{flag} {remote} is what the run trains on, --remote {settings.remote} by its {INDEX}; give '
-                         'it shards of other samples')
+        raise UserError(f'{flag} {remote} is what the run trains on, --remote {settings.remote} by its {INDEX}; give '
+                        'it shards of other samples')
     if number_of_samples(index) == 0:
-        raise ValueError(f'{flag} {remote} holds no samples')
+        raise UserError(f'{flag} {remote} holds no samples')
 
     # whether the run is known to train on none of them: random data and the other side of a draw have none
     is_known = not settings.remote or are_two_sides(index.get(DRAW), trained_on.index.get(DRAW))

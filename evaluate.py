@@ -43,7 +43,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from data import StreamingLAIONDataset
 from sdbench.complete import best_precision
 from sdbench.datasets.output import Output
-from sdbench.errors import DataError, plural, redacted
+from sdbench.errors import BadSample, DataError, UserError, plural, redacted
 from sdbench.files import atomic_write
 from sdbench.inputs.captions import CAPTIONS, require_names
 from sdbench.inputs.images import resize
@@ -68,7 +68,7 @@ SECONDS_FOR_THE_SLOWEST = 6 * 60 * 60  # a process waits so long for another tha
 def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Metric], dict]:
     """Load the metrics that are asked for, by the names of their scores; also return what the record says of them.
 
-    Raises ValueError if --inception or --clip is something else.
+    Raises UserError if --inception or --clip is something else.
     """
     # what a record says of each network, so that scores by different ones are never compared
     metrics = {}
@@ -89,7 +89,7 @@ def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Me
 def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
     """Load the pipeline of MODEL, on the CPU in float32; also return what the record says of it.
 
-    Raises ValueError if there is none, or it cannot draw.
+    Raises UserError if there is none, or it cannot draw.
     """
     about = {'weights': None, 'trained_batches': None, 'images_seen': None, 'training': None}
 
@@ -146,7 +146,7 @@ def read_references(settings: Evaluate, index: dict, image_size: int, fid: Frech
     for number in with_progress(range(first, stop), 'reading DATA', stop - first):
         try:
             sample = dataset.sample(number)
-        except ValueError as error:
+        except BadSample as error:
             raise DataError(f'sample {number} of DATA {settings.data}: {error}; leave that sample out') from None
         captions.append(sample[CAPTIONS].get(settings.caption, [sample['caption']])[0])
         if fid is None:
@@ -216,7 +216,7 @@ def save_picture(picture: Image.Image, path: Path) -> None:
 def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics: dict[str, Metric]) -> dict:
     """Return the scores of all pictures of a guidance scale; None where one is not asked for.
 
-    Raises ValueError if one is not finite.
+    Raises UserError if one is not finite.
     """
     scores = {'guidance': guidance, 'fid': None, 'clip_score': None}
     if not metrics:
@@ -239,7 +239,7 @@ def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics:
     for name, metric in metrics.items():
         score = metric.compute().item()
         if not math.isfinite(score):
-            raise ValueError(f'the {name} at guidance {guidance:g} is {score}: the weights of its network are damaged')
+            raise UserError(f'the {name} at guidance {guidance:g} is {score}: the weights of its network are damaged')
         scores[name] = max(0.0, score)  # FID of equal sets is a little off 0, on either side
         metric.reset()
     return scores
@@ -249,8 +249,8 @@ def evaluate(settings: Evaluate) -> dict:
     """Draw the pictures that are missing, score all of them, and keep the record; return it."""
     # The ranks, each of which draws and scores some of the samples.
     if settings.samples < dist.get_world_size():
-        raise ValueError(f'--samples {settings.samples} is fewer than the {dist.get_world_size()} ranks, each of which '
-                         'draws and scores some; give more samples, or use fewer ranks')
+        raise UserError(f'--samples {settings.samples} is fewer than the {dist.get_world_size()} ranks, each of which '
+                        'draws and scores some; give more samples, or use fewer ranks')
     join_ranks(SECONDS_FOR_THE_SLOWEST)
     device = torch.device('cuda', dist.get_local_rank()) if torch.cuda.is_available() else torch.device('cpu')
 
@@ -261,8 +261,8 @@ def evaluate(settings: Evaluate) -> dict:
     index = on_rank_0(partial(read_image_index, settings.data, 'DATA'))
     number = number_of_samples(index)
     if number < settings.samples:
-        raise ValueError(f'DATA {settings.data} holds {plural(number, "sample")}, fewer than --samples '
-                         f'{settings.samples:,}; use --samples {number}, or give more')
+        raise UserError(f'DATA {settings.data} holds {plural(number, "sample")}, fewer than --samples '
+                        f'{settings.samples:,}; use --samples {number}, or give more')
 
     if settings.caption is not None:
         require_names([settings.caption], index, '--caption', f'DATA {settings.data}')

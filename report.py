@@ -14,6 +14,7 @@ is rounded once, when printed: to the decimals of the published table, or to thr
 more. --csv holds the rows of all tables unrounded, with every key of their records, and can be read again, but for
 plans.
 """
+from sdbench.errors import UserError
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import answer_early, parse
 from sdbench.process import begin, one_line_errors
@@ -46,7 +47,7 @@ def main(argv=None):
 def report(settings: Report) -> str:
     """Return the report as Markdown, and write the files that --csv and the flags of pictures name.
 
-    Raises ValueError if a record cannot be calculated with, or what was asked for does not follow from the records.
+    Raises UserError if a record cannot be calculated with, or what was asked for does not follow from the records.
     """
     # the records, and those that a flag needs
     rows = read_all(settings.records)
@@ -55,9 +56,9 @@ def report(settings: Report) -> str:
     if records.empty or (records['stage'] != 'train').all():
         for flag in ('compare', 'extrapolate', 'phase', 'figure', 'learned'):
             if getattr(settings, flag):
-                raise ValueError(f'--{flag} needs records of a training, and there are none')
+                raise UserError(f'--{flag} needs records of a training, and there are none')
     if settings.quality and evaluations.empty:
-        raise ValueError('--quality needs records of evaluate.py, and there are none')
+        raise UserError('--quality needs records of evaluate.py, and there are none')
 
     # a plan, or else a table for each kind of record
     parts = []  # each a table and its blocks

@@ -13,7 +13,7 @@ import torch
 from composer.utils import dist
 
 from sdbench.costs import TRAINING_IMAGES
-from sdbench.errors import plural
+from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Encode
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, TINY_MODEL, Train
@@ -34,7 +34,7 @@ TIMES = ('max_duration', *INTERVALS, 'lr_warmup', 'ema_half_life', 'ema_start')
 
 
 def index_of_data(settings: Train) -> dict | None:
-    """Read the index.json of the shards; None of synthetic data. Raises ValueError if there is none to be trusted."""
+    """Read the index.json of the shards; None of synthetic data. Raises UserError if there is none to be trusted."""
     if not settings.remote and not settings.local:
         return None
     return read_index(settings.remote or settings.local, '--remote' if settings.remote else '--local')
@@ -51,7 +51,7 @@ def complete(settings: Train, index: dict | None) -> Train:
         settings: as the flags gave them; a dry run of several numbers of GPUs is completed for each.
         index: the index.json of the shards, which says what they hold and how long an epoch is; None: synthetic data.
 
-    Raises ValueError for what these ranks, this machine or this data cannot serve.
+    Raises UserError for what these ranks, this machine or this data cannot serve.
     """
     # Number of devices: needs the flags alone. A dry run is of as many GPUs as it says, whether any are here or not.
     devices = settings.dry_run[0] if settings.dry_run else 0
@@ -96,28 +96,28 @@ def complete(settings: Train, index: dict | None) -> Train:
 
 
 def refuse_what_cannot_be(settings: Train, is_for_gpus: bool) -> None:
-    """Raise ValueError for flags that would do nothing, or the wrong thing, on this machine or with this data."""
+    """Raise UserError for flags that would do nothing, or the wrong thing, on this machine or with this data."""
     if settings.precision != 'fp32' and not is_for_gpus and not settings.loader_only:  # Composer has it for GPUs alone
-        raise ValueError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
-                         'fp32, after a recipe that has the other')
+        raise UserError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
+                        'fp32, after a recipe that has the other')
     if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != settings.device_batch_size:
-        raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
-                         f'overwrite; use --device_train_microbatch_size {settings.device_batch_size}')
+        raise UserError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
+                        f'overwrite; use --device_train_microbatch_size {settings.device_batch_size}')
     if settings.attention == 'cudnn' and torch.cuda.is_available():
         version = torch.backends.cudnn.version()
         if version and version < FAULTLESS_CUDNN:
-            raise ValueError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
-                             f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
+            raise UserError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
+                            f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
     if settings.random_flip and settings.latents:
-        raise ValueError('--random_flip mirrors images, and this run is on latents; leave it out')
+        raise UserError('--random_flip mirrors images, and this run is on latents; leave it out')
 
 
 def complete_encoding(settings: Encode) -> Encode:
-    """Return the settings of an encoding with nothing left open. Raises ValueError if --ray needs a precision."""
+    """Return the settings of an encoding with nothing left open. Raises UserError if --ray needs a precision."""
     is_for_gpus = torch.cuda.is_available()  # here
     if settings.ray and settings.encoder_precision is None and not is_for_gpus:
-        raise ValueError(f'--ray {settings.ray} needs --encoder_precision, since no GPU of this machine says what '
-                         'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
+        raise UserError(f'--ray {settings.ray} needs --encoder_precision, since no GPU of this machine says what '
+                        'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
     settings = noting_what_follows(with_local_in_place(settings))
     settings = with_workers(settings, cores_of_device(torch.cuda.device_count()))
     return with_defaults(settings, encoder_precision=ENCODER_PRECISIONS[best_precision(is_for_gpus)],
@@ -143,13 +143,13 @@ def with_local_in_place(settings: Train | Encode) -> Train | Encode:
 
 
 def batches_per_epoch(settings: Train, index: dict | None) -> int:
-    """Return the length of the loader. Raises ValueError if the shards hold no batch to train on."""
+    """Return the length of the loader. Raises UserError if the shards hold no batch to train on."""
     if index is None:
         return max(1, SYNTHETIC_SAMPLES // settings.batch_size)
     samples = number_of_samples(index)
     if samples < settings.batch_size and settings.dry_run is None:
-        raise ValueError(f'--remote {settings.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
-                         f'{settings.batch_size}; use a smaller batch')
+        raise UserError(f'--remote {settings.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
+                        f'{settings.batch_size}; use a smaller batch')
     return max(1, samples // settings.batch_size)
 
 
@@ -191,7 +191,7 @@ def with_length(settings: Train) -> Train:
 
 
 def with_times(settings: Train) -> Train:
-    """Return the settings with every time in batches. Raises ValueError if the average starts when the run is over."""
+    """Return the settings with every time in batches. Raises UserError if the average starts when the run is over."""
     # Times that are not given. A short run is saved and judged as well, and its average forgets its first weights.
     length = to_batches(settings.max_duration)
     if settings.use_ema:
@@ -207,6 +207,6 @@ def with_times(settings: Train) -> Train:
     # An average that would never start.
     is_trained = settings.dry_run is None and not settings.loader_only
     if is_trained and in_batches.get('ema_start', 0) >= length:
-        raise ValueError(f'--ema_start {settings.ema_start} is not before the end of the run, --max_duration '
-                         f'{settings.max_duration}: there would be no average; give an earlier time')
+        raise UserError(f'--ema_start {settings.ema_start} is not before the end of the run, --max_duration '
+                        f'{settings.max_duration}: there would be no average; give an earlier time')
     return replace(settings, **{flag: f'{batches}ba' for flag, batches in in_batches.items()})

@@ -3,6 +3,7 @@ import math
 from collections.abc import Iterable
 from functools import cache
 
+from sdbench.errors import UserError
 from sdbench.gpus import cards_named, short_name
 
 TRAINING_IMAGES = 2_867_200_000  # 1,400,000 steps of 2048 images: Stable Diffusion 2 base, as published
@@ -27,7 +28,7 @@ def names_of_cards(words: str) -> frozenset[str]:
     """Return the names of the GPUs that some words name, as --gpu takes them; none where they name no known one."""
     try:
         return frozenset(card.name for card in cards_named((words,)))
-    except ValueError:
+    except UserError:
         return frozenset()
 
 

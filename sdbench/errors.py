@@ -10,6 +10,18 @@ OUT_OF_MEMORY = "out of memory|can't allocate memory|STATUS_ALLOC_FAILED|unable 
 SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]+", re.IGNORECASE)
 
 
+class UserError(ValueError):
+    """Something that the user gave cannot be used: a flag, a file or what is in it.
+
+    Its message is one line with the flag or file, its value and the fix. A command prints it and exits with status 2. A
+    plain ValueError is a bug of this program or of a library, and keeps its traceback.
+    """
+
+
+class BadSample(UserError):
+    """A sample cannot be used. A training replaces it by another one; a conversion skips it and logs the reason."""
+
+
 class DataError(Exception):
     """A run cannot go on with this data."""
 

@@ -1,10 +1,13 @@
 """Files of this machine: text that people write, files that appear whole, folders in which one run works at a time."""
 import contextlib
+import json
 import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from sdbench.errors import UserError
 
 
 def read_text(path: str, label: str) -> str:
@@ -14,16 +17,16 @@ def read_text(path: str, label: str) -> str:
         path: of the file.
         label: its name in error messages: the flag and its value.
 
-    Raises ValueError if it cannot be read, or is in another encoding.
+    Raises UserError if it cannot be read, or is in another encoding.
     """
     try:
         text = Path(path).read_text(encoding='utf-8-sig')
     except OSError as error:
-        raise ValueError(f'{label} cannot be read ({error.strerror})') from None
+        raise UserError(f'{label} cannot be read ({error.strerror})') from None
     except UnicodeDecodeError:
         text = '\0'
     if '\0' in text:  # which UTF-16 is full of
-        raise ValueError(f'{label} is no text in UTF-8; save it as UTF-8, or convert it by iconv')
+        raise UserError(f'{label} is no text in UTF-8; save it as UTF-8, or convert it by iconv')
     return text
 
 
@@ -45,6 +48,14 @@ def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
         raise
 
 
+def parse_json(content: str | bytes, label: str) -> Any:
+    """Return what a file of JSON holds. Raises UserError, which names the file by `label`, if it is not JSON."""
+    try:
+        return json.loads(content)
+    except ValueError as error:  # also of bytes that are not UTF-8
+        raise UserError(f'{label} is not JSON ({error}); it may have been cut short: move it away') from None
+
+
 @contextlib.contextmanager
 def locked(path: str | os.PathLike, label: str, seconds: float = 0) -> Iterator[None]:
     """Hold the lock of a folder, which is made where it is not there; the system frees the lock of a killed process.
@@ -54,7 +65,7 @@ def locked(path: str | os.PathLike, label: str, seconds: float = 0) -> Iterator[
         label: its name in error messages, the flag and its value.
         seconds: to wait for another run that is ending.
 
-    Raises ValueError if another run holds the lock, or the folder cannot be written to.
+    Raises UserError if another run holds the lock, or the folder cannot be written to.
     """
     # the folder may be the first thing that a run makes, and a disk that others write to may refuse it
     from filelock import FileLock, Timeout
@@ -63,9 +74,9 @@ def locked(path: str | os.PathLike, label: str, seconds: float = 0) -> Iterator[
         os.makedirs(os.path.dirname(path), exist_ok=True)
         lock.acquire(timeout=seconds)
     except Timeout:
-        raise ValueError(f'{label} is in use by another run; wait until that has ended') from None
+        raise UserError(f'{label} is in use by another run; wait until that has ended') from None
     except OSError as error:
-        raise ValueError(f'{label} cannot be written to ({error.strerror}); give another') from None
+        raise UserError(f'{label} cannot be written to ({error.strerror}); give another') from None
     try:
         yield
     finally:

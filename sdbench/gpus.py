@@ -3,6 +3,8 @@ import difflib
 import re
 from typing import NamedTuple
 
+from sdbench.errors import UserError
+
 GIB = 2 ** 30  # bytes
 
 
@@ -140,7 +142,7 @@ def short_name(device: str) -> str:
 def cards_named(names: tuple[str, ...]) -> list[Card]:
     """Return the cards of some names: the card that has just this name, or else all that have its words in theirs.
 
-    Without names these are all cards. Raises ValueError for a name that is no card's.
+    Without names these are all cards. Raises UserError for a name that is no card's.
     """
     found = []
     for words in names or ('',):
@@ -150,6 +152,6 @@ def cards_named(names: tuple[str, ...]) -> list[Card]:
             known = [short_name(name) for name in CARDS]
             nearest = difflib.get_close_matches(words.upper(), known)
             remedy = f'did you mean {" or ".join(nearest)}?' if nearest else f'known are {", ".join(known)}'
-            raise ValueError(f'{words} is no GPU that is known here; {remedy}')
+            raise UserError(f'{words} is no GPU that is known here; {remedy}')
         found += [card for card in cards if card not in found]
     return found

@@ -3,6 +3,8 @@ import glob
 import os
 import re
 
+from sdbench.errors import UserError
+
 HELD_OUT = '-held-out'  # how the name of a dataset of held-out samples ends
 INDEX = 'index.json'  # of a dataset, which is whole once it is there
 PLACEHOLDER = '{run_name}'  # in a --save_folder, as Composer has it
@@ -24,20 +26,20 @@ def sibling_path(folder: str, name: str) -> str:
 def with_run_name(folder: str, name: str | None) -> str:
     """Return a --save_folder with `{run_name}` filled in, as Composer does.
 
-    Raises ValueError if the run has no name.
+    Raises UserError if the run has no name.
     """
     if PLACEHOLDER not in folder:
         return folder
     name = name or os.environ.get('COMPOSER_RUN_NAME') or os.environ.get('RUN_NAME')
     if not name:
-        raise ValueError(f'--save_folder {folder} needs --run_name NAME: the same command goes on by that name')
+        raise UserError(f'--save_folder {folder} needs --run_name NAME: the same command goes on by that name')
     return folder.replace(PLACEHOLDER, name)
 
 
 def by_run_name(folder: str, flag: str) -> str:
     """Return a folder to read from, in whose name `{run_name}` may stand for the only run that is there.
 
-    Raises ValueError, which names `flag`, if there are several or none.
+    Raises UserError, which names `flag`, if there are several or none.
     """
     if PLACEHOLDER not in folder or os.path.exists(folder):
         return folder
@@ -45,7 +47,7 @@ def by_run_name(folder: str, flag: str) -> str:
     if len(found) == 1:
         return found[0]
     there = f'there are {", ".join(found)}' if found else 'there is no such folder'
-    raise ValueError(f'{flag} {folder}: {there}; give the name of the run in the place of {PLACEHOLDER}')
+    raise UserError(f'{flag} {folder}: {there}; give the name of the run in the place of {PLACEHOLDER}')
 
 
 def is_url(path: str) -> bool:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
-from sdbench.errors import DataError, known_reason, one_line, redacted
+from sdbench.errors import DataError, UserError, known_reason, one_line, redacted
 
 GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # of NVIDIA's driver, and of AMD's
 
@@ -56,13 +56,13 @@ def end_with_parent(number: int) -> None:
 def of_launcher(name: str) -> int | None:
     """Return a number that a launcher has set, such as RANK; None without a launcher.
 
-    Raises ValueError where any of its numbers is none.
+    Raises UserError where any of its numbers is none.
     """
     for variable in NUMBERS_OF_LAUNCHER:
         text = os.environ.get(variable) or '0'
         if not text.isdecimal():
-            raise ValueError(f'{variable} of the environment is {text}, and no number; unset it, or leave it to a '
-                             'launcher')
+            raise UserError(f'{variable} of the environment is {text}, and no number; unset it, or leave it to a '
+                            'launcher')
     text = os.environ.get(name)
     return int(text) if text else None
 
@@ -85,7 +85,7 @@ def exit_with_error(program: str, status: int, message: str) -> NoReturn:
 def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
     """End the process in one line where a user can mend the error that is raised in this context.
 
-    The status is 2 where the command line or what it names is wrong (ValueError), 1 for data, a disk or a package
+    The status is 2 where the command line or what it names is wrong (UserError), 1 for data, a disk or a package
     (DataError, OSError, ImportError), and 130 after Ctrl-C or SIGTERM. Any other error keeps its traceback.
 
     Args:
@@ -96,7 +96,7 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
         yield
-    except ValueError as error:
+    except UserError as error:
         exit_with_error(program, 2, one_line(error))
     except (DataError, OSError, ImportError) as error:
         exit_with_error(program, 1, one_line(error) + behind)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from sdbench.errors import one_line
+from sdbench.errors import UserError, one_line
 
 OURS = ('s3://', 'gs://', 'azure://')
 AZURE_HOST = 'blob.core.windows.net'
@@ -48,12 +48,12 @@ class StoredFile(NamedTuple):
 def parse_address(address: str, label: str, ours_only: bool = False) -> Address:
     """Return what an address of a store names.
 
-    Raises ValueError, which begins with `label`, if it names no bucket, or one that no store can have, or where
+    Raises UserError, which begins with `label`, if it names no bucket, or one that no store can have, or where
     `ours_only` if it is none of s3://, gs:// and azure://.
     """
     if ours_only and not address.startswith(OURS):
-        raise ValueError(f'{label}: of stores, s3://, gs:// and azure:// can be used; use an S3-compatible address '
-                         'with S3_ENDPOINT_URL')
+        raise UserError(f'{label}: of stores, s3://, gs:// and azure:// can be used; use an S3-compatible address '
+                        'with S3_ENDPOINT_URL')
     scheme, _, rest = address.partition('://')
 
     # the bucket; Azure's account comes from AZURE_ACCOUNT_NAME or the host, as Streaming has it
@@ -63,12 +63,12 @@ def parse_address(address: str, label: str, ours_only: bool = False) -> Address:
         account = os.environ.get('AZURE_ACCOUNT_NAME') or bucket.partition('.')[0]
         bucket, _, key = key.lstrip('/').partition('/')
     if not bucket:
-        raise ValueError(f'{label} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
-                         f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
+        raise UserError(f'{label} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
+                        f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
     for name in filter(None, (account, bucket)):
         if not re.fullmatch(r'[A-Za-z0-9$][\w.-]*', name, re.ASCII):
-            raise ValueError(f'{label}: {name} can be no name of a bucket or an account; these have letters, digits, '
-                             'dots, - and _')
+            raise UserError(f'{label}: {name} can be no name of a bucket or an account; these have letters, digits, '
+                            'dots, - and _')
     return Address(scheme, account, bucket, key.strip('/'))
 
 
@@ -81,7 +81,7 @@ def connect(scheme: str, label: str, tries: int = TRIES, silence: float = SILENC
         tries: of each request.
         silence: seconds without a byte, after which a request is tried again.
 
-    Raises ValueError if the endpoint is no URL, a profile is missing, or the like.
+    Raises UserError if the endpoint is no URL, a profile is missing, or the like.
     """
     if scheme not in ('s3', 'gs'):
         return None
@@ -89,8 +89,8 @@ def connect(scheme: str, label: str, tries: int = TRIES, silence: float = SILENC
         endpoint = os.environ.get('S3_ENDPOINT_URL', '').strip() or None  # docker's --env-file keeps blanks
         return make_client(scheme, endpoint, tries, silence, os.getpid())
     except Exception as error:  # each kind of credentials has its own
-        raise ValueError(f'{label}: no client can be made with these credentials and settings ({type(error).__name__}: '
-                         f'{one_line(error, 300)}); check them, and S3_ENDPOINT_URL') from None
+        raise UserError(f'{label}: no client can be made with these credentials and settings ({type(error).__name__}: '
+                        f'{one_line(error, 300)}); check them, and S3_ENDPOINT_URL') from None
 
 
 @functools.cache
@@ -153,7 +153,7 @@ def download(address: str, path: str, label: str, tries: int = TRIES, silence: f
         silence: seconds without a byte, after which a request is tried again.
         in_threads: whether several pieces are downloaded at once, where the store speaks S3.
 
-    Raises FileNotFoundError if there is no such file, OSError if it cannot be read, and ValueError if the address or
+    Raises FileNotFoundError if there is no such file, OSError if it cannot be read, and UserError if the address or
     the settings are wrong.
     """
     place = None
@@ -192,13 +192,13 @@ def streaming_downloader(folder: str, process: int) -> Any:
 
 
 def upload(path: str, address: str, label: str) -> None:
-    """Write a file into a store. Raises OSError or ValueError as `download` does."""
+    """Write a file into a store. Raises OSError or UserError as `download` does."""
     with open(path, 'rb') as file:
         write(file, address, label, **SENDING)
 
 
 def write(file: BinaryIO, address: str, label: str, tries: int = TRIES, silence: float = SILENCE) -> None:
-    """Write what an open file holds into a store. Raises OSError or ValueError as `download` does."""
+    """Write what an open file holds into a store. Raises OSError or UserError as `download` does."""
     from boto3.s3.transfer import TransferConfig
     place = parse_address(address, label)
     s3 = connect(place.scheme, label, tries, silence)
@@ -217,7 +217,7 @@ def write(file: BinaryIO, address: str, label: str, tries: int = TRIES, silence:
 
 
 def addresses_in(folder: str, label: str) -> list[str]:
-    """Return the addresses of the files directly in a folder of a store. Raises OSError or ValueError as above."""
+    """Return the addresses of the files directly in a folder of a store. Raises OSError or UserError as above."""
     key = parse_address(folder, label).key
     prefix = f'{key}/' if key else ''
     names = [file.key.removeprefix(prefix) for file in files_from(folder, prefix, label)]
@@ -225,7 +225,7 @@ def addresses_in(folder: str, label: str) -> list[str]:
 
 
 def files_below(address: str, label: str, tries: int = TRIES, silence: float = SILENCE) -> list[StoredFile]:
-    """Return all files below an address, or else the file of that address. Raises OSError or ValueError as above."""
+    """Return all files below an address, or else the file of that address. Raises OSError or UserError as above."""
     key = parse_address(address, label).key
     if not key:
         return list(files_from(address, '', label, tries, silence))
@@ -237,7 +237,7 @@ def files_from(address: str, prefix: str, label: str, tries: int = TRIES, silenc
                ) -> Iterator[StoredFile]:
     """Yield the files in the bucket of an address whose keys begin with a prefix, in the order of their keys.
 
-    Raises OSError or ValueError as above.
+    Raises OSError or UserError as above.
     """
     place = parse_address(address, label)
     s3 = connect(place.scheme, label, tries, silence)

@@ -72,6 +72,15 @@ def test_too_many_bad_samples_end_the_run(tmp_path, results, capfd):
     assert main(['--remote', shards, *TINY, '--max_bad_samples', '1'])['bad_samples'] > 2
 
 
+def test_a_bug_in_our_own_decoding_is_no_bad_sample(shards, monkeypatch):
+    def decode(data, image_size):
+        [_] = []
+
+    monkeypatch.setattr('data.decode_image', decode)
+    with pytest.raises(ValueError, match='not enough values'):
+        StreamingLAIONDataset(shards).good_sample(0)
+
+
 def test_captions_are_dropped_and_images_mirrored_in_the_shares_asked_for_by_seed_epoch_and_sample(shards, samples):
     # each image as it is and mirrored, by its pixels
     known = {}

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.proof.page import write_page
+from sdbench.errors import UserError
 from sdbench.flags.train import SD2_BASE
 from sdbench.gpus import CARDS
 from sdbench.process import begin, one_line_errors
@@ -221,7 +222,7 @@ def lines_of(path: Path) -> list[dict]:
 def prove(folder: Path, machine: Machine, minutes: float) -> None:
     """Run the steps that have no record, as long as there are minutes to begin one, and write proof.md of all records.
 
-    Raises ValueError if the records are of another machine, commit or library: a page is of one of each.
+    Raises UserError if the records are of another machine, commit or library: a page is of one of each.
     """
     # what an earlier call has appended
     start = time.monotonic()
@@ -233,8 +234,8 @@ def prove(folder: Path, machine: Machine, minutes: float) -> None:
         for what, now in here.items():
             before = record.get('here', {}).get(what)
             if before != now:
-                raise ValueError(f'FOLDER {folder} holds the proof of {what} {before}, and here is {what} {now}; '
-                                 'give a new one')
+                raise UserError(f'FOLDER {folder} holds the proof of {what} {before}, and here is {what} {now}; '
+                                'give a new one')
 
     # the steps that it has not, one after another, and the page after each
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from sdbench.datasets.output import DAMAGED, Output, PartWriter
 from sdbench.datasets.readers import make_sample, read_samples
 from sdbench.datasets.tables import Columns
 from sdbench.datasets.workers import Part
+from sdbench.errors import BadSample
 from sdbench.flags.commands import Convert
 from sdbench.inputs.captions import CAPTION_COLUMNS, ONE_CAPTION, Named, to_columns
 from sdbench.inputs.tokenizer import is_too_long
@@ -44,7 +45,7 @@ def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -
             for key, fields in read_samples(file, columns):
                 try:
                     image, captions, missing = make_sample(fields, columns, clean)
-                except ValueError as reason:
+                except BadSample as reason:
                     skipped.append({'source': file.name, 'key': key, 'reason': str(reason)})
                     if str(reason).startswith(DAMAGED):
                         skipped[-1]['samples_kept'] = kept

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sdbench.datasets.output import Output, PartWriter
 from sdbench.datasets.workers import Part
-from sdbench.errors import DataError
+from sdbench.errors import BadSample, DataError
 from sdbench.flags.commands import Encode
 from sdbench.inputs.batches import decode_sample, normalize, stack_images
 from sdbench.inputs.captions import CAPTION_COLUMNS, CAPTIONS, to_columns
@@ -78,7 +78,7 @@ class Batches(Dataset):
         for number in numbers:
             try:
                 sample = decode_sample(reader[number], partial(decode_image, image_size=self.image_size))
-            except ValueError as error:  # also of a caption that is not UTF-8
+            except (BadSample, UnicodeDecodeError) as error:
                 batch['bad'].append((number, str(error)))
                 continue
             images.append(sample['image'])

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 
 from streaming import MDSWriter
 
-from sdbench.errors import DataError, one_line, plural, redacted
-from sdbench.files import atomic_write, locked
+from sdbench.errors import DataError, UserError, one_line, plural, redacted
+from sdbench.files import atomic_write, locked, parse_json
 from sdbench.paths import CLAIM, INDEX, is_url
 from sdbench.stores import PATIENT, SILENCE, TRIES, download, files_below, parse_address, write
 
@@ -42,7 +42,7 @@ class Output:
         out: as the user gave it.
         flag: its name in error messages.
 
-    Raises ValueError if it is an address that cannot be written to or reached.
+    Raises UserError if it is an address that cannot be written to or reached.
     """
 
     def __init__(self, out: str, flag: str):
@@ -55,7 +55,7 @@ class Output:
             try:
                 self.read(CLAIM, tries=TRIES, silence=SILENCE)
             except DataError as error:
-                raise ValueError(str(error)) from None
+                raise UserError(str(error)) from None
 
     @contextlib.contextmanager
     def begun(self, settings: dict, sources: Sequence[str] = ()) -> Iterator[None]:
@@ -67,7 +67,7 @@ class Output:
             settings: that its samples depend on, which JSON can hold; `program` is the name of the one that makes it.
             sources: the paths and addresses that it is made of.
 
-        Raises ValueError if OUT holds somebody's files, was begun with other settings, or another run works in it.
+        Raises UserError if OUT holds somebody's files, was begun with other settings, or another run works in it.
         """
         claim = {'layout': LAYOUT, **settings}
         if sources:
@@ -81,23 +81,23 @@ class Output:
             yield
 
     def _claim(self, settings: dict) -> None:
-        """Write in OUT what it is made of. Raises ValueError if it is made of something else."""
+        """Write in OUT what it is made of. Raises UserError if it is made of something else."""
         # begin an OUT that nobody has begun
         held = self.read(CLAIM)
         if held is None:
             names = os.listdir(self.out) if self.is_folder else self.names()
             if any(name not in (CLAIM, LOCK) for name in names):
-                raise ValueError(f'{self.label} already holds something; give a new folder')
+                raise UserError(f'{self.label} already holds something; give a new folder')
             self.write(CLAIM, json.dumps(settings).encode())
             return
 
         # begin one again of which nothing came: its parts are all done, and none has a sample, so that the earlier
         # command was a mistake. A store has no lock: one without parts may be of another run that has only begun
-        begun = json.loads(held)
+        begun = parse_json(held, f'{CLAIM} of {self.label}')
         if begun != settings and begun.get('program') == settings['program']:
             parts = self.parts()
             is_over = (parts or self.is_folder) and all(parts.values())
-            if is_over and not any(json.loads(self.read(f'{part}/{INDEX}'))['shards'] for part in parts):
+            if is_over and not any(self._index_of(part)['shards'] for part in parts):
                 self.write(CLAIM, json.dumps(settings).encode())
                 return
 
@@ -107,8 +107,12 @@ class Output:
                 continue
             then = 'none' if begun.get(key) is None else begun[key]
             now = 'none' if settings.get(key) is None else settings[key]
-            raise ValueError(f'{self.label} was begun with {key} {then}, and this command has {now}; '
-                             'give the same flags as then, or a new folder')
+            raise UserError(f'{self.label} was begun with {key} {then}, and this command has {now}; '
+                            'give the same flags as then, or a new folder')
+
+    def _index_of(self, part: str) -> dict:
+        """Return the index.json of a part. Raises UserError, which names it, if it is not JSON."""
+        return parse_json(self.read(f'{part}/{INDEX}'), f'{part}/{INDEX} of {self.label}')
 
     def write(self, name: str, content: bytes | BinaryIO) -> None:
         """Write a file, which appears whole in the place of an earlier one."""

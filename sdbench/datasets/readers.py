@@ -26,7 +26,7 @@ from sdbench.datasets.sources import (
     why_not_read,
 )
 from sdbench.datasets.tables import USUAL_COLUMNS, Columns, NoSuchColumn, Unread, captions_in, encoding_of, with_name
-from sdbench.errors import DataError, one_line
+from sdbench.errors import BadSample, DataError, UserError, one_line
 from sdbench.inputs.captions import CAPTIONS, Named
 from sdbench.inputs.images import decode_whole_image
 from sdbench.paths import is_url
@@ -225,7 +225,7 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
         except NoSuchColumn as error:
             yield None, {NO_SAMPLE: Unread(error)}
             return
-        except ValueError as error:
+        except UserError as error:
             raise DataError(str(error)) from None
 
         if parquet.metadata.num_rows == 0:
@@ -271,32 +271,32 @@ def make_sample(fields: Fields, columns: Columns = USUAL_COLUMNS, clean: Callabl
         columns: which of its files have captions.
         clean: mends the letters of a caption.
 
-    Raises ValueError, with the reason, if there is no sample in it. The reason has its kind before the first colon.
+    Raises BadSample, with the reason, if there is no sample in it. The reason has its kind before the first colon.
     """
     if NO_SAMPLE in fields:
-        raise ValueError(fields[NO_SAMPLE])
+        raise BadSample(fields[NO_SAMPLE])
 
     # the image
     images = [suffix for suffix in fields if is_image(suffix)]
     if not images:
         unread = [f': {content}' for content in fields.values() if isinstance(content, Unread)]
-        raise ValueError('no image' + ''.join(unread[:1]))
+        raise BadSample('no image' + ''.join(unread[:1]))
     if len(images) > 1:  # one may be a mask of the other
-        raise ValueError('more than one image')
+        raise BadSample('more than one image')
     image = fields[images[0]]
     if isinstance(image, Unread):
-        raise ValueError(f'no image: {image}')
+        raise BadSample(f'no image: {image}')
     captions, missing = read_captions(fields, columns, clean)
 
     # whether the image decodes, and is large enough
     height, width = decode_whole_image(image).shape[1:]
     if min(height, width) < SMALLEST_SIDE:
-        raise ValueError(f'image is narrower than {SMALLEST_SIDE} pixels: {width} x {height}')
+        raise BadSample(f'image is narrower than {SMALLEST_SIDE} pixels: {width} x {height}')
     return image, captions, missing
 
 
 def read_captions(fields: Fields, columns: Columns, clean: Callable[[str], str]) -> tuple[Named, list[str]]:
-    """Return the captions of a sample, and why others are left out. Raises ValueError, with the reason, without any."""
+    """Return the captions of a sample, and why others are left out. Raises BadSample, with the reason, without any."""
     # those of a table or of a row, or those in files
     if CAPTIONS in fields:
         texts = fields[CAPTIONS]
@@ -320,7 +320,7 @@ def read_captions(fields: Fields, columns: Columns, clean: Callable[[str], str])
             else:
                 captions[name].append(text)
     if not any(captions.values()):
-        raise ValueError(missing[0])
+        raise BadSample(missing[0])
     return captions, missing
 
 

@@ -35,7 +35,7 @@ from sdbench.datasets.tables import (
     Unread,
     left_over_pairs,
 )
-from sdbench.errors import DataError, one_line
+from sdbench.errors import DataError, UserError, one_line
 from sdbench.inputs.captions import Named
 from sdbench.inputs.images import formats
 from sdbench.paths import is_url
@@ -123,7 +123,7 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
         captions: a table of captions, which is read before those in the folders of the sources.
         columns: of tables of captions.
 
-    Raises ValueError if a source names nothing or a table of captions cannot be read, DataError if a folder cannot be
+    Raises UserError if a source names nothing or a table of captions cannot be read, DataError if a folder cannot be
     read, and OSError if a store cannot.
     """
     # list the folders, and what of them and of stores SOURCE names
@@ -178,7 +178,7 @@ class Search:
     def folders(self) -> list[Folder]:
         """Return all folders of the sources: those that are no links, and what these lead to behind them.
 
-        Raises ValueError if a source names nothing, DataError if a folder cannot be read, and OSError if a store
+        Raises UserError if a source names nothing, DataError if a folder cannot be read, and OSError if a store
         cannot be.
         """
         # stores, files by the folder that they are in, and folders
@@ -228,7 +228,7 @@ class Search:
     def stored_files(self, source: str) -> Folder:
         """Return what a source in a store names.
 
-        Raises ValueError if it names nothing, and OSError if the store cannot be read.
+        Raises UserError if it names nothing, and OSError if the store cannot be read.
         """
         key = parse_address(source, f'SOURCE {source}', ours_only=True).key
         bucket = source.rstrip('/').removesuffix(key).rstrip('/')
@@ -335,8 +335,8 @@ def why_unreadable(error: OSError, path: str) -> Unread:
     raise DataError(f'SOURCE {path} cannot be read ({one_line(error)})') from None
 
 
-def nothing_there(source: str) -> ValueError:
-    return ValueError(f'SOURCE {source} does not exist; give a file, a folder, or a glob that matches some')
+def nothing_there(source: str) -> UserError:
+    return UserError(f'SOURCE {source} does not exist; give a file, a folder, or a glob that matches some')
 
 
 def join_neighbours(files: list[File], part_bytes: int) -> list[list[File]]:

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, TextIO
 
-from sdbench.errors import one_line
+from sdbench.errors import UserError, one_line
 from sdbench.inputs.captions import ONE_CAPTION, Named
 
 OWN_TABLE = 'captions.csv'  # by its name a table of captions, whatever its columns
@@ -31,7 +31,7 @@ class Unread(str):
     """Why something of a sample is not read."""
 
 
-class NoSuchColumn(ValueError):
+class NoSuchColumn(UserError):
     """A table lacks a column, so that it may be a table of something else."""
 
 
@@ -64,7 +64,7 @@ class Columns(NamedTuple):
             usual_images: usual names of its column of images.
             takes_only_other: whether the only other column has the captions, whatever its name.
 
-        Raises NoSuchColumn, with the names of the columns, if one is missing, and ValueError if there are two.
+        Raises NoSuchColumn, with the names of the columns, if one is missing, and UserError if there are two.
         """
         # the columns of these names: flag, usual names, and what is found
         images = columns_called(self.image, usual_images, names)
@@ -83,8 +83,8 @@ class Columns(NamedTuple):
             raise NoSuchColumn(f'{" and ".join(missing)} among its columns {listed}')
         for flag, _, _, called in found:
             if len(called) > 1:
-                raise ValueError(f'the table {path} has the columns {" and ".join(sorted(called))}; name one of them '
-                                 f'with {flag}, or rename them')
+                raise UserError(f'the table {path} has the columns {" and ".join(sorted(called))}; name one of them '
+                                f'with {flag}, or rename them')
         return images[0], {self.name_of(given): called[0] for _, given, _, called in found[1:]}
 
 
@@ -155,7 +155,7 @@ class Captions:
             path: of the table.
             is_named: whether --captions names it: then it is one of captions, and its only other column has them.
 
-        Raises ValueError if it cannot be read to its end, or a flag must name one of two columns: without it its images
+        Raises UserError if it cannot be read to its end, or a flag must name one of two columns: without it its images
         would have other captions.
         """
         # find the columns
@@ -168,10 +168,10 @@ class Captions:
         try:
             image_column, caption_columns = self.columns.find(path, next(rows), IMAGE_COLUMNS, is_named)
         except OSError as error:
-            raise ValueError(f'{label} cannot be read ({error.strerror})') from None
+            raise UserError(f'{label} cannot be read ({error.strerror})') from None
         except NoSuchColumn as error:
             if is_named:
-                raise ValueError(f'{label} is {NO_TABLE}: {error}') from None
+                raise UserError(f'{label} is {NO_TABLE}: {error}') from None
             if not path.lower().endswith('.parquet'):  # which may hold the images themselves
                 self.read.add(real_path)
                 self.leave_out(path, f'{NO_TABLE}: {error}', None)
@@ -203,7 +203,7 @@ class Captions:
 
         Returns how many rows were taken from each table, by its path and the names of its columns of captions.
 
-        Raises ValueError if no row of --captions names an image.
+        Raises UserError if no row of --captions names an image.
         """
         written = {row.image for row in self.rows}
         alike = dict(left_over_pairs(written - images, images - written))
@@ -231,8 +231,8 @@ class Captions:
                         has_text = True
             numbers[row.table] += has_text
         if self.named is not None and self.named not in tables:
-            raise ValueError(f'--captions {self.named}: none of its rows names an image of SOURCE; its paths are '
-                             'relative to its own folder, so move it or mend its paths')
+            raise UserError(f'--captions {self.named}: none of its rows names an image of SOURCE; its paths are '
+                            'relative to its own folder, so move it or mend its paths')
         return {table: number for table, number in numbers.items() if number}
 
     def take(self, image: str) -> Named | None:
@@ -289,15 +289,15 @@ def read_rows(path: str) -> Iterator:
 
     The table is Parquet (*.parquet), JSON lines (*.jsonl), or else CSV. Numbers are those of class Row.
 
-    Raises ValueError if it cannot be read to its end.
+    Raises UserError if it cannot be read to its end.
     """
     readers = {'.parquet': read_parquet_table, '.jsonl': read_json_lines}
     read = readers.get(os.path.splitext(path)[1].lower(), read_csv)
     try:
         yield from read(path)
     except UnicodeError:
-        raise ValueError(f'the table {path} is not UTF-8; save it as "CSV UTF-8" in Excel, or move it to '
-                         'another folder and write it here anew by iconv -f CP1252 -t UTF-8') from None
+        raise UserError(f'the table {path} is not UTF-8; save it as "CSV UTF-8" in Excel, or move it to '
+                        'another folder and write it here anew by iconv -f CP1252 -t UTF-8') from None
 
 
 def encoding_of(beginning: bytes) -> str:
@@ -317,7 +317,7 @@ def open_text(path: str) -> TextIO:
 # pyarrow's readers of CSV and JSON lines were tried: a quote that is not closed takes all rows behind it as its
 # caption, without an error, and one row whose text is a number or a list makes the whole file unreadable.
 def read_csv(path: str) -> Iterator:
-    """Read a CSV as `read_rows` does. Raises ValueError if a quote is not closed."""
+    """Read a CSV as `read_rows` does. Raises UserError if a quote is not closed."""
     csv.field_size_limit(sys.maxsize)  # a column that nobody uses may hold megabytes in a cell
     with open_text(path) as file:
         # what separates the columns: Excel can say so in a first line, sep=;
@@ -348,13 +348,13 @@ def read_csv(path: str) -> Iterator:
                     yield number, (f'no row as long as the header: it has {len(cells)} cells instead of {len(names)}; '
                                    f'a cell with {separator!r} in it stands in quotes')
         except csv.Error as error:
-            raise ValueError(f'the table {path} cannot be read up to line {reader.line_num} ({error}); '
-                             'a caption that begins with a quote ends with one, and a quote within it is written twice'
-                             ) from None
+            raise UserError(f'the table {path} cannot be read up to line {reader.line_num} ({error}); '
+                            'a caption that begins with a quote ends with one, and a quote within it is written twice'
+                            ) from None
 
 
 def read_json_lines(path: str) -> Iterator:
-    """Read JSON lines as `read_rows` does. Raises ValueError if a line is not an object of JSON."""
+    """Read JSON lines as `read_rows` does. Raises UserError if a line is not an object of JSON."""
     rows = []
     with open_text(path) as file:
         for number, line in enumerate(file, 1):
@@ -363,16 +363,16 @@ def read_json_lines(path: str) -> Iterator:
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f'line {number} of the table {path} cannot be read ({error})') from None
+                raise UserError(f'line {number} of the table {path} cannot be read ({error})') from None
             if not isinstance(values, dict):
-                raise ValueError(f'line {number} of the table {path} cannot be read (it is not an object)')
+                raise UserError(f'line {number} of the table {path} cannot be read (it is not an object)')
             rows.append((number, values))
     yield list(dict.fromkeys(key for _, row in rows for key in row))
     yield from rows
 
 
 def read_parquet_table(path: str) -> Iterator:
-    """Read Parquet as `read_rows` does. Raises ValueError if it is damaged."""
+    """Read Parquet as `read_rows` does. Raises UserError if it is damaged."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
     try:
@@ -383,4 +383,4 @@ def read_parquet_table(path: str) -> Iterator:
     except (OSError, pyarrow.ArrowException) as error:
         if getattr(error, 'errno', None) is not None:  # of the disk: pyarrow's own have no number
             raise
-        raise ValueError(f'the table {path} is damaged ({one_line(error)})') from None
+        raise UserError(f'the table {path} is damaged ({one_line(error)})') from None

@@ -21,7 +21,7 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import NamedTuple
 
-from sdbench.errors import DataError, one_line
+from sdbench.errors import DataError, UserError, one_line
 from sdbench.process import progress_bar
 
 ATTEMPTS = 3  # times that workers may die at a part before the run ends
@@ -177,7 +177,7 @@ class RayWorkers(AbstractContextManager):
         on_gpus: whether each task has a GPU, and sees no other. Each then is a process of its own, since a process that
             went on would keep memory of the GPU that the next task has.
 
-    Raises ValueError if there is no cluster at that address.
+    Raises UserError if there is no cluster at that address.
     """
 
     def __init__(self, do: Callable, address: str, on_gpus: bool = False):
@@ -193,8 +193,8 @@ class RayWorkers(AbstractContextManager):
                 socket.create_connection((match[1], int(match[2])), SECONDS_TO_CONNECT).close()
             ray.init(address, runtime_env=environment, logging_level=logging.ERROR, log_to_driver=False)
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
-            raise ValueError(f'--ray {address}: no Ray cluster answers there ({one_line(error, 200)}); start one with '
-                             '"ray start --head"') from None
+            raise UserError(f'--ray {address}: no Ray cluster answers there ({one_line(error, 200)}); start one with '
+                            '"ray start --head"') from None
         self.on_gpus = on_gpus
         needs = {'num_gpus': 1, 'max_calls': 1} if on_gpus else {'num_cpus': 1}
         if on_gpus and 'GPU' not in ray.cluster_resources():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sdbench.costs import TRAINING_IMAGES, Prices
+from sdbench.errors import UserError
 from sdbench.flags.parser import count, flag, fraction, number, positional, positive, seed
 from sdbench.flags.train import PRICES_HELP, DataLoading, Encoders, Model, Results, Warmup, pixels, price
 from sdbench.paths import EXPORTED
@@ -46,7 +47,7 @@ class Cluster:
 
     def check(self) -> None:
         if of_launcher('LOCAL_RANK') is not None:
-            raise ValueError('this command starts processes of its own; start it with python, not with a launcher')
+            raise UserError('this command starts processes of its own; start it with python, not with a launcher')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ class Encode(DataLoading, Model, Encoders, Warmup, Results, Cluster):
 
     def check(self) -> None:
         if not (self.remote or self.local) or not self.out:
-            raise ValueError('give both --remote and --out')
+            raise UserError('give both --remote and --out')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ class Export:
 
     def check(self) -> None:
         if os.path.lexists(self.out) and not os.path.isfile(os.path.join(self.out, EXPORTED)):
-            raise ValueError(f'OUT {self.out} already exists; give a new folder')
+            raise UserError(f'OUT {self.out} already exists; give a new folder')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +141,10 @@ class Evaluate(Results):
 
     def check(self) -> None:
         if not self.out or '://' in self.out:
-            raise ValueError('give --out, a folder of this machine for the pictures')
+            raise UserError('give --out, a folder of this machine for the pictures')
         if TIMESTEPS % self.steps or self.steps == TIMESTEPS:
-            raise ValueError(f'--steps {self.steps} is no divisor of the {TIMESTEPS} timesteps, so that the sampler '
-                             'would not begin at pure noise; use one below them, such as 50')
+            raise UserError(f'--steps {self.steps} is no divisor of the {TIMESTEPS} timesteps, so that the sampler '
+                            'would not begin at pure noise; use one below them, such as 50')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,16 +189,16 @@ class Report:
 
     def check(self) -> None:
         if self.compare and self.extrapolate:
-            raise ValueError('--extrapolate predicts, and --compare shows what was measured; give one of them')
+            raise UserError('--extrapolate predicts, and --compare shows what was measured; give one of them')
         for images, size in self.encode:
             if images is None:
-                raise ValueError(f'--encode {size} does not say how many images; give IMAGES@{size}')
+                raise UserError(f'--encode {size} does not say how many images; give IMAGES@{size}')
         for name in ('compare', 'extrapolate', 'days', 'training_images', 'quality'):
             if self.phase and getattr(self, name):
-                raise ValueError(f'--phase shows plans alone, and --{name} is not of a plan; leave one of them out')
+                raise UserError(f'--phase shows plans alone, and --{name} is not of a plan; leave one of them out')
         if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
-            raise ValueError(f'--csv {self.csv} would overwrite the records; give another file')
+            raise UserError(f'--csv {self.csv} would overwrite the records; give another file')
         for name, suffixes in (('csv', ('.csv',)), ('figure', PICTURES), ('learned', PICTURES), ('quality', PICTURES)):
             path = getattr(self, name)
             if path and not path.lower().endswith(suffixes):
-                raise ValueError(f'--{name} {path} does not end in {" or ".join(suffixes)}; name such a file')
+                raise UserError(f'--{name} {path} does not end in {" or ".join(suffixes)}; name such a file')

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from sdbench.errors import UserError
 from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')
@@ -62,7 +63,7 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
 
     Args:
         cls: the dataclass. It and its bases are the groups of --help, in their order, each under its `heading`. A
-            `check` that any of them has is called last; it raises ValueError for what cannot be.
+            `check` that any of them has is called last; it raises UserError for what cannot be.
         description: for --help.
         argv: the arguments; None: those of this process.
         program: name of the command; None: that of the script.
@@ -73,12 +74,12 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
         for name, value in values.items():
             if value == '' or isinstance(value, list) and '' in value:
                 given = f'--{name}' if hasattr(cls, name) else name.upper()  # what is positional has no default
-                raise ValueError(f'{given} is empty; a variable of the shell may not be set')
+                raise UserError(f'{given} is empty; a variable of the shell may not be set')
             if isinstance(value, list):  # which cannot be in a frozen dataclass that is compared
                 values[name] = tuple(value) or cls.__dataclass_fields__[name].metadata['bare']
         settings = cls(**values)
         check(settings)
-    except ValueError as error:
+    except UserError as error:
         parser.error(str(error))
     return settings
 
@@ -99,14 +100,14 @@ def answer_early(cls: type, description: str) -> None:
 
 
 def check(settings: Any) -> None:
-    """Raise ValueError for a flag without the one that it needs, and for what `check` of the groups refuses."""
+    """Raise UserError for a flag without the one that it needs, and for what `check` of the groups refuses."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         needed = field.metadata.get('needs', '').split()
         if needed and is_given(value) and not any(is_given(getattr(settings, name)) for name in needed):
             is_one_value = value is not True and not isinstance(value, tuple)
             given = f'--{field.name} {value}' if is_one_value else f'--{field.name}'
-            raise ValueError(f'{given} needs --{needed[0]}; give both, or leave it out')
+            raise UserError(f'{given} needs --{needed[0]}; give both, or leave it out')
     for group in reversed(type(settings).__mro__):
         if 'check' in vars(group):
             group.check(settings)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Prices
+from sdbench.errors import UserError
 from sdbench.flags.parser import amount, below_1, count, flag, fraction, positive, seed, whole_number
 from sdbench.flags.times import time_in
 from sdbench.gpus import cards_named
@@ -41,7 +42,7 @@ def known_gpu(text: str) -> str:
     """Return the text unchanged if it is the name of a known GPU, or a part of it."""
     try:
         cards_named((text,))
-    except ValueError as error:
+    except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
@@ -180,16 +181,16 @@ class Results:
         return self.results or 'results.jsonl'
 
     def check(self) -> None:
-        """Raise ValueError if the file of results cannot be written: better before the run than after it."""
+        """Raise UserError if the file of results cannot be written: better before the run than after it."""
         if self.results is None and getattr(self, 'dry_run', None) is not None:  # such a forecast keeps no record
             return
         path = self.results_file
         if path.lower().endswith('.csv'):
-            raise ValueError(f'--results {path} is a table, and a record is a line of JSON; name a file such as '
-                             'results.jsonl')
+            raise UserError(f'--results {path} is a table, and a record is a line of JSON; name a file such as '
+                            'results.jsonl')
         place = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
         if path != '-' and (os.path.isdir(path) or not os.access(place, os.W_OK)):
-            raise ValueError(f'--results {path} is no file that can be written; name another, or - to print')
+            raise UserError(f'--results {path} is no file that can be written; name another, or - to print')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,8 +286,8 @@ class Optimizer:
 
     def check(self) -> None:
         if self.lr_final and self.lr_schedule == 'constant':
-            raise ValueError(f'--lr_final {self.lr_final} does nothing with --lr_schedule constant; give --lr_schedule '
-                             'cosine or linear')
+            raise UserError(f'--lr_final {self.lr_final} does nothing with --lr_schedule constant; give --lr_schedule '
+                            'cosine or linear')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,37 +332,37 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
     batches_per_epoch: int | None = None
 
     def check(self) -> None:
-        """Raise ValueError for flags of several groups that do not go together; each group checks its own flags."""
+        """Raise UserError for flags of several groups that do not go together; each group checks its own flags."""
         # one source of data
         sources = [bool(self.remote or self.local), self.use_synth_data, self.use_synth_latents]
         if not any(sources) and self.dry_run is None:
-            raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
+            raise UserError('give one of --remote, --use_synth_data and --use_synth_latents')
         if sum(sources) > 1:
-            raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
+            raise UserError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
 
         # a batch that divides; of several numbers of devices, a forecast says it of each
         counts = self.dry_run or (0,)
         if len(counts) == 1:
             self.check_batch(counts[0] or of_launcher('WORLD_SIZE') or 1)
         if len(set(counts)) < len(counts):
-            raise ValueError(f'--dry_run {" ".join(map(str, counts))} has a number twice; leave one out')
+            raise UserError(f'--dry_run {" ".join(map(str, counts))} has a number twice; leave one out')
 
         # a VAE that decodes what is drawn
         if self.sample_prompts and not self.pretrained:
-            raise ValueError(f'--sample_prompts {self.sample_prompts} needs a VAE that can decode, and without '
-                             '--pretrained it is random; give --model_name FOLDER --pretrained')
+            raise UserError(f'--sample_prompts {self.sample_prompts} needs a VAE that can decode, and without '
+                            '--pretrained it is random; give --model_name FOLDER --pretrained')
 
     def check_batch(self, devices: int) -> None:
-        """Raise ValueError if the batch does not divide over so many devices, or a device's share into microbatches."""
+        """Raise UserError if the batch does not divide over so many devices, or a device's share into microbatches."""
         if self.batch_size % devices:
             divisible = self.batch_size // devices * devices or devices
-            raise ValueError(f'--batch_size {self.batch_size} does not divide over {devices} devices; use {divisible}')
+            raise UserError(f'--batch_size {self.batch_size} does not divide over {devices} devices; use {divisible}')
         device_batch = self.batch_size // devices
         microbatch = self.device_train_microbatch_size
         if microbatch != 'auto' and device_batch % microbatch:
             largest = max(size for size in divisors(device_batch) if size <= microbatch)
-            raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
-                             f'that a device gets of --batch_size {self.batch_size}; use {largest}')
+            raise UserError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
+                            f'that a device gets of --batch_size {self.batch_size}; use {largest}')
 
     @property
     def latents(self) -> bool:

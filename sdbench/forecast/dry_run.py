@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from sdbench.complete import complete
 from sdbench.costs import costs_in_words, days_to_train, gpu_hours, price_of
-from sdbench.errors import plural
+from sdbench.errors import UserError, plural
 from sdbench.flags.train import ENCODERS, Train
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate
@@ -44,7 +44,7 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
         build_optimizer: makes its optimizer.
 
     Returns the records of the forecasts, one for each GPU of --gpu and number of them that hold an image and have a
-    speed. Raises ValueError if the model or the remote is not known, or nothing fits.
+    speed. Raises UserError if the model or the remote is not known, or nothing fits.
     """
     if dist.get_global_rank() > 0:
         return []
@@ -66,9 +66,9 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
     if not forecasts:
         asked = settings.device_train_microbatch_size
         microbatch = asked if isinstance(asked, int) else 1
-        raise ValueError(f'--gpu: a microbatch of {microbatch} takes {estimates[0].taken(microbatch):.1f} GiB, and the '
-                         f'largest GPU asked for has {max(card.gib for card in cards):g}; choose a GPU with more '
-                         'memory by --gpu, or use --gradient_checkpointing or a smaller image')
+        raise UserError(f'--gpu: a microbatch of {microbatch} takes {estimates[0].taken(microbatch):.1f} GiB, and the '
+                        f'largest GPU asked for has {max(card.gib for card in cards):g}; choose a GPU with more '
+                        'memory by --gpu, or use --gradient_checkpointing or a smaller image')
     forecasts.sort(key=lambda own: own[0].dollars_of_an_image)
 
     # the text
@@ -95,17 +95,17 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
 
 
 def runs_of(settings: Train, index: dict | None) -> tuple[list[Train], dict[int, str]]:
-    """Return the run on each number of GPUs, and why there can be none, by number. Raises ValueError without any."""
+    """Return the run on each number of GPUs, and why there can be none, by number. Raises UserError without any."""
     runs = []
     refused = {}
     for devices in sorted(settings.dry_run):
         try:
             settings.check_batch(devices or dist.get_world_size())
             runs.append(complete(dataclasses.replace(settings, dry_run=(devices,)), index))
-        except ValueError as error:
+        except UserError as error:
             refused[devices] = str(error)
     if not runs:
-        raise ValueError(next(iter(refused.values())))
+        raise UserError(next(iter(refused.values())))
     return runs, refused
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from sdbench.errors import DataError
+from sdbench.errors import BadSample, DataError, UserError
 from sdbench.inputs.captions import CAPTIONS, ONE_CAPTION, from_columns
 from sdbench.inputs.images import resize
 from sdbench.inputs.shards import MOMENTS
@@ -23,10 +23,10 @@ def decode_sample(columns: Mapping, decode: Callable[[bytes], torch.Tensor]) -> 
         columns: of the sample in its shard.
         decode: makes an image of the bytes of its file.
 
-    Raises ValueError if the sample is bad.
+    Raises UserError if the sample is bad.
     """
     if not columns[ONE_CAPTION].strip():
-        raise ValueError('no caption')
+        raise BadSample('no caption')
     captions = {ONE_CAPTION: columns[ONE_CAPTION], CAPTIONS: from_columns(columns)}
     if MOMENTS in columns:
         return {MOMENTS: torch.from_numpy(columns[MOMENTS].copy()), **captions}
@@ -103,7 +103,7 @@ def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> 
     Without `image_size` they keep their size. Images that are floats are in [-1, 1] already, and stay so. A batch of
     moments stays as it is. All stay on their device.
 
-    Raises ValueError if the images are whole numbers of another type, so that nothing says what is black and what is
+    Raises UserError if the images are whole numbers of another type, so that nothing says what is black and what is
     white.
     """
     if 'image' not in batch:
@@ -113,7 +113,7 @@ def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> 
     if is_bytes:
         images = images.to(torch.float32, memory_format=torch.contiguous_format)
     elif not images.is_floating_point():
-        raise ValueError(f'images of {images.dtype}; give bytes (uint8), or floats in [-1, 1]')
+        raise UserError(f'images of {images.dtype}; give bytes (uint8), or floats in [-1, 1]')
     if image_size is not None and images.shape[-1] != image_size:
         images = F.interpolate(images, size=(image_size, image_size), mode='bilinear')
     if is_bytes:

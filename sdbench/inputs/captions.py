@@ -2,6 +2,8 @@
 import random
 from collections.abc import Iterable, Mapping
 
+from sdbench.errors import UserError
+
 ONE_CAPTION = 'caption'  # the column of the first caption of an image, and what captions without a name are called
 CAPTIONS = 'captions'  # the column of all by their names, and in index.json how many there are of each name
 CAPTION_COLUMNS = {ONE_CAPTION: 'str', CAPTIONS: 'json'}
@@ -27,11 +29,11 @@ def from_columns(columns: Mapping) -> Named:
 
 
 def require_names(wanted: Iterable[str], index: dict, flag: str, data: str) -> None:
-    """Raise ValueError, by a flag, if by its index.json a dataset has no captions of the names that are wanted."""
+    """Raise UserError, by a flag, if by its index.json a dataset has no captions of the names that are wanted."""
     names = index.get(CAPTIONS, [ONE_CAPTION])
     for name in wanted:
         if name not in names:
-            raise ValueError(f'{flag} {name}: {data} has no captions of that name; it has {", ".join(names)}')
+            raise UserError(f'{flag} {name}: {data} has no captions of that name; it has {", ".join(names)}')
 
 
 def draw_caption(captions: Named, weights: Mapping[str, float], seed: int, epoch: int, number: int) -> str:

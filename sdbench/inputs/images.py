@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import torchvision
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
-from sdbench.errors import is_out_of_memory
+from sdbench.errors import BadSample, is_out_of_memory
 
 # Some others are decoded in Python, minutes for a few hundred bytes (DDS), or run a program (EPS: Ghostscript).
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
@@ -37,7 +37,7 @@ def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
     """Decode the centre square of an image in one of `formats()`: uint8 (3, H, H), upright and in RGB.
 
     Args:
-        data: the encoded image. Raises ValueError if it does not decode.
+        data: the encoded image. Raises BadSample if it does not decode.
         image_size: a larger square is reduced to this many pixels a side (antialiased); None leaves the size.
     """
     image = decode_whole_image(data, image_size)  # (3, H, W)
@@ -54,7 +54,7 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
     """Decode an image in one of `formats()`: uint8 (3, H, W), upright and in RGB, transparent parts on white.
 
     Args:
-        data: the encoded image. Raises ValueError if it does not decode, or has more pixels than Pillow reads, which
+        data: the encoded image. Raises BadSample if it does not decode, or has more pixels than Pillow reads, which
             is 179 million unless a program sets PIL.Image.MAX_IMAGE_PIXELS, and MemoryError if there is no memory for
             it at the moment.
         image_size: a much larger image may be decoded smaller, with no side shorter than this.
@@ -65,17 +65,17 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
             with Image.open(io.BytesIO(data), formats=formats()) as image:
                 return decode_pixels(image, data, image_size)
     except UnidentifiedImageError:
-        raise ValueError('image does not decode: not a known format') from None
+        raise BadSample('image does not decode: not a known format') from None
     except Image.DecompressionBombError as error:
         pixels, most = (int(number) / 1e6 for number in re.findall('[0-9]+', str(error)))
-        raise ValueError(f'image is too large: {pixels:,.0f} megapixels, and at most {most:,.0f} are read; reduce it, '
-                         'as a training would in every epoch') from None
+        raise BadSample(f'image is too large: {pixels:,.0f} megapixels, and at most {most:,.0f} are read; reduce it, '
+                        'as a training would in every epoch') from None
     except MemoryError:
         raise  # the image may be good
     except Exception as error:  # damaged bytes make Pillow raise nearly anything
         if isinstance(error, RuntimeError) and is_out_of_memory(error):  # of torch's own decoder
             raise MemoryError(str(error)) from None
-        raise ValueError(f'image does not decode: {error or type(error).__name__}'.splitlines()[0]) from None
+        raise BadSample(f'image does not decode: {error or type(error).__name__}'.splitlines()[0]) from None
 
 
 def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> torch.Tensor:

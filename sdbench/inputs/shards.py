@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from streaming.base.format.mds.encodings import is_mds_encoding_safe
 
-from sdbench.errors import one_line
+from sdbench.errors import UserError, one_line
 from sdbench.paths import INDEX, is_url
 from sdbench.stores import download
 
@@ -22,14 +22,14 @@ LATENT_COLUMNS = {'caption': 'str'}  # and MOMENTS, whose type has the size in i
 def read_index(remote: str, flag: str = '--remote') -> dict:
     """Read the index.json of a dataset of MDS shards, in a folder or a store.
 
-    Raises ValueError, by the `flag` that the dataset was given by, if there is none that can be read and trusted, or a
+    Raises UserError, by the `flag` that the dataset was given by, if there is none that can be read and trusted, or a
     shard lacks a column.
     """
     label = f'{flag} {remote}'
 
     # the file
     if os.path.isfile(remote) or os.path.basename(remote) == INDEX:
-        raise ValueError(f'{label} is a file; give the folder that holds {INDEX} and the shards')
+        raise UserError(f'{label} is a file; give the folder that holds {INDEX} and the shards')
 
     # its content
     try:
@@ -40,10 +40,10 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
                 download(os.path.join(remote, INDEX), str(path), label)
             content = path.read_bytes()
     except FileNotFoundError:
-        raise ValueError(f'{label} holds no {INDEX}, so no whole MDS dataset; check the name, or make one: '
-                         'convert.py and encode.py write that file last') from None
+        raise UserError(f'{label} holds no {INDEX}, so no whole MDS dataset; check the name, or make one: '
+                        'convert.py and encode.py write that file last') from None
     except OSError as error:
-        raise ValueError(one_line(error) if is_url(remote) else f'{label} cannot be read ({error.strerror})') from None
+        raise UserError(one_line(error) if is_url(remote) else f'{label} cannot be read ({error.strerror})') from None
 
     # what it says of each shard
     try:
@@ -52,7 +52,7 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
             check_shard(shard, 'latents' in index, label)
         hash_of_images(index)
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError):
-        raise ValueError(f'{label} has an {INDEX} that is not one of convert.py or encode.py; make the data again'
+        raise UserError(f'{label} has an {INDEX} that is not one of convert.py or encode.py; make the data again'
                           ) from None
     return index
 
@@ -63,10 +63,10 @@ def number_of_samples(index: dict) -> int:
 
 
 def read_image_index(remote: str, flag: str = '--remote') -> dict:
-    """Read the index.json of a dataset of images. Raises ValueError if there is none, or the dataset is of latents."""
+    """Read the index.json of a dataset of images. Raises UserError if there is none, or the dataset is of latents."""
     index = read_index(remote, flag)
     if 'latents' in index:
-        raise ValueError(f'{flag} {remote} holds latents; give the images that they were made of')
+        raise UserError(f'{flag} {remote} holds latents; give the images that they were made of')
     return index
 
 
@@ -93,18 +93,18 @@ def are_two_sides(draw: dict | None, other: dict | None) -> bool:
 
 
 def check_shard(shard: dict, latents: bool, label: str) -> None:
-    """Raise ValueError if an entry of an index is no MDS of images, or of latents, and captions, or would do harm."""
+    """Raise UserError if an entry of an index is no MDS of images, or of latents, and captions, or would do harm."""
     # nothing that is written outside its folder, or run as code
     if shard['format'] != 'mds':  # others name more files, which a small cache would remove
-        raise ValueError(f'{label} has a shard of format {shard["format"]}, which is not read; convert the data again')
+        raise UserError(f'{label} has a shard of format {shard["format"]}, which is not read; convert the data again')
     for file in (shard['raw_data'], shard['zip_data']):
         name = PurePosixPath(file['basename'] if file else '')
         if name.is_absolute() or '..' in name.parts:
-            raise ValueError(f'{label} has a shard named {name}, outside its folder; do not use it')
+            raise UserError(f'{label} has a shard named {name}, outside its folder; do not use it')
     columns = list(zip(shard['column_names'], shard['column_encodings'], strict=True))
     for name, encoding in columns:
         if not is_mds_encoding_safe(encoding):
-            raise ValueError(f'{label} has a column {name} of type {encoding}, which can run code; do not use it')
+            raise UserError(f'{label} has a column {name} of type {encoding}, which can run code; do not use it')
 
     # the columns that a training reads
     columns = dict(columns)
@@ -115,13 +115,13 @@ def check_shard(shard: dict, latents: bool, label: str) -> None:
     if missing:
         wanted = ', '.join(f'{name} of {encoding}' for name, encoding in missing)
         present = ', '.join(f'{name} of {encoding}' for name, encoding in columns.items())
-        raise ValueError(f'{label} lacks the columns {wanted}; it has {present}')
+        raise UserError(f'{label} lacks the columns {wanted}; it has {present}')
 
 
 def require_same_origin(remote: str, index: dict, origin: dict, flag: str = '--remote') -> None:
-    """Raise ValueError if the latents of `index` are not of the size and VAE that `origin` names (models.latents)."""
+    """Raise UserError if the latents of `index` are not of the size and VAE that `origin` names (models.latents)."""
     for key, ours in origin.items():
         theirs = index['latents'].get(key)
         if theirs != ours:
-            raise ValueError(f'{flag} {remote} holds latents with {key} {theirs}, and this run has {ours}; use the '
-                             '--image_size, --model_name and --pretrained of their encoding')
+            raise UserError(f'{flag} {remote} holds latents with {key} {theirs}, and this run has {ours}; use the '
+                            '--image_size, --model_name and --pretrained of their encoding')

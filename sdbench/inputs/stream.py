@@ -29,7 +29,7 @@ from streaming.base.shared import SharedMemory
 from streaming.base.util import bytes_to_int
 from streaming.base.world import World
 
-from sdbench.errors import DataError, unreadable_shard
+from sdbench.errors import DataError, UserError, unreadable_shard
 from sdbench.files import atomic_write
 from sdbench.inputs.shards import index_hash
 from sdbench.paths import INDEX
@@ -53,7 +53,7 @@ class VerifiedStream(Stream):
         download_retry: tries of each request to a store that speaks S3.
         download_timeout: seconds without a byte, after which a request is tried again.
 
-    Raises ValueError if `cache_limit` is no size, or if there is no cache that it could limit.
+    Raises UserError if `cache_limit` is no size, or if there is no cache that it could limit.
     """
 
     def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,
@@ -69,10 +69,10 @@ class VerifiedStream(Stream):
                          download_timeout=download_timeout)
         self.cache_limit = bytes_to_int(cache_limit) if cache_limit is not None else None
         if self.cache_limit == 0:
-            raise ValueError(f'--cache_limit {cache_limit} leaves no room for a shard; leave it out for no limit')
+            raise UserError(f'--cache_limit {cache_limit} leaves no room for a shard; leave it out for no limit')
         if self.cache_limit and remote is None:
-            raise ValueError(f'--cache_limit has no cache to bound: {local} is read in place; give --local a folder, '
-                             'or leave the limit out')
+            raise UserError(f'--cache_limit has no cache to bound: {local} is read in place; give --local a folder, '
+                            'or leave the limit out')
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: np.ndarray) -> None:
         """Report no shard as present, so that each is verified before its first sample is read.
@@ -220,7 +220,7 @@ def cache_folder(parent: str | None, index: dict) -> str:
             write to.
         index: the index.json of the dataset.
 
-    Raises ValueError if `parent` is None and other users can write to that folder.
+    Raises UserError if `parent` is None and other users can write to that folder.
     """
     # a parent that no other user can put shards into
     if parent is None:
@@ -228,8 +228,8 @@ def cache_folder(parent: str | None, index: dict) -> str:
         Path(parent).mkdir(mode=0o700, exist_ok=True)
         status = os.lstat(parent)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise ValueError(f'{parent}, for copies of shards, is not a folder that only you can write to; '
-                             'give --local a folder, or set TMPDIR')
+            raise UserError(f'{parent}, for copies of shards, is not a folder that only you can write to; '
+                            'give --local a folder, or set TMPDIR')
 
     # the folder of this dataset
     folder = Path(parent, index_hash(index)[:16])

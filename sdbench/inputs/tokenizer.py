@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from sdbench.errors import UserError
 from sdbench.hub import find_or_download
 
 CAPTION_LENGTH = 77  # tokens: the text encoder's positions
@@ -26,7 +27,7 @@ def build_tokenizer(name: str | None = None) -> Tokenizer:
         name: folder or hub name of a tokenizer or of a diffusers model; None is CLIP's own
             vocabulary as open_clip packages it, padded with id 0 like Stable Diffusion 2.
 
-    Raises ValueError if there is no tokenizer of that name.
+    Raises UserError if there is no tokenizer of that name.
     """
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # the workers are the parallelism
     if name is None:
@@ -42,7 +43,7 @@ def build_tokenizer(name: str | None = None) -> Tokenizer:
 
 
 def load_transformers_tokenizer(name: str):
-    """Load the transformers tokenizer of a folder or of a hub repository. Raises ValueError if there is none."""
+    """Load the transformers tokenizer of a folder or of a hub repository. Raises UserError if there is none."""
     from transformers import AutoTokenizer
     folder = find_or_download('--tokenizer', name, ['*.json', '*.txt', 'tokenizer/*'])
     if (folder / 'tokenizer').is_dir():
@@ -51,8 +52,8 @@ def load_transformers_tokenizer(name: str):
         return AutoTokenizer.from_pretrained(folder, split_special_tokens=True,
                                              trust_remote_code=False)  # else it may ask on the terminal
     except Exception as error:  # of many kinds, some of which list all models that transformers knows
-        raise ValueError(f'--tokenizer {name} holds no tokenizer that loads ({type(error).__name__}); give a folder '
-                         'with tokenizer.json or vocab.json and merges.txt') from None
+        raise UserError(f'--tokenizer {name} holds no tokenizer that loads ({type(error).__name__}); give a folder '
+                        'with tokenizer.json or vocab.json and merges.txt') from None
 
 
 def hash_of_tokenizer(name: str | None = None) -> str:
@@ -60,7 +61,7 @@ def hash_of_tokenizer(name: str | None = None) -> str:
 
     Tokenizers that give the same ids have the same hash, in whichever files and by whichever library they were saved.
 
-    Raises ValueError if there is no tokenizer of that name.
+    Raises UserError if there is no tokenizer of that name.
     """
     if name is None:
         return CLIP_HASH
@@ -91,7 +92,7 @@ def pipeline_tokenizer(name: str | None = None):
     In transformers the padding token "!" of Stable Diffusion 2 is a special token. Without `split_special_tokens` each
     "!" in a caption would become padding.
 
-    Raises ValueError if there is no tokenizer of that name.
+    Raises UserError if there is no tokenizer of that name.
     """
     if name is not None:
         tokenizer = load_transformers_tokenizer(name)

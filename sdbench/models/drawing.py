@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNe
 from PIL import Image
 from transformers import AutoTokenizer, CLIPTextModel, PreTrainedTokenizerBase
 
-from sdbench.errors import one_line
+from sdbench.errors import UserError, one_line
 from sdbench.models.loading import load_weights, read_configs
 
 SAMPLER = 'DDIM'
@@ -39,7 +39,7 @@ def build_pipeline(unet: UNet2DConditionModel, vae: AutoencoderKL, scheduler_con
 def load_pipeline(folder: str, label: str) -> StableDiffusionPipeline:
     """Load a pipeline folder of diffusers, on the CPU in float32, with the sampler of `build_pipeline`.
 
-    Raises ValueError, which calls it `label`, if there is none that loads.
+    Raises UserError, which calls it `label`, if there is none that loads.
     """
     configs = read_configs(Path(folder), label)
     unet = load_weights(UNet2DConditionModel, Path(folder, 'unet'), label)
@@ -49,7 +49,7 @@ def load_pipeline(folder: str, label: str) -> StableDiffusionPipeline:
         tokenizer = AutoTokenizer.from_pretrained(os.path.join(folder, 'tokenizer'), local_files_only=True,
                                                   trust_remote_code=False)  # else it may ask on the terminal
     except Exception as error:  # transformers raises many kinds
-        raise ValueError(f'{label} has no tokenizer that loads ({one_line(error, 300)})') from None
+        raise UserError(f'{label} has no tokenizer that loads ({one_line(error, 300)})') from None
     return build_pipeline(unet, vae, configs['scheduler'], text_encoder, tokenizer)
 
 
@@ -64,13 +64,13 @@ def decode(pipeline: StableDiffusionPipeline, latents: torch.Tensor) -> list[Ima
 
     The pipeline itself decodes all at once, and cannot where the VAE is held in another precision than the latents.
 
-    Raises ValueError if a picture is not finite.
+    Raises UserError if a picture is not finite.
     """
     vae = pipeline.vae
     pictures = []
     for latent in latents.split(1):
         image = vae.decode((latent / vae.config.scaling_factor).to(vae.dtype)).sample  # (1, 3, H, W) in [-1, 1]
         if not image.isfinite().all():
-            raise ValueError('the VAE has decoded a picture that is not finite; use another precision, or weights')
+            raise UserError('the VAE has decoded a picture that is not finite; use another precision, or weights')
         pictures += pipeline.image_processor.postprocess(image.float(), output_type='pil')
     return pictures

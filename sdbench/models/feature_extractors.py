@@ -7,7 +7,7 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import CLIPModel, CLIPProcessor
 
-from sdbench.errors import one_line
+from sdbench.errors import UserError, one_line
 from sdbench.flags.commands import CLIP_MODEL
 from sdbench.models.loading import load_weights
 
@@ -36,17 +36,17 @@ class Inception(FeatureExtractorInceptionV3):
 def load_inception(path: str) -> Inception:
     """Load InceptionV3 with the weights of a file, on the CPU, in float32 and in eval mode.
 
-    Raises ValueError if the file is not there, or holds something else.
+    Raises UserError if the file is not there, or holds something else.
     """
     remedy = f'fetch it: curl -L -o inception.pth {INCEPTION_WEIGHTS}'
     if not os.path.isfile(path):
-        raise ValueError(f'--inception {path} is not there; {remedy}')
+        raise UserError(f'--inception {path} is not there; {remedy}')
     try:
         torch.load(path, map_location='cpu', weights_only=True)  # torch-fidelity would run what is in the user's file
         return Inception(INCEPTION, [LAYER], feature_extractor_weights_path=path)
     except Exception:  # of nearly any kind, for what is no file of tensors, and of no use to the reader
-        raise ValueError(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; {remedy}"
-                         ) from None
+        raise UserError(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; {remedy}"
+                        ) from None
 
 
 class Clip(CLIPModel):
@@ -68,16 +68,16 @@ def load_clip(folder: str) -> CLIPScore:
 
     A caption that is longer than the model takes is cut before its last token, where torchmetrics would cut that off.
 
-    Raises ValueError if there is no such model.
+    Raises UserError if there is no such model.
     """
     remedy = f'fetch one: hf download {CLIP_MODEL} --local-dir clip'
     if not os.path.isdir(folder):
-        raise ValueError(f'--clip {folder} is no folder; {remedy}')
+        raise UserError(f'--clip {folder} is no folder; {remedy}')
     try:
         model = load_weights(Clip, folder, f'--clip {folder}')
         processor = CLIPProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for files that are not there or damaged
-        raise ValueError(f'--clip {folder} is no folder with a CLIP model and its processor ({one_line(error, 300)}); '
-                         f'{remedy}') from None
+        raise UserError(f'--clip {folder} is no folder with a CLIP model and its processor ({one_line(error, 300)}); '
+                        f'{remedy}') from None
     most = model.config.text_config.max_position_embeddings
     return CLIPScore(lambda: (model, partial(processor, truncation=True, max_length=most)))

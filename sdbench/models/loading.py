@@ -14,7 +14,7 @@ from diffusers import AutoencoderKL, DDPMScheduler
 from tokenizers import Tokenizer
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from sdbench.errors import one_line
+from sdbench.errors import UserError, one_line
 from sdbench.flags.train import SD2_BASE, TINY_MODEL
 from sdbench.hub import find_or_download
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, build_tokenizer
@@ -99,7 +99,7 @@ class ModelFiles:
 def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     """Find the files of a model: built in, in the folder `name`, or downloaded once from the hub's repository `name`.
 
-    Raises ValueError if there is no such model, or it lacks the weights that `pretrained` asks for.
+    Raises UserError if there is no such model, or it lacks the weights that `pretrained` asks for.
     """
     # the folder, with the weights that are needed
     with_weights = PRETRAINED_PARTS if pretrained and name != TINY_MODEL else ()
@@ -114,15 +114,15 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     configs = read_configs(folder, f'--model_name {name}')
     for part in with_weights:
         if not weight_files(folder / part):
-            raise ValueError(f'--model_name {name} has no weights in its folder {part}; leave out --pretrained for '
-                             'random ones')
+            raise UserError(f'--model_name {name} has no weights in its folder {part}; leave out --pretrained for '
+                            'random ones')
     return ModelFiles(name, folder, configs, pretrained)
 
 
 def read_configs(folder: Path, label: str) -> dict[str, dict]:
     """Return the content of each part's configuration file in a folder of diffusers.
 
-    Raises ValueError, in one line with `label` and the file, if it is no Stable Diffusion that is trained here.
+    Raises UserError, in one line with `label` and the file, if it is no Stable Diffusion that is trained here.
     """
     # the files
     configs = {}
@@ -130,14 +130,14 @@ def read_configs(folder: Path, label: str) -> dict[str, dict]:
         try:
             configs[part] = dict(json.loads((folder / part / file).read_bytes()))
         except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f'{label} is not a diffusers model ({one_line(error, 300)}); it needs the '
-                             'folders unet, vae, text_encoder and scheduler') from None
+            raise UserError(f'{label} is not a diffusers model ({one_line(error, 300)}); it needs the '
+                            'folders unet, vae, text_encoder and scheduler') from None
 
     # classes, channels and the conditions of the UNet; a key that is missing has the value of diffusers or transformers
     def require(part: str, key: str, value: Any, allowed: Sequence) -> None:
         if value not in allowed:
-            raise ValueError(f'{label}: {part}/{CONFIG_FILES[part]} has {key} {value}, where Stable Diffusion has '
-                             f'{" or ".join(map(str, allowed))}; no other is trained here')
+            raise UserError(f'{label}: {part}/{CONFIG_FILES[part]} has {key} {value}, where Stable Diffusion has '
+                            f'{" or ".join(map(str, allowed))}; no other is trained here')
     for part, keys in STABLE_DIFFUSION.items():
         for key, allowed in keys.items():
             require(part, key, configs[part].get(key, allowed[0]), allowed)
@@ -152,8 +152,8 @@ def read_configs(folder: Path, label: str) -> dict[str, dict]:
     try:
         scheduler = DDPMScheduler.from_config(configs['scheduler'])
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f'{label}: scheduler/{CONFIG_FILES["scheduler"]} has no schedule of noise that is trained '
-                         f'here ({one_line(error, 300)})') from None
+        raise UserError(f'{label}: scheduler/{CONFIG_FILES["scheduler"]} has no schedule of noise that is trained '
+                        f'here ({one_line(error, 300)})') from None
     require('scheduler', 'trained_betas of length', len(scheduler.betas), [len(scheduler)])
     return configs
 
@@ -178,7 +178,7 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
             pickled. Where there is none but a variant, such as fp16, that is taken.
         label: in error messages, the model that it is a part of: a flag with its value.
 
-    Raises ValueError if the weights do not load, or are not those of the network: diffusers and transformers go on
+    Raises UserError if the weights do not load, or are not those of the network: diffusers and transformers go on
     with random numbers in the place of what is missing, and without what is foreign.
     """
     files = weight_files(Path(folder))
@@ -189,12 +189,12 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
         network, loading = cls.from_pretrained(folder, use_safetensors=is_safe, variant=variant, local_files_only=True,
                                                output_loading_info=True)
     except Exception as error:  # of nearly any kind, for files that are not there, damaged, or make no sense
-        raise ValueError(f'{label}: {folder} holds no {cls.__name__} that loads ({one_line(error, 300)}); give '
-                         'another model') from None
+        raise UserError(f'{label}: {folder} holds no {cls.__name__} that loads ({one_line(error, 300)}); give '
+                        'another model') from None
     wrong = sorted(map(str, {*loading['missing_keys'], *loading['unexpected_keys']}))
     if wrong:
-        raise ValueError(f'{label}: {folder} holds the weights of another model: {len(wrong)} are missing or foreign, '
-                         f'first {wrong[0]}; give one that is whole')
+        raise UserError(f'{label}: {folder} holds the weights of another model: {len(wrong)} are missing or foreign, '
+                        f'first {wrong[0]}; give one that is whole')
     return network.float().requires_grad_(False).eval()
 
 
@@ -211,7 +211,7 @@ def hash_of_weights(*networks: torch.nn.Module) -> str:
 def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
     """Build the VAE, frozen, in eval mode, and held in `precision`, one of DTYPES.
 
-    Raises ValueError if its weights do not load.
+    Raises UserError if its weights do not load.
     """
     if files.pretrained:
         vae = load_weights(AutoencoderKL, files.folder / 'vae', f'--model_name {files.name}')
@@ -223,7 +223,7 @@ def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
 def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:
     """Build the CLIP text encoder, frozen, in eval mode, and held in `precision`, one of DTYPES.
 
-    Raises ValueError if its weights do not load.
+    Raises UserError if its weights do not load.
     """
     config = CLIPTextConfig(**files.configs['text_encoder'])
     if not files.pretrained:
@@ -263,11 +263,11 @@ def frozen(module: torch.nn.Module, precision: str) -> torch.nn.Module:
 def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
     """Build the tokenizer of --tokenizer, or else of the model: models pad with different tokens.
 
-    Raises ValueError if there is none that loads, or if the text encoder lacks its tokens.
+    Raises UserError if there is none that loads, or if the text encoder lacks its tokens.
     """
     name = name or files.tokenizer
     tokenizer = build_tokenizer(name)
     if tokenizer.get_vocab_size() > files.vocab_size:
-        raise ValueError(f'--tokenizer {name} has {tokenizer.get_vocab_size()} tokens, more than the '
-                         f'{files.vocab_size} of the text encoder of --model_name {files.name}')
+        raise UserError(f'--tokenizer {name} has {tokenizer.get_vocab_size()} tokens, more than the '
+                        f'{files.vocab_size} of the text encoder of --model_name {files.name}')
     return tokenizer

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.clip.modeling_clip import CLIPEncoder
 
-from sdbench.errors import one_line
+from sdbench.errors import UserError, one_line
 from sdbench.flags.train import Train
 
 # What torch may use for each --attention: the first of these that can.
@@ -28,7 +28,7 @@ MOST_KINDS_OF_BLOCKS = 64  # Stable Diffusion 2's UNet has 15 kinds of residual 
 def apply_switches(model: ComposerModel, settings: Train) -> None:
     """Train the same model faster or in less memory.
 
-    Raises ValueError if xformers is not built for this torch or this GPU.
+    Raises UserError if xformers is not built for this torch or this GPU.
     """
     # memory format and precision
     convolutional = [model.unet]
@@ -48,7 +48,7 @@ def apply_switches(model: ComposerModel, settings: Train) -> None:
             for part in convolutional:
                 part.enable_xformers_memory_efficient_attention()
         except Exception as error:  # diffusers tries it once on the GPU, and passes on whatever xformers raises
-            raise ValueError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
+            raise UserError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
     if settings.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.costs import Prices
+from sdbench.errors import UserError
 from sdbench.flags.train import ENCODERS, SAME_ON_RESUME, SWITCHES, TAKE_NO_TIME, Train
 from sdbench.records.figures import OF_A_RUN
 from sdbench.records.status import COMPLETE, FORECAST, why_unreliable
@@ -90,10 +91,10 @@ DEFAULTS = {name: value for name, value in DEFAULTS.items() if value is not None
 
 
 def number(record: dict, key: str) -> float:
-    """Return a number of a record, NaN where it does not have it. Raises ValueError if it is no finite number."""
+    """Return a number of a record, NaN where it does not have it. Raises UserError if it is no finite number."""
     value = record.get(key, math.nan)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isinf(value):
-        raise ValueError(f'{key} {value!r} is not a finite number')
+        raise UserError(f'{key} {value!r} is not a finite number')
     return float(value)
 
 
@@ -119,7 +120,7 @@ def read_records(path: str) -> list[dict]:
         try:
             rows += rows_of(parse(line))
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f'{path}:{line_number}: not a record: {error}; mend or remove that line') from None
+            raise UserError(f'{path}:{line_number}: not a record: {error}; mend or remove that line') from None
     return rows
 
 
@@ -127,13 +128,13 @@ def read_all(paths: Sequence[str]) -> list[dict]:
     """Return the rows of several files, each run once.
 
     A record that is there twice, or here and in a file of --csv, counts once, for its rows are the same; and a training
-    that was resumed is joined. Raises ValueError as `read_records` does, and for a file without records.
+    that was resumed is joined. Raises UserError as `read_records` does, and for a file without records.
     """
     rows = {}  # by all that is in them
     for path in paths:
         found = read_records(path)
         if not found:
-            raise ValueError(f'{path}: no records in it; give a file of --results, not a plan of --csv')
+            raise UserError(f'{path}: no records in it; give a file of --results, not a plan of --csv')
         for row in found:
             rows.setdefault(str({key: value for key, value in row.items() if key != 'record'}), row)
     return join_resumed(list(rows.values()))
@@ -145,9 +146,9 @@ def rows_of(record: dict) -> list[dict]:
     The checks of a proof, and a plan that was written by --csv, are in no table.
     """
     if not isinstance(record, dict):
-        raise ValueError('not one JSON object')
+        raise UserError('not one JSON object')
     if None in record:  # where csv puts the cells that no column has
-        raise ValueError('more cells than columns; give numbers without commas')
+        raise UserError('more cells than columns; give numbers without commas')
     if record.get('stage') in ('proof', 'plan'):
         return []
     stated = {}
@@ -163,7 +164,7 @@ def rows_of(record: dict) -> list[dict]:
 def speed_row(record: dict) -> dict:
     """Return what the table needs of a record of speed. Settings are text, '' where it does not state one.
 
-    Raises ValueError if a number that is needed is missing or not positive.
+    Raises UserError if a number that is needed is missing or not positive.
     """
     # what it must have
     record = {'stage': 'train', 'status': COMPLETE, 'extrapolated': False} | record
@@ -175,10 +176,10 @@ def speed_row(record: dict) -> dict:
         needed.append(speed)
     missing = [key for key in needed if key not in record]
     if missing:
-        raise ValueError(f'no {", ".join(missing)}; a record needs {", ".join(needed)}')
+        raise UserError(f'no {", ".join(missing)}; a record needs {", ".join(needed)}')
     for key in needed[1:]:
         if number(record, key) <= 0:
-            raise ValueError(f'{key} {record[key]!r} is not a positive number')
+            raise UserError(f'{key} {record[key]!r} is not a positive number')
 
     # settings, but for those that do nothing there, and what the program chose where it was left open
     by_default = record.get('by_default', ())
@@ -221,7 +222,7 @@ def speed_row(record: dict) -> dict:
 def moment(date: str) -> str:
     """Return a date in UTC, which it is in where it does not say otherwise, so that later ones are larger as text.
 
-    Raises ValueError if it is no date as ISO 8601 has them.
+    Raises UserError if it is no date as ISO 8601 has them.
     """
     found = datetime.datetime.fromisoformat(date)
     if found.tzinfo is not None:

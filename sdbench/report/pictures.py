@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from sdbench.costs import Prices, days_to_train, price_of
+from sdbench.errors import UserError
 from sdbench.gpus import short_name
 from sdbench.records.figures import cell
 from sdbench.records.read import EVALUATED, EXTRAPOLATED, MEASURED, OF_LOSSES, SETTINGS, VERSIONS
@@ -41,7 +42,7 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
         rows: the table of trainings; those without days are left out.
         training_images: images of a training, which the days are for.
 
-    Raises ValueError if no row has days.
+    Raises UserError if no row has days.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
@@ -49,8 +50,8 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     # a line has one setting, of which a forecast has a line of its own
     rows = rows[rows['days'].notna()]
     if rows.empty:
-        raise ValueError(f'--figure {path}: no training in these records has days; of the model tiny, '
-                         '--training_images asks for them')
+        raise UserError(f'--figure {path}: no training in these records has days; of the model tiny, '
+                        '--training_images asks for them')
     rows = rows.assign(is_forecast=rows['status'] == FORECAST, is_extrapolated=rows['status'] == EXTRAPOLATED)
     rows = one_of_each_number(rows.sort_values('is_extrapolated', kind='stable'), ['is_forecast', 'setting'])
     rows['days'] = days_to_train(rows['images_per_sec'], training_images)
@@ -120,7 +121,7 @@ def draw_plan(path: str, plans: pd.DataFrame, apart: list[str], title: str) -> N
         apart: the settings by which they are told apart.
         title: what is planned.
 
-    Raises ValueError if no plan is of GPUs.
+    Raises UserError if no plan is of GPUs.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -128,7 +129,7 @@ def draw_plan(path: str, plans: pd.DataFrame, apart: list[str], title: str) -> N
     # the first plan stands at the top
     plans = plans[plans['total_gpu_hours'].notna()]
     if plans.empty:
-        raise ValueError(f'--figure {path}: a plan on CPUs has no GPU-hours')
+        raise UserError(f'--figure {path}: a plan on CPUs has no GPU-hours')
     names = []
     for _, plan in plans.iterrows():
         how = wrapped(settings_in_words(plan, apart), 40)
@@ -179,7 +180,7 @@ def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
         records: the rows of all records.
         prices: of GPUs, instead of those of the records.
 
-    Raises ValueError if no training has evaluations.
+    Raises UserError if no training has evaluations.
     """
     # a row for each evaluation
     rows = []
@@ -189,7 +190,7 @@ def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
             rows.append(training.to_dict() | {'images_seen': images, 'loss': loss, 'dollars': images * dollars,
                                               'save_folder': str(training['record'].get('save_folder', ''))})
     if not rows:
-        raise ValueError(f'--learned {path}: no training in these records was evaluated; --eval_remote does it')
+        raise UserError(f'--learned {path}: no training in these records was evaluated; --eval_remote does it')
     rows = pd.DataFrame(rows)
     panels = []
     for _, comparable in rows.groupby(OF_LOSSES, sort=False):
@@ -228,14 +229,14 @@ def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
         rows: the table.
         caption: text below the panels.
 
-    Raises ValueError if there is nothing to draw.
+    Raises UserError if there is nothing to draw.
     """
     panels = [Panel(rows, 'clip_score', 'fid', [*EVALUATED, 'trained_batches'])]
     for score in ('fid', 'clip_score'):
         panels.append(Panel(rows, 'images_seen', score, [*EVALUATED, 'guidance']))
     panels = [panel for panel in panels if len(rows.dropna(subset=[panel.across, panel.up]))]
     if not panels:
-        raise ValueError(f'--quality {path}: no evaluation has both scores, or the images of its training')
+        raise UserError(f'--quality {path}: no evaluation has both scores, or the images of its training')
     draw_panels(path, panels, '\n'.join([caption, *filter(None, rows['notes'].unique())]))
 
 

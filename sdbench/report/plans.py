@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from sdbench.costs import days_to_train, price_of
-from sdbench.errors import plural
+from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import SWITCHES
@@ -59,7 +59,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     """Return a row for each plan, the cheapest first, what is planned, and sentences on the plans.
 
     A plan needs a speed that was measured, or forecast, at the size of every phase of --phase. A plan on latents has
-    their encoding in it, as --encode says. Raises ValueError if there is no plan.
+    their encoding in it, as --encode says. Raises UserError if there is no plan.
     """
     # the speeds: only those to rely on, in the order of time
     records = records.sort_values('date', kind='stable')
@@ -85,8 +85,8 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
             statuses = ' and '.join(dict.fromkeys(runs['status']))
             left_out.append(f'{gpus_of(first)}, {statuses}, no speed at {" and ".join(missing)} px')
     if not plans:
-        raise ValueError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
-                         'px; measure or forecast each size with the same flags')
+        raise UserError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
+                        'px; measure or forecast each size with the same flags')
     plans = pd.DataFrame(plans).sort_values(['cost_usd', 'total_gpu_hours'], kind='stable', ignore_index=True)
     for key in differing(plans, [*PLANNED, 'num_nodes']):  # by which a reader of --csv tells them apart
         for record, value in zip(plans['record'], plans[key], strict=True):
@@ -134,7 +134,7 @@ def images_of_phase(trained: pd.DataFrame, size: str) -> int:
 
     They are those of the newest forecast of its size, or else of the newest training. A measurement does not count.
 
-    Raises ValueError if no record says it.
+    Raises UserError if no record says it.
     """
     of_size = trained[trained['image_size'] == size]
     is_forecast = of_size['status'] == FORECAST
@@ -143,7 +143,7 @@ def images_of_phase(trained: pd.DataFrame, size: str) -> int:
         is_given = 'max_duration' not in record.get('by_default', ())
         if is_given and duration.endswith('ba') and 'batch_size' in record:
             return to_batches(duration) * record['batch_size']
-    raise ValueError(f'--phase {size}: no training of this size has a --max_duration in batches; give IMAGES@{size}')
+    raise UserError(f'--phase {size}: no training of this size has a --max_duration in batches; give IMAGES@{size}')
 
 
 def corrections_of(trained: pd.DataFrame, planned: pd.DataFrame) -> tuple[Corrections, list[str]]:
@@ -257,7 +257,7 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
                   corrections: Corrections) -> list[PartOfPlan]:
     """Return the parts of a plan in the order of the work; the arguments are those of `plan_row`.
 
-    Raises ValueError if a machine would be taken away before it has saved what it trained.
+    Raises UserError if a machine would be taken away before it has saved what it trained.
     """
     # the speed of each part, at most and at least, and how many images are trained on between two checkpoints
     first = runs.iloc[0]
@@ -290,9 +290,9 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
         for number, speed in enumerate(speeds):
             lost = RESTART_HOURS + unsaved / 2 / speed / 3600
             if hours and lost >= hours:
-                raise ValueError(f'--hours_between_losses {settings.hours_between_losses:g}: '
-                                 f'{short_name(first["device"])} at {size} px loses {lost:.1f} hours each time; plan '
-                                 'with a shorter --save_interval')
+                raise UserError(f'--hours_between_losses {settings.hours_between_losses:g}: '
+                                f'{short_name(first["device"])} at {size} px loses {lost:.1f} hours each time; plan '
+                                'with a shorter --save_interval')
             if hours:
                 days[number] *= hours / (hours - lost)
         parts.append(PartOfPlan(name, size, images, *days, status))

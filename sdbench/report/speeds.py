@@ -7,7 +7,7 @@ import pandas as pd
 from scipy.optimize import nnls
 
 from sdbench.costs import SECONDS_PER_DAY, TRAINING_IMAGES, Prices, days_to_train, price_of
-from sdbench.errors import plural
+from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
 from sdbench.records.figures import OF_A_RUN
 from sdbench.records.read import EXTRAPOLATED, LEARNED, MEASURED, OF_LOSSES, SETTINGS, WITH_FIGURES
@@ -125,7 +125,7 @@ def one_of_each_number(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
 def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame, list[str]]:
     """Return rows for `counts` GPUs at the same batch in each setting that allows it, and sentences that say from what.
 
-    A number of GPUs that was measured on several numbers of nodes counts with the fewest. Raises ValueError if no
+    A number of GPUs that was measured on several numbers of nodes counts with the fewest. Raises UserError if no
     setting allows a prediction.
     """
     predicted = []
@@ -167,8 +167,8 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
             f'{plural(batch, "image")}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
             f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
     if not predicted:
-        raise ValueError(f'--extrapolate {max(counts)} needs complete and reliable trainings of one setting on three '
-                         'numbers of GPUs, and a --batch_size of as many images as GPUs')
+        raise UserError(f'--extrapolate {max(counts)} needs complete and reliable trainings of one setting on three '
+                        'numbers of GPUs, and a --batch_size of as many images as GPUs')
     return pd.DataFrame(predicted), sentences
 
 

@@ -27,7 +27,7 @@ from torch.serialization import safe_globals
 from torch.torch_version import TorchVersion
 from tqdm import tqdm
 
-from sdbench.errors import DataError, disk_is_full, one_line
+from sdbench.errors import DataError, UserError, disk_is_full, one_line
 from sdbench.files import atomic_write, locked
 from sdbench.stores import addresses_in, download, upload
 from sdbench.training.ranks import on_every_rank, on_rank_0
@@ -55,7 +55,7 @@ PLAIN_TYPES = [  # that Composer's checkpoints hold, apart from tensors and Pyth
 def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
     """Hold the lock of --save_folder on rank 0, so that no other run saves in it. Object stores have no locks.
 
-    Raises ValueError on all ranks if another run does, or if there are files that this one does not resume.
+    Raises UserError on all ranks if another run does, or if there are files that this one does not resume.
     """
     with contextlib.ExitStack() as at_the_end:
         if folder is not None:
@@ -64,7 +64,7 @@ def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
 
 
 def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
-    """Lock a --save_folder until `at_the_end` gives it back. Raises ValueError as `locked_save_folder` does."""
+    """Lock a --save_folder until `at_the_end` gives it back. Raises UserError as `locked_save_folder` does."""
     require_own(folder, autoresume)
     if '://' in folder:
         return
@@ -78,17 +78,17 @@ def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitS
 
 
 def require_own(folder: str, autoresume: bool) -> None:
-    """Raise ValueError if a --save_folder holds what this run does not go on with."""
+    """Raise UserError if a --save_folder holds what this run does not go on with."""
     others = []
     for path in names_in(folder):
         name = os.path.basename(path)
         if not name.startswith('.') and name not in (RUN_NAME, RECORD):
             others.append(path)
     if others and not autoresume:
-        raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
-                         'there')
+        raise UserError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
+                        'there')
     if any(not os.path.isdir(path) for path in others) and not checkpoints_in(folder):
-        raise ValueError(f'--save_folder {folder} holds files and no checkpoint of benchmark.py; give a new one')
+        raise UserError(f'--save_folder {folder} holds files and no checkpoint of benchmark.py; give a new one')
 
 
 def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
@@ -106,7 +106,7 @@ def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
 def read_beside(folder: str, name: str) -> str | None:
     """Read a text that lies beside the checkpoints of a folder or a store; None if it is not there.
 
-    Raises OSError or ValueError if it cannot be read.
+    Raises OSError or UserError if it cannot be read.
     """
     path = os.path.join(folder, name)
     if path not in names_in(folder):
@@ -149,7 +149,7 @@ def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
 
     A newer one that was not written to its end is passed over with a line, and stays. In a store all are whole.
 
-    Raises ValueError on all ranks, which names `flag`, if the newest checkpoint cannot be read, or nodes see different
+    Raises UserError on all ranks, which names `flag`, if the newest checkpoint cannot be read, or nodes see different
     ones: each would load its own, or wait for the others. Raises OSError or DataError if the folder cannot be listed.
     """
     if '://' in folder:
@@ -157,16 +157,16 @@ def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
     seen = on_every_rank(partial(newest_whole, folder, flag))
     for rank, checkpoint in enumerate(seen):
         if checkpoint != seen[0]:
-            raise ValueError(f'{flag} {folder} is not the same folder on every node: its newest checkpoint is '
-                             f'{seen[0] or "none"} on rank 0, and {checkpoint or "none"} on rank {rank}; give one that '
-                             'all nodes share, or an object store')
+            raise UserError(f'{flag} {folder} is not the same folder on every node: its newest checkpoint is '
+                            f'{seen[0] or "none"} on rank 0, and {checkpoint or "none"} on rank {rank}; give one that '
+                            'all nodes share, or an object store')
     return seen[0]
 
 
 def newest_whole(folder: str, flag: str) -> str | None:
     """Return the newest whole checkpoint that this rank sees.
 
-    Raises ValueError if one cannot be read, and OSError if the folder cannot be listed.
+    Raises UserError if one cannot be read, and OSError if the folder cannot be listed.
     """
     for name in reversed(checkpoints_in(folder, flag)):
         # A copy that was cut short is passed over, and one that a disk refuses is not: training from an older one would
@@ -179,8 +179,8 @@ def newest_whole(folder: str, flag: str) -> str | None:
                 if zipfile.is_zipfile(file):
                     return name
         except OSError as error:
-            raise ValueError(f'{flag} {folder}: {name} cannot be read ({error.strerror}); try again when its file '
-                             'system has recovered, or move it away') from None
+            raise UserError(f'{flag} {folder}: {name} cannot be read ({error.strerror}); try again when its file '
+                            'system has recovered, or move it away') from None
         if dist.get_local_rank() == 0:
             print(f'warning: {name} was not written to its end, and is passed over', file=sys.stderr)
     return None
@@ -193,14 +193,14 @@ def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu') -> dict:
 
     The file is mapped, so that a tensor is read when it is used, and the ranks of a host share it.
 
-    Raises ValueError if it holds more than tensors and plain types.
+    Raises UserError if it holds more than tensors and plain types.
     """
     try:
         with safe_globals(PLAIN_TYPES):
             return torch.load(path, map_location=map_location, weights_only=True, mmap=True)
     except pickle.UnpicklingError:
-        raise ValueError(f'{path} holds more than tensors and plain types, or none, and could run code; do not use it'
-                         ) from None
+        raise UserError(f'{path} holds more than tensors and plain types, or none, and could run code; do not use it'
+                        ) from None
 
 
 @contextlib.contextmanager
@@ -209,7 +209,7 @@ def fetched(name: str | None, flag: str) -> Iterator[str | None]:
 
     What is mapped of the copy stays readable when it has gone with the context.
 
-    Raises ValueError on all ranks if it cannot be had.
+    Raises UserError on all ranks if it cannot be had.
     """
     if name is None or '://' not in name:
         yield name
@@ -232,7 +232,7 @@ def fetched(name: str | None, flag: str) -> Iterator[str | None]:
 def resuming(checkpoint: str | None, folder: str | None) -> Iterator[str | None]:
     """Let Composer's Trainer load a checkpoint of --save_folder in this context, by the path that it gives.
 
-    Raises ValueError if the checkpoint does not fit. Other errors, as of memory or a network, stay what they are.
+    Raises UserError if the checkpoint does not fit. Other errors, as of memory or a network, stay what they are.
     """
     with fetched(checkpoint, '--save_folder') as path:
         try:
@@ -243,9 +243,9 @@ def resuming(checkpoint: str | None, folder: str | None) -> Iterator[str | None]
             of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
             if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
                 raise
-            raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
-                             'resume it as it was made, or give a new --save_folder; to start there from these '
-                             f'weights, add --load_weights {checkpoint}') from None
+            raise UserError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
+                            'resume it as it was made, or give a new --save_folder; to start there from these '
+                            f'weights, add --load_weights {checkpoint}') from None
 
 
 # Saving them

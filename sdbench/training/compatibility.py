@@ -7,7 +7,7 @@ from composer import Callback
 from torch.utils.data import Dataset
 
 from sdbench.complete import TIMES
-from sdbench.errors import redacted
+from sdbench.errors import UserError, redacted
 from sdbench.flags.train import SAME_ON_RESUME, Train
 from sdbench.inputs.shards import DRAW, IMAGES_HASH, are_two_sides, hash_of_images, index_hash
 from sdbench.inputs.tokenizer import hash_of_tokenizer
@@ -112,7 +112,7 @@ class SameRun(Callback):
         return {'flags': self.flags}
 
     def load_state_dict(self, state: dict) -> None:
-        """Raise ValueError if a flag of the run that is resumed, its data or its tokenizer was another.
+        """Raise UserError if a flag of the run that is resumed, its data or its tokenizer was another.
 
         A flag that a checkpoint does not hold is a newer one, and had its default.
         """
@@ -127,13 +127,13 @@ class SameRun(Callback):
                 remedy = ''
                 if flag in TIMES and was is not None:  # another --max_duration makes it another number of batches
                     remedy = f'; give --{flag} {was}'
-                raise ValueError(f'--{flag} was {was}, and is {now[flag]} now{remedy}')
+                raise UserError(f'--{flag} was {was}, and is {now[flag]} now{remedy}')
 
         # data and tokenizer, by what they hold: they may have moved
         if before.get(DATASET) != now.get(DATASET):
-            raise ValueError(f'the data of --remote has changed since: the hash of its index was '
-                             f'{str(before.get(DATASET))[:12]}, and is {str(now.get(DATASET))[:12]} now')
+            raise UserError(f'the data of --remote has changed since: the hash of its index was '
+                            f'{str(before.get(DATASET))[:12]}, and is {str(now.get(DATASET))[:12]} now')
         if before.get(TOKENIZER) != now[TOKENIZER]:
             name = now['tokenizer'] or now['model_name']
-            raise ValueError(f'the tokenizer of {name} gives other token ids; give that of the run by --tokenizer, '
-                             'such as what export.py makes of the checkpoint')
+            raise UserError(f'the tokenizer of {name} gives other token ids; give that of the run by --tokenizer, '
+                            'such as what export.py makes of the checkpoint')

@@ -68,7 +68,7 @@ def name_of_run(settings: Train, kept: str | None) -> str | None:
         settings: of the run.
         kept: `kept_name` of --save_folder.
 
-    Raises ValueError if a new name cannot be kept.
+    Raises UserError if a new name cannot be kept.
     """
     is_shown = settings.tensorboard or settings.wandb_name or settings.wandb_project or settings.sample_prompts
     if not is_shown or not (settings.run_name or settings.save_folder):
@@ -86,7 +86,7 @@ def name_of_run(settings: Train, kept: str | None) -> str | None:
 def kept_name(folder: str | None) -> str | None:
     """Return the name that a --save_folder keeps; None if it keeps none, or there is no folder.
 
-    Raises ValueError if it cannot be read.
+    Raises UserError if it cannot be read.
     """
     if folder is None:
         return None

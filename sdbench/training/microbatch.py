@@ -14,7 +14,7 @@ from composer import ComposerModel
 from composer.core import get_precision_context
 from composer.utils import dist, get_device
 
-from sdbench.errors import is_out_of_memory, plural
+from sdbench.errors import UserError, is_out_of_memory, plural
 from sdbench.flags.train import Train
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
@@ -52,7 +52,7 @@ def with_found_microbatch(settings: Train, model: ComposerModel,
             each size, and a compiled model usually needs less memory.
         build_optimizer: makes that of the run.
 
-    Raises ValueError if not even one image fits.
+    Raises UserError if not even one image fits.
     """
     if settings.device_train_microbatch_size != 'auto':
         return settings
@@ -68,8 +68,8 @@ def with_found_microbatch(settings: Train, model: ComposerModel,
     with torch.compiler.set_stance('force_eager'):
         largest = largest_that_fits(settings.microbatch_sizes, fits_on_all)
     if largest is None:
-        raise ValueError(f'not even one image of --image_size {model.image_size} fits into the memory of this device; '
-                         'use --gradient_checkpointing, a smaller image, or a smaller --batch_size')
+        raise UserError(f'not even one image of --image_size {model.image_size} fits into the memory of this device; '
+                        'use --gradient_checkpointing, a smaller image, or a smaller --batch_size')
     print_on_rank_0(f'{plural(largest, "image")} at once: the most that fit')
     return dataclasses.replace(settings, device_train_microbatch_size=largest)
 

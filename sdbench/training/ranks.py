@@ -11,7 +11,7 @@ from composer.core import State
 from composer.loggers import Logger
 from composer.utils import dist, get_device
 
-from sdbench.errors import DataError, one_line
+from sdbench.errors import DataError, UserError, one_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ENDING = b'\na signal came: the run ends with this batch; a launcher waits 30 seconds for it (Ctrl-C again: at once)\n'
@@ -23,13 +23,13 @@ def join_ranks(timeout: int) -> None:
     Args:
         timeout: seconds to wait for all ranks, now and in each collective operation.
 
-    Raises ValueError if two ranks would share a GPU, or not all came within `timeout`.
+    Raises UserError if two ranks would share a GPU, or not all came within `timeout`.
     """
     # Nothing that touches a GPU, and so may fail, comes before this.
     processes = dist.get_local_world_size()
     gpus = torch.cuda.device_count()
     if torch.cuda.is_available() and processes > gpus:
-        raise ValueError(f'composer -n {processes} is more than the GPUs of this machine; use -n {gpus}')
+        raise UserError(f'composer -n {processes} is more than the GPUs of this machine; use -n {gpus}')
     device = get_device()  # by which Composer lets float32 be multiplied in TF32, on one GPU as on several
     if dist.get_world_size() == 1:
         return
@@ -42,9 +42,9 @@ def join_ranks(timeout: int) -> None:
         dist.initialize_dist(device, timeout)
     except (RuntimeError, ValueError) as error:  # torch's DistError and its kinds are RuntimeErrors
         address = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
-        raise ValueError(f'the {dist.get_world_size()} processes of this run did not meet at {address} within '
-                         f'{timeout} seconds ({one_line(error, 200)}); check that every node runs, and can reach it'
-                         ) from None
+        raise UserError(f'the {dist.get_world_size()} processes of this run did not meet at {address} within '
+                        f'{timeout} seconds ({one_line(error, 200)}); check that every node runs, and can reach it'
+                        ) from None
 
 
 def destroy_nccl_group() -> None:
@@ -78,7 +78,7 @@ def on_every_rank(function: Callable[[], Any]) -> list[Any]:
     """Call a function on each rank, and return the results of all ranks, in their order.
 
     An error on one rank ends all, so that none waits for another in its next collective operation. There it is raised
-    as it is, and on the others as ValueError or DataError, by whose fault it is, with the same words.
+    as it is, and on the others as UserError or DataError, by whose fault it is, with the same words.
     """
     # what it returns or raises here
     value = None
@@ -89,7 +89,7 @@ def on_every_rank(function: Callable[[], Any]) -> list[Any]:
         failure = error
 
     # what it did on the others
-    kind = ValueError if isinstance(failure, ValueError) else DataError
+    kind = UserError if isinstance(failure, UserError) else DataError
     answers = dist.all_gather_object((value, kind, failure and one_line(failure)))
     if failure is not None:
         raise failure

@@ -14,7 +14,8 @@ from composer import ComposerModel, Trainer
 from composer.core import DataSpec
 from composer.utils import dist
 
-from sdbench.errors import DataError, known_reason, one_line, plural, redacted
+from sdbench.errors import DataError, UserError, known_reason, one_line, plural, redacted
+from sdbench.files import parse_json
 from sdbench.flags.times import is_due, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.measuring.clock import TRACE_WARMUP, TRACED_BATCHES
@@ -33,7 +34,7 @@ COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained'
 def announce_build(settings: Train) -> None:
     """Say on rank 0 what is being built: that and the first batch can take minutes, or without a GPU hours.
 
-    Raises ValueError where `require_memory_of_cpu` does.
+    Raises UserError where `require_memory_of_cpu` does.
     """
     if settings.model_name == SD2_BASE and not torch.cuda.is_available():
         require_memory_of_cpu(settings)
@@ -43,7 +44,7 @@ def announce_build(settings: Train) -> None:
 
 
 def require_memory_of_cpu(settings: Train) -> None:
-    """Warn on rank 0 of what Stable Diffusion 2 takes on a CPU. Raises ValueError where its memory is too small.
+    """Warn on rank 0 of what Stable Diffusion 2 takes on a CPU. Raises UserError where its memory is too small.
 
     A newcomer's first command would take hours, and fill a laptop's memory until the system stalls.
     """
@@ -56,7 +57,7 @@ def require_memory_of_cpu(settings: Train) -> None:
     takes = (f'there is no GPU, and on a CPU Stable Diffusion 2 takes {needed:,} GB of memory for '
              f'{plural(at_once, "image")} at once, and this machine has {there} GB')
     if needed > there:
-        raise ValueError(f'{takes}; give a smaller --device_train_microbatch_size, or the tiny model: {TINY_COMMAND}')
+        raise UserError(f'{takes}; give a smaller --device_train_microbatch_size, or the tiny model: {TINY_COMMAND}')
     print_on_rank_0(f'warning: {takes}; each of {settings.batch_size:,} images of a batch takes seconds; the tiny '
                     f'model takes less: {TINY_COMMAND}')
 
@@ -65,7 +66,7 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
     """Log the settings, say on rank 0 what the run resumes or starts from, and warn of what will not come of it.
 
     Raises SystemExit if it resumes a training that is over: one that has all of its batches, and its record. Raises
-    ValueError if the run is too short for --profile.
+    UserError if the run is too short for --profile.
     """
     # FLOPs are counted here, before the clock runs: Composer's SpeedMonitor asks for them between two batches.
     state = trainer.state
@@ -84,8 +85,8 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
     needed = settings.warmup_batches + TRACE_WARMUP + TRACED_BATCHES
     left = to_batches(settings.max_duration) - batch
     if settings.profile and left < needed:
-        raise ValueError(f'--profile needs {needed} batches, of which it traces the last {TRACED_BATCHES}, and {left} '
-                         'are left of the run; give a longer one, or leave it out')
+        raise UserError(f'--profile needs {needed} batches, of which it traces the last {TRACED_BATCHES}, and {left} '
+                        'are left of the run; give a longer one, or leave it out')
 
     # where it starts
     if dist.get_global_rank():
@@ -111,7 +112,7 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
 def is_recorded(folder: str, batches: int) -> bool:
     """Tell whether --save_folder has the record of a training of so many batches, which is the last that it keeps."""
     text = read_beside(folder, RECORD)
-    return text is not None and json.loads(text)['trained_batches'] == batches
+    return text is not None and parse_json(text, f'{folder}/{RECORD}')['trained_batches'] == batches
 
 
 def make_up(settings: Train, trainer: Trainer) -> None:

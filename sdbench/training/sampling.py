@@ -14,7 +14,7 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 from tqdm import tqdm
 
-from sdbench.errors import one_line
+from sdbench.errors import UserError, one_line
 from sdbench.files import atomic_write, read_text
 from sdbench.flags.times import is_due
 from sdbench.flags.train import Train
@@ -31,7 +31,7 @@ def read_prompts(settings: Train, begins: bool) -> list[str]:
         settings: of the run.
         begins: whether this is a new run, so that drawings in --sample_folder are another's.
 
-    Raises ValueError if the file cannot be read or holds none, or another run has drawn in the folder.
+    Raises UserError if the file cannot be read or holds none, or another run has drawn in the folder.
     """
     path = settings.sample_prompts
     if path is None:
@@ -40,12 +40,12 @@ def read_prompts(settings: Train, begins: bool) -> list[str]:
     lines = read_text(path, f'--sample_prompts {path}').split('\n')
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
-        raise ValueError(f'--sample_prompts {path} holds no prompt; write one on each line')
+        raise UserError(f'--sample_prompts {path} holds no prompt; write one on each line')
 
     # a drawing has its batch in its name: this run would write over another's
     if begins and list(Path(settings.sample_folder).glob('ba*.png')):
-        raise ValueError(f'--sample_folder {settings.sample_folder} already holds drawings of another run; give a new '
-                         'one')
+        raise UserError(f'--sample_folder {settings.sample_folder} already holds drawings of another run; give a new '
+                        'one')
     return prompts
 
 

@@ -9,6 +9,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from sdbench.costs import price_of
+from sdbench.errors import UserError
 from sdbench.flags.train import Train
 from sdbench.training.ranks import GracefulStop
 
@@ -24,7 +25,7 @@ class Spending(Callback):
         settings: of the run.
         stop: ends it, as at a signal.
 
-    Raises ValueError if there is a budget, and no price for this device.
+    Raises UserError if there is a budget, and no price for this device.
     """
 
     def __init__(self, settings: Train, stop: GracefulStop):
@@ -35,7 +36,7 @@ class Spending(Callback):
         if settings.dollars_per_gpu_hour and not math.isnan(price):
             self.price = price
         elif self.budget is not None:
-            raise ValueError(f'--budget {self.budget:g} needs a price for {device}; give it in --dollars_per_gpu_hour')
+            raise UserError(f'--budget {self.budget:g} needs a price for {device}; give it in --dollars_per_gpu_hour')
         self._device = device
         self._stop = stop
         self._hours_before = 0.0  # GPU-hours of the runs that this one resumes

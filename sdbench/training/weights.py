@@ -1,5 +1,4 @@
 """The weights of a checkpoint: what it holds, a training that starts from them, and the pipeline that they make."""
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,8 @@ from composer import ComposerModel
 from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from sdbench.errors import one_line
+from sdbench.errors import UserError, one_line
+from sdbench.files import parse_json
 from sdbench.inputs.tokenizer import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
 from sdbench.models.loading import RANDOM, ModelFiles, build_vae, find_model, load_weights
@@ -64,22 +64,22 @@ def read_trained_model(source: str, flag: str) -> TrainedModel:
         source: path or URI; what ends with .pt is a checkpoint, and all else a folder of them.
         flag: its name in error messages.
 
-    Raises ValueError if there is no such checkpoint, or it cannot be read or trusted.
+    Raises UserError if there is no such checkpoint, or it cannot be read or trusted.
     """
     # what is named, or the newest of the folder that is
     source = by_run_name(source, flag)
     name = source if source.endswith('.pt') else newest_checkpoint(source, flag)
     if name is None:
-        raise ValueError(f'{flag} {source} is not there, or holds no whole checkpoint; give one, or the --save_folder '
-                         'of a run')
+        raise UserError(f'{flag} {source} is not there, or holds no whole checkpoint; give one, or the --save_folder '
+                        'of a run')
 
     # a file that somebody gives can be any: whatever it lacks is said in one line
     with fetched(name, flag) as path:
         try:
             return trained_model_of(load_checkpoint(path)['state'])
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError, OSError) as error:
-            raise ValueError(f'{flag} {source}: {name} is no checkpoint of a training ({one_line(error, 400)}); use '
-                             'another') from None
+            raise UserError(f'{flag} {source}: {name} is no checkpoint of a training ({one_line(error, 400)}); use '
+                            'another') from None
 
 
 def trained_model_of(state: dict) -> TrainedModel:
@@ -102,8 +102,8 @@ def trained_model_of(state: dict) -> TrainedModel:
     young_half_life = None
     if ema is not None and ema['ema_started']:
         if ema['ema_weights_active']:
-            raise ValueError("Composer's own EMA has saved it, with the average in the place of the weights; resume it "
-                             'with that of ema.py')
+            raise UserError("Composer's own EMA has saved it, with the average in the place of the weights; resume it "
+                            'with that of ema.py')
         shadow = ema['ema_model']
         averaged = with_prefix_removed(model | shadow['named_parameters_dict'], 'unet.')
         average = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False}
@@ -130,7 +130,7 @@ def about_training(trained: TrainedModel, live: bool = False) -> dict:
 def read_exported(folder: str) -> dict:
     """Return what export.py says of the pipeline that it has made in a folder; empty where it has made none."""
     path = Path(folder, EXPORTED)
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return parse_json(path.read_bytes(), str(path)) if path.is_file() else {}
 
 
 def with_prefix_removed(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -152,7 +152,7 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
 
     Returns the state of the EMA that the checkpoint holds, for its `load_state_dict`; None if there is none.
 
-    Raises ValueError if there is nothing of the kind, or it does not fit this model.
+    Raises UserError if there is nothing of the kind, or it does not fit this model.
     """
     # The weights are in a folder of diffusers, which says of noise and VAE at most the scheduler's part,
     label = f'--load_weights {path}'
@@ -162,7 +162,7 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         configs = {'unet': unet.config}
         scheduler = folder.parent / 'scheduler' / 'scheduler_config.json'
         if scheduler.is_file():
-            configs['scheduler'] = DDPMScheduler.from_config(json.loads(scheduler.read_bytes())).config
+            configs['scheduler'] = DDPMScheduler.from_config(parse_json(scheduler.read_bytes(), str(scheduler))).config
         facts = {'configs': comparable(**configs)}
         weights, ema = unet.state_dict(), None
     # or in a checkpoint, with whose text encoder and tokens the training should go on.
@@ -173,8 +173,8 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         for name in ours.keys() & trained.text_encoder.keys():
             one, other = trained.text_encoder[name], ours[name]  # the same but for the rounding to half precision
             if one.shape != other.shape or not torch.allclose(one.float(), other.cpu().float(), rtol=0.01, atol=1e-6):
-                raise ValueError(f'{label} was trained with another text_encoder; give the --model_name, the '
-                                 '--pretrained and, where its weights are random, the --seed of that run')
+                raise UserError(f'{label} was trained with another text_encoder; give the --model_name, the '
+                                '--pretrained and, where its weights are random, the --seed of that run')
         if trained.flags.get(TOKENIZER) not in (None, hash_of_tokenizer(tokenizer or files.tokenizer)):
             print_on_rank_0(f'warning: {label} was trained with another tokenizer, whose token ids differ; --tokenizer '
                             'names the one to train with')
@@ -182,13 +182,13 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
     # They fit a model that computes alike, on latents of the same VAE.
     difference = difference_of_models(facts, model.facts)
     if difference:
-        raise ValueError(f'{label} was trained as another model than that of --model_name ({difference}); give the '
-                         '--model_name that it is of, or, to train it as this one all the same, a copy of the folder '
-                         'unet that export.py writes')
+        raise UserError(f'{label} was trained as another model than that of --model_name ({difference}); give the '
+                        '--model_name that it is of, or, to train it as this one all the same, a copy of the folder '
+                        'unet that export.py writes')
     try:
         model.unet.load_state_dict(weights)
     except RuntimeError as error:  # names what is missing, what is foreign, and what has another shape
-        raise ValueError(f'{label} is of another UNet than that of --model_name ({one_line(error, 300)})') from None
+        raise UserError(f'{label} is of another UNet than that of --model_name ({one_line(error, 300)})') from None
     return ema
 
 
@@ -213,7 +213,7 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
         tokenizer: None: that of the run, which is the model's own unless it had another.
         live: draw with the live weights, also where there is an average.
 
-    Raises ValueError if the checkpoint does not fit `model_name`, or a part cannot be had.
+    Raises UserError if the checkpoint does not fit `model_name`, or a part cannot be had.
     """
     files = trained_files(trained, label, model_name)
 
@@ -237,8 +237,8 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
         else:
             vae = with_weights(partial(AutoencoderKL.from_config, files.configs['vae']), trained.vae)
     except RuntimeError as error:
-        raise ValueError(f'--model_name {files.name} is not the model of {label} ({one_line(error, 200)}); give the '
-                         'one that was trained') from None
+        raise UserError(f'--model_name {files.name} is not the model of {label} ({one_line(error, 200)}); give the '
+                        'one that was trained') from None
 
     # The files must be of the model that was trained: its noise, its heads of attention, its VAE where that is theirs.
     scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
@@ -247,8 +247,8 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
         del facts['vae_sha256']
     difference = difference_of_models(trained.facts, facts)
     if difference:
-        raise ValueError(f'--model_name {files.name} is not the model of {label} ({difference}); give the one that '
-                         'was trained, with its configuration as it was')
+        raise UserError(f'--model_name {files.name} is not the model of {label} ({difference}); give the one that '
+                        'was trained, with its configuration as it was')
     tokenizer = pipeline_tokenizer(trained_tokenizer(trained, files, tokenizer, label))
     return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)
 
@@ -263,24 +263,24 @@ def trained_files(trained: TrainedModel, label: str, model_name: str | None) -> 
         label: its name in error messages.
         model_name: of the model; None: that of the run.
 
-    Raises ValueError if there is no such model, or no VAE that can decode.
+    Raises UserError if there is no such model, or no VAE that can decode.
     """
     name = model_name or trained.facts.get('model_name')
     if name is None:
-        raise ValueError(f'{label} does not say what model it is of; give --model_name of export.py')
+        raise UserError(f'{label} does not say what model it is of; give --model_name of export.py')
     if trained.vae is None and trained.facts.get('vae_sha256') == RANDOM:
-        raise ValueError(f'{label} was trained on latents of a VAE with random weights, which cannot decode, so that '
-                         'nothing can be drawn with it; train with --pretrained, on what encode.py makes with it')
+        raise UserError(f'{label} was trained on latents of a VAE with random weights, which cannot decode, so that '
+                        'nothing can be drawn with it; train with --pretrained, on what encode.py makes with it')
     if trained.vae is None and 'vae_sha256' not in trained.facts:
-        raise ValueError(f'{label} holds no VAE, and does not say which one encoded its latents; give one that '
-                         'benchmark.py has saved')
+        raise UserError(f'{label} holds no VAE, and does not say which one encoded its latents; give one that '
+                        'benchmark.py has saved')
     try:
         return find_model(name, pretrained=trained.vae is None)
-    except ValueError as error:
+    except UserError as error:
         if model_name:
             raise
-        raise ValueError(f'{label} names its model: {error}, or say where it is now by --model_name of '
-                         'export.py') from None
+        raise UserError(f'{label} names its model: {error}, or say where it is now by --model_name of '
+                        'export.py') from None
 
 
 def trained_tokenizer(trained: TrainedModel, files: ModelFiles, given: str | None, label: str) -> str | None:
@@ -292,16 +292,16 @@ def trained_tokenizer(trained: TrainedModel, files: ModelFiles, given: str | Non
         given: where the tokenizer is now; None: CLIP's own, that of the run's --tokenizer, or that of the model.
         label: its name in error messages.
 
-    Raises ValueError if the tokenizer gives other token ids than the one of the training.
+    Raises UserError if the tokenizer gives other token ids than the one of the training.
     """
     expected = trained.flags.get(TOKENIZER)
     if given is None and expected == hash_of_tokenizer():
         return None
     name = given or trained.flags.get('tokenizer') or files.tokenizer
     if expected not in (None, hash_of_tokenizer(name)):
-        raise ValueError(f'{label} was trained with another tokenizer than {name or "that of CLIP"}, whose token ids '
-                         'differ; give the one of the training as --tokenizer of export.py; to draw with another one, '
-                         'put it into the exported pipeline')
+        raise UserError(f'{label} was trained with another tokenizer than {name or "that of CLIP"}, whose token ids '
+                        'differ; give the one of the training as --tokenizer of export.py; to draw with another one, '
+                        'put it into the exported pipeline')
     return name
 
 

@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from sdbench.datasets.output import Output, PartWriter
+from sdbench.errors import UserError
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.flags.training_command import training_command
@@ -78,6 +79,14 @@ def test_the_claim_holds_no_password(output):
     claim = output.read(CLAIM).decode()
     assert 's3://***@bucket/tars' in claim
     assert not any(word in claim for word in ('PASSWORD', 'SECRET'))
+
+
+def test_a_claim_that_is_cut_short_is_named_and_stays(output):
+    begin(output)
+    output.write(CLAIM, b'{"layout"')
+    with pytest.raises(UserError, match=f'^{CLAIM} of OUT .* is not JSON'):
+        begin(output)
+    assert output.read(CLAIM) == b'{"layout"'
 
 
 def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path):

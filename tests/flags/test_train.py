@@ -7,6 +7,7 @@ from composer.utils import dist
 
 from sdbench.complete import complete_encoding
 from sdbench.costs import TRAINING_IMAGES
+from sdbench.errors import UserError
 from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
 from sdbench.process import one_line_errors
@@ -113,12 +114,12 @@ def test_a_dry_run_needs_a_place_for_records_only_where_one_is_named(tmp_path):
 
 
 @pytest.mark.parametrize('error, status, line', [
-    (ValueError('--x 1 is bad'), 2, '--x 1 is bad'), (FileNotFoundError('no such file'), 1, 'no such file; it stays'),
+    (UserError('--x 1 is bad'), 2, '--x 1 is bad'), (FileNotFoundError('no such file'), 1, 'no such file; it stays'),
     (KeyboardInterrupt(), 130, 'interrupted; it stays')])
-def test_a_command_ends_in_one_line_with_its_status_and_only_a_fault_of_ours_in_more(error, status, line, capsys):
+def test_a_users_error_is_one_line_with_its_status_and_a_bug_of_ours_keeps_its_traceback(error, status, line, capsys):
     with pytest.raises(SystemExit) as exit, one_line_errors('x.py', 'it stays'):
         raise error
     assert exit.value.code == status
     assert capsys.readouterr().err == f'x.py: error: {line}\n'
-    with pytest.raises(ZeroDivisionError), one_line_errors('x.py'):
-        raise ZeroDivisionError
+    with pytest.raises(ValueError, match='not enough values'), one_line_errors('x.py'):
+        [_] = []
