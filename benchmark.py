@@ -14,7 +14,9 @@ PROGRAM = 'benchmark.py'
 if __name__ == '__main__':
     answer_early(Train, __doc__)
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -38,10 +40,11 @@ from sdbench.measuring.clock import Measurement, Trace, measure_loader
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
-from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
+from sdbench.training.checkpoints import AtomicCheckpointSaver, fetched, locked_save_folder, newest_checkpoint, resuming
 from sdbench.training.compatibility import SameRun, difference_of_models, facts_of_model, flags_to_keep
 from sdbench.training.exact_resume import ExactResume
-from sdbench.training.loggers import build_loggers, kept_name, name_of_run
+from sdbench.training.identity import Identity, IdentityKeeper, identify_training
+from sdbench.training.loggers import build_loggers
 from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import FiniteSteps, build_schedule, min_snr_weights
 from sdbench.training.progress import METRIC, HeldOutLoss, Progress
@@ -231,8 +234,8 @@ def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Alg
     return [ema]
 
 
-def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, stop: GracefulStop,
-                    prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
+def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, identity: Identity,
+                    stop: GracefulStop, prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
     """Build what watches a run and keeps it alive, in the order in which Composer calls them at each event."""
     # Composer's own curves of speed. It is told the GPU's peak, which it would look up by a name that it may not know.
     window = min(10, settings.measure_batches or 10)  # batches
@@ -252,6 +255,7 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         measurement,    # the clock stops here, before anything is drawn or saved
         trace,
         Progress(settings.batch_size),
+        IdentityKeeper(identity),
         SameRun(flags_to_keep(settings, files, dataset)),  # a resume with other flags is refused
         ExactResume(settings.seed),  # and one with these goes on exactly
         FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
@@ -264,8 +268,8 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
     return [callback for callback in callbacks if callback is not None]
 
 
-def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: GracefulStop,
-                   callbacks: Sequence[Callback] = (), checkpoint: str | None = None
+def build_training(settings: Train, files: ModelFiles, data: DataSpec, identity: Identity, stop: GracefulStop,
+                   callbacks: Sequence[Callback] = (), checkpoint: str | None = None, load_path: str | None = None
                    ) -> tuple[Train, StableDiffusion, Trainer]:
     """Build the model, and its training at its start or at the checkpoint to resume from.
 
@@ -275,19 +279,20 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Gra
         settings: of the run.
         files: of the model.
         data: what it trains on.
+        identity: which training it is.
         stop: ends it at a signal.
         callbacks: more for Composer's Trainer; they come before those that measure and save.
-        checkpoint: to resume from; None: the training starts.
+        checkpoint: to resume from, by its path or URI; None: the training starts.
+        load_path: of that checkpoint on this machine.
 
     Raises UserError if it cannot be built as asked.
     """
     # What is not there, or does not fit, is said before the model is built, which takes a while.
     dataset = data.dataloader.dataset
     held_out = open_held_out(settings, files, dataset)
-    kept = on_rank_0(partial(kept_name, settings.save_folder))  # by a run that has begun
-    prompts = on_rank_0(partial(read_prompts, settings, begins=checkpoint is None and kept is None))
-    name = on_rank_0(partial(name_of_run, settings, kept))
-    loggers = build_loggers(settings, name)
+    prompts = on_rank_0(partial(read_prompts, settings.sample_prompts))
+    settings = replace(settings, sample_folder=os.path.join(settings.sample_folder, identity.name))
+    loggers = build_loggers(settings, identity.name)
 
     # The model with its switches, and the weights that it starts from.
     model = build_model(settings, dataset.latents, files=files)
@@ -301,8 +306,8 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Gra
     # What averages the weights, what watches the run, and the training itself.
     evaluator = build_evaluator(settings, files, held_out)
     algorithms = build_algorithms(settings, ema_state)
-    callbacks = build_callbacks(settings, model, files, dataset, stop, prompts, callbacks)
-    with resuming(checkpoint, settings.save_folder) as load_path:
+    callbacks = build_callbacks(settings, model, files, dataset, identity, stop, prompts, callbacks)
+    with resuming(checkpoint, settings.save_folder):
         trainer = Trainer(
             model=model,
             train_dataloader=data,
@@ -312,7 +317,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Gra
             algorithms=algorithms,
             callbacks=callbacks,
             loggers=loggers,
-            run_name=name,
+            run_name=identity.name,
             progress_bar=False,
             max_duration=settings.max_duration,
             precision=settings.precision,
@@ -338,7 +343,10 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
     # The training. A signal ends it, or its budget, and lets the record be kept.
     with GracefulStop() as stop:
         callbacks = [*callbacks, Spending(settings, stop)]
-        settings, model, trainer = build_training(settings, files, data, stop, callbacks, checkpoint)
+        with fetched(checkpoint, '--save_folder') as path:
+            identity = on_rank_0(partial(identify_training, settings, path))
+            settings, model, trainer = build_training(settings, files, data, identity, stop, callbacks, checkpoint,
+                                                      path)
         begin_run(settings, model, trainer, checkpoint)
         outcome = fit(settings, trainer, stop)
         record = training_record(settings, model, data, trainer, outcome)

@@ -51,6 +51,7 @@ from sdbench.paths import INDEX
 from sdbench.process import end_with_parent
 
 DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
+EVALUATION_SEED = 17  # whatever --seed is, so that the losses of trainings with different seeds compare
 MOST_STAND_INS = 1000  # samples that may be bad in a row
 
 
@@ -403,7 +404,7 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
     # its samples, each with its noise and timestep
     images = StreamingLAIONDataset(remote, image_size=settings.image_size, index=index, batch_size=1)
     timesteps = len(DDPMScheduler.from_config(files.configs['scheduler']))
-    return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, settings.seed, is_known)
+    return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, EVALUATION_SEED, is_known)
 
 
 def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None) -> Evaluator | None:

@@ -28,9 +28,10 @@ import textwrap
 
 import pandas as pd
 
-from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, costs_in_words
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, ONE_PRICE, TRAINING_IMAGES, costs_in_words, require_named
 from sdbench.records.figures import COLUMNS, WIDTH
-from sdbench.records.read import EVALUATED, SETTINGS, read_all
+from sdbench.records.read import EVALUATED, read_all
+from sdbench.records.setup import SETTINGS
 from sdbench.report.markdown import in_common, markdown
 from sdbench.report.pictures import draw_days, draw_learned, draw_plan, draw_quality
 from sdbench.report.plans import plan_blocks, plan_table, told_apart_by, within_limits
@@ -51,6 +52,7 @@ def report(settings: Report) -> str:
     """
     # the records, and those that a flag needs
     rows = read_all(settings.records)
+    require_named({row['device'] for row in rows}, settings.dollars_per_gpu_hour)
     records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])
     evaluations = pd.DataFrame([row for row in rows if row['stage'] == 'evaluate'])
     if records.empty or (records['stage'] != 'train').all():
@@ -80,9 +82,13 @@ def report(settings: Report) -> str:
         if not settings.dollars_per_gpu_hour and (priced['price'] != DOLLARS_PER_GPU_HOUR).any():
             whose = 'of the records; --dollars_per_gpu_hour gives others'
         blocks.append(f'Costs: {costs_in_words(zip(priced["device"], priced["price"], strict=True))} ({whose}).')
+        if whose == '--dollars_per_gpu_hour' and priced['price'].nunique() == 1 and priced['device'].nunique() > 1:
+            blocks.append(ONE_PRICE)
     if settings.csv:
         write_csv(settings.csv, tables)
     files = [path for path in (settings.figure, settings.learned, settings.quality, settings.csv) if path]
+    blocks = [block if '\n' in block else textwrap.fill(block, WIDTH, break_on_hyphens=False)
+              for block in blocks if block]
     if files:
         blocks.append(f'Written: {", ".join(files)}')
     return '\n\n'.join(blocks)
@@ -95,8 +101,7 @@ def plan_report(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
     plans, how_near = within_limits(plans, apart, settings.max_dollars, settings.max_days)
     if settings.figure:
         draw_plan(settings.figure, plans, apart, title)
-    blocks = [title, *plan_blocks(plans, apart), *how_near, *sentences]
-    return plans, [block if block.startswith('|') else textwrap.fill(block, WIDTH) for block in blocks]
+    return plans, [title, *plan_blocks(plans, apart), *how_near, *sentences]
 
 
 def speed_report(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
@@ -105,10 +110,12 @@ def speed_report(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame,
     if settings.figure:
         trainings = speeds[speeds['stage'] == 'train']
         draw_days(settings.figure, trainings, settings.training_images or TRAINING_IMAGES)
-    keys = [*SETTINGS, 'num_nodes']
+    keys = [*SETTINGS]
+    if speeds.groupby(['setting', 'num_devices'])['num_nodes'].nunique().max() > 1:
+        keys.append('num_nodes')  # as many GPUs on another number of machines
     if settings.compare:
         keys = ['run', *keys, 'date', 'git_commit']
-    return speeds, [markdown(speeds, keys), in_common(speeds, keys), *sentences]
+    return speeds, [*markdown(speeds, keys), in_common(speeds, keys), *sentences]
 
 
 def score_report(evaluations: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
@@ -117,7 +124,7 @@ def score_report(evaluations: pd.DataFrame, settings: Report) -> tuple[pd.DataFr
     common = in_common(scores, EVALUATED)
     if settings.quality:
         draw_quality(settings.quality, scores, common)
-    return scores, [markdown(scores, EVALUATED), common]
+    return scores, [*markdown(scores, EVALUATED), common]
 
 
 def write_csv(path: str, tables: list[pd.DataFrame]) -> None:

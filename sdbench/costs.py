@@ -4,11 +4,13 @@ from collections.abc import Iterable
 from functools import cache
 
 from sdbench.errors import UserError
-from sdbench.gpus import cards_named, short_name
+from sdbench.gpus import cards_named, short_name, unknown_gpu, words_in
 
 TRAINING_IMAGES = 2_867_200_000  # 1,400,000 steps of 2048 images: Stable Diffusion 2 base, as published
 DOLLARS_PER_GPU_HOUR = 2.0
 SECONDS_PER_DAY = 86_400
+ONE_PRICE = ('With one price for every GPU, the cheapest is the one that needs the fewest GPU-hours; '
+             'recipes/prices-on-demand.txt has a price for each.')
 
 Prices = tuple[tuple[str | None, float], ...]  # the words of a GPU's name, or None for all GPUs, and dollars an hour
 
@@ -35,7 +37,8 @@ def names_of_cards(words: str) -> frozenset[str]:
 def price_of(device: str, prices: Prices) -> float:
     """Return the dollars of an hour of a GPU; NaN where there are prices, and none is for it.
 
-    A price is for the GPUs that --gpu would pick by its name. The last that is for this one counts.
+    A price is for the GPUs that --gpu would pick by its name, or for the one device of just this name that no document
+    describes, such as a part of a GPU. The last that is for this one counts.
 
     Args:
         device: the GPU's name, as records have it.
@@ -43,11 +46,26 @@ def price_of(device: str, prices: Prices) -> float:
     """
     if not prices:
         return DOLLARS_PER_GPU_HOUR
-    cards = names_of_cards(device)  # several, where a record written by hand says only H100
     for words, dollars in reversed(prices):
-        if words is None or (cards and cards <= names_of_cards(words)):
+        if words is None or is_named(device, words):
             return dollars
     return math.nan
+
+
+def is_named(device: str, words: str) -> bool:
+    """Tell whether some words name a GPU: as --gpu takes them, or word by word where no document describes it."""
+    cards = names_of_cards(device)  # several, where a record written by hand says only H100
+    if cards:
+        return cards <= names_of_cards(words)
+    return words_in(short_name(device)) == words_in(short_name(words))
+
+
+def require_named(devices: Iterable[str], prices: Prices) -> None:
+    """Raise UserError for a price whose name is neither a known GPU nor one of these devices."""
+    devices = list(devices)
+    for words, dollars in prices:
+        if words and not names_of_cards(words) and not any(is_named(device, words) for device in devices):
+            raise UserError(f'--dollars_per_gpu_hour {words}={dollars:g}: {unknown_gpu(words)}, and no record has it')
 
 
 def costs_in_words(prices: Iterable[tuple[str, float]]) -> str:

@@ -7,7 +7,8 @@ import textwrap
 OUT_OF_MEMORY = "out of memory|can't allocate memory|STATUS_ALLOC_FAILED|unable to find an engine"
 
 # such as ;AccountKey=... in a connection string of Azure
-SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]+", re.IGNORECASE)
+# What is shorter than six characters is no secret, but may be a weight: --caption_weights key=2.
+SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]{6,}", re.IGNORECASE)
 
 
 class UserError(ValueError):

@@ -1,5 +1,6 @@
 """What each GPU is by its maker's documents: peak, memory, multiprocessors and link. Nothing here needs torch."""
 import difflib
+import math
 import re
 from typing import NamedTuple
 
@@ -114,6 +115,24 @@ def peak_of(device_name: str, precision: str) -> float | None:
     return CARDS[device_name].tflops
 
 
+def machines_for(num_devices: int, gpus_per_node: int | str) -> int:
+    """Return how many machines have so many GPUs, rounded up.
+
+    Args:
+        num_devices: GPUs.
+        gpus_per_node: GPUs in each machine, or the name of a GPU whose usual machines these are; those of an unknown
+            GPU have 8.
+    """
+    if isinstance(gpus_per_node, str):
+        gpus_per_node = CARDS[gpus_per_node].gpus_per_node if gpus_per_node in CARDS else 8
+    return math.ceil(num_devices / gpus_per_node)
+
+
+def is_one_nvlink_domain(device: str, num_devices: int) -> bool:
+    """Tell whether the GPU's link joins so many of them across machines, so that they need no network."""
+    return device in CARDS and num_devices <= (CARDS[device].gpus_per_link or 0)
+
+
 # What clouds call cards beside the name that they have for torch.
 OTHER_NAMES = {'NVIDIA A100-SXM4-40GB': 'A100 SXM', 'NVIDIA A100-SXM4-80GB': 'A100 SXM',
                'NVIDIA H100 80GB HBM3': 'H100 SXM, H100 SXM5', 'NVIDIA H200': 'H200 SXM, H200 SXM5, H200 141GB',
@@ -139,6 +158,14 @@ def short_name(device: str) -> str:
     return device.replace('-', ' ')
 
 
+def unknown_gpu(words: str) -> str:
+    """Say that some words name no known GPU, and which they may mean."""
+    known = [short_name(name) for name in CARDS]
+    nearest = difflib.get_close_matches(words.upper(), known)
+    remedy = f'did you mean {" or ".join(nearest)}?' if nearest else f'known are {", ".join(known)}'
+    return f'{words} is no GPU that is known here; {remedy}'
+
+
 def cards_named(names: tuple[str, ...]) -> list[Card]:
     """Return the cards of some names: the card that has just this name, or else all that have its words in theirs.
 
@@ -149,9 +176,6 @@ def cards_named(names: tuple[str, ...]) -> list[Card]:
         cards = [card for card in CARDS.values() if words_in(card.name) == words_in(words)]
         cards = cards or [card for card in CARDS.values() if has_words(card.name, words)]
         if not cards:
-            known = [short_name(name) for name in CARDS]
-            nearest = difflib.get_close_matches(words.upper(), known)
-            remedy = f'did you mean {" or ".join(nearest)}?' if nearest else f'known are {", ".join(known)}'
-            raise UserError(f'{words} is no GPU that is known here; {remedy}')
+            raise UserError(unknown_gpu(words))
         found += [card for card in cards if card not in found]
     return found

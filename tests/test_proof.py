@@ -17,7 +17,7 @@ from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.records.read import read_records
 from sdbench.records.record import append_line
-from sdbench.report.plans import corrections_of
+from sdbench.report.plans import find_corrections
 from tests.runs import ROOT, SMALLEST
 
 A100 = 'NVIDIA A100-SXM4-80GB'
@@ -88,5 +88,5 @@ def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_
     monkeypatch.setattr('sdbench.forecast.dry_run.with_one_change', lambda settings: {'none': settings})
     assert proof.smoke(Machine(8, A100, 39.4, False)) == 0
     rows = pd.DataFrame(read_records(str(tmp_path / 'results.jsonl')))
-    corrections, _ = corrections_of(rows, rows)
+    corrections, _ = find_corrections(rows, {*zip(rows['device'], rows['compile'], strict=True)})
     assert len(corrections) == 1

@@ -58,12 +58,25 @@ def printed(capsys):
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
-    """The rows of each Markdown table in a report, as dicts of heading to text."""
+    """The rows of each Markdown table in a report, as dicts of heading to text.
+
+    A table in parts, with the same labels, is one. `text` has the settings and notes of a row, wherever they stand.
+    """
     found = []
-    for block in text.split('\n\n'):
+    for block in text.strip().split('\n\n'):
         if block.startswith('|'):
-            heading, _, *rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in block.splitlines()]
-            found.append([dict(zip(heading, row, strict=True)) for row in rows])
+            heading, _, *lines = [[cell.strip() for cell in line.strip('|').split('|')] for line in block.splitlines()]
+            rows = [dict(zip(heading, line, strict=True)) for line in lines]
+            shared = [name for name in heading if found and name in found[-1][0]]
+            if shared and columns(rows, *shared) == columns(found[-1], *shared):
+                rows = [first | row for first, row in zip(found.pop(), rows, strict=True)]
+            found.append(rows)
+        elif re.match('[0-9]+: ', block):
+            for line in re.sub('\n +', ' ', block).splitlines():
+                number, _, texts = line.partition(': ')
+                found[-1][int(number) - 1]['below'] = texts
+    for row in (row for rows in found for row in rows):
+        row['text'] = '; '.join(filter(None, [row.get('settings'), row.get('notes'), row.pop('below', '')]))
     return found
 
 
@@ -75,29 +88,35 @@ def columns(table: list[dict[str, str]], *names: str) -> list[tuple[str, ...]]:
 
 def test_published_csv_gives_the_published_table_and_the_originals_program_on_an_h100(printed):
     [table] = tables(printed(PUBLISHED))
-    assert columns(table[:6], 'GPUs', 'images/s', 'days', 'cost', 'efficiency', 'notes') == [
-        ('8', '128.2', '258.85', '$99,400', '100.0 %', ''), ('16', '254.0', '130.65', '$100,339', '99.1 %', ''),
-        ('32', '485.7', '68.32', '$104,946', '94.7 %', ''), ('64', '912.2', '36.38', '$111,757', '88.9 %', ''),
-        ('128', '1,618.4', '20.50', '$125,982', '78.9 %', ''),
-        ('256', '2,589.4', '12.82', '$157,480', '63.1 %', 'extrapolated by its source')]
-    of_h100 = [row for row in table if row['device'] == 'H100 80GB HBM3']
-    assert columns(of_h100, 'device_train_microbatch_size', 'images/s') == [('4', '189.3'), ('32', '385.3')]
+    assert columns(table[:6], 'GPUs', 'images/s', 'days', 'cost', 'efficiency', 'text') == [
+        ('8', '128.2', '258.85', '$99,400', '100.0 %', 'microbatch 4'),
+        ('16', '254.0', '130.65', '$100,339', '99.1 %', 'microbatch 4'),
+        ('32', '485.7', '68.32', '$104,946', '94.7 %', 'microbatch 4'),
+        ('64', '912.2', '36.38', '$111,757', '88.9 %', 'microbatch 4'),
+        ('128', '1,618.4', '20.50', '$125,982', '78.9 %', 'microbatch 4'),
+        ('256', '2,589.4', '12.82', '$157,480', '63.1 %', 'microbatch 4; extrapolated by its source')]
+    of_h100 = [row for row in table if row['device'] == 'H100 80GB']
+    assert columns(of_h100, 'settings', 'images/s') == [('microbatch 4', '189.3'), ('microbatch 32', '385.3')]
 
 
 # Predictions
 
 def test_64_and_128_gpus_are_predicted_from_8_16_and_32_within_1_5_percent(printed, write):
     few = {8: 128.2, 16: 254.0, 32: 485.7}
-    path = write(*({'num_devices': n, 'images_per_sec': speed, 'batch_size': 2048} for n, speed in few.items()))
-    [table] = tables(printed(path, '--extrapolate', 64, 128))
-    for row, speed in zip(table[3:], (912.2, 1618.4), strict=True):
-        assert float(row['images/s'].replace(',', '')) == pytest.approx(speed, rel=0.015)
+    for batch in ({'batch_size': 2048}, {}):  # also where the batch is not stated
+        path = write(*({'num_devices': n, 'images_per_sec': speed} | batch for n, speed in few.items()))
+        [table] = tables(printed(path, '--extrapolate', 64, 128))
+        for row, speed in zip(table[3:], (912.2, 1618.4), strict=True):
+            assert float(row['images/s'].replace(',', '')) == pytest.approx(speed, rel=0.015)
 
 
 def test_the_fit_leaves_out_the_row_that_its_source_extrapolated_and_says_how_good_it_is(printed):
     text = printed(PUBLISHED, '--extrapolate', 512, 1024)
     [table] = tables(text)
-    assert columns(table, 'notes')[6:8] == [('extrapolated',), ('extrapolated; 2 images a GPU: a smaller microbatch',)]
+    assert [row['text'] for row in table[6:8]] == [
+        'microbatch 4; extrapolated', 'microbatch 4; extrapolated; 2 images a GPU: a smaller microbatch']
+    text = ' '.join(text.split())
+    assert 'needs three GPU counts: A100-SXM4-80GB, microbatch 4; A100-SXM4-80GB, microbatch 32' in text
     n, seconds = np.array([8, 16, 32, 64, 128]), 2048 / np.array([128.2, 254.0, 485.7, 912.2, 1618.4])
     (a, b), *_ = np.linalg.lstsq(np.stack([1 / n, n**0], axis=1) / seconds[:, None], np.ones(5), rcond=None)
     assert f'step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of 2,048 images, fitted on 8, 16, 32, 64, 128' in text
@@ -109,7 +128,7 @@ def test_efficiency_is_over_the_fewest_gpus_that_were_measured_with_the_same_set
     [table] = tables(printed(PUBLISHED, '--extrapolate', 4))
     assert columns(table, 'GPUs', 'efficiency')[:3] == [('4', '101.2 %'), ('8', '100.0 %'), ('16', '99.1 %')]
     [table] = tables(printed(write({}, {'use_ema': True}, {'use_ema': True, 'num_devices': 16})))
-    assert columns(table, 'use_ema', 'efficiency') == [('', ''), ('yes', '100.0 %'), ('yes', '50.0 %')]
+    assert columns(table, 'settings', 'efficiency') == [('', ''), ('EMA', '100.0 %'), ('EMA', '50.0 %')]
 
 
 def test_several_settings_are_predicted_each_from_its_own_runs(printed, write):
@@ -117,8 +136,9 @@ def test_several_settings_are_predicted_each_from_its_own_runs(printed, write):
             for ema, speed in ((True, 10.0), (False, 20.0)) for n in (8, 16, 32)]
     text = printed(write(*runs, {'precision': 'fp32', 'batch_size': 2048}), '--extrapolate', 64)
     [table] = tables(text)
-    predicted = [row for row in table if row['notes'] == 'extrapolated']
-    assert columns(predicted, 'use_ema', 'GPUs', 'images/s') == [('yes', '64', '640.0'), ('no', '64', '1,280.0')]
+    predicted = [row for row in table if 'extrapolated' in row['text']]
+    assert columns(predicted, 'text', 'GPUs', 'images/s') == [
+        ('EMA; extrapolated', '64', '640.0'), ('extrapolated', '64', '1,280.0')]
     assert re.findall('(.*EMA): step_seconds', text) == ['EMA', 'no EMA']
 
 
@@ -130,18 +150,19 @@ def test_records_of_different_settings_are_rows_of_one_table_with_the_setting_as
     [table] = tables(printed(write({'compile': True} | first, {'compile': 'reduce-overhead'},
                                    {'compile': True} | second)))
     assert not {'date', 'seed', 'command'} & table[0].keys()
-    assert columns(table, 'compile', 'notes') == [('yes', 'median of 2 runs, 800.0 to 800.0'), ('reduce-overhead', '')]
+    assert columns(table, 'text') == [
+        ('batch of 2048, compile; median of 2 runs, 800.0 to 800.0',), ('compile reduce-overhead',)]
 
     # a run that was recorded before a flag was there had its default
     runs = [{'command': 'benchmark.py'}, {'command': 'benchmark.py', 'adam_betas': [0.9, 0.999], 'compile': False},
             {'command': 'benchmark.py', 'compile': True}]
-    assert columns(tables(printed(write(*runs)))[0], 'compile') == [('no',), ('yes',)]
+    assert columns(tables(printed(write(*runs)))[0], 'settings') == [('',), ('compile',)]
 
     # libraries, and whether images or latents are read, are settings too
     one = {'versions': {'torch': '2.7.0', 'diffusers': '0.39.0'}, 'encoders': 'in_loop'}
     other = {'versions': {'torch': '2.11.0', 'diffusers': '0.39.0'}, 'encoders': 'text_in_loop'}
     text = printed(write(one, other))
-    assert columns(tables(text)[0], 'torch', 'input') == [('2.7.0', 'images'), ('2.11.0', 'latents')]
+    assert columns(tables(text)[0], 'settings') == [('torch 2.7.0',), ('on latents, torch 2.11.0',)]
     assert text.split('\n\n')[1] == 'All rows: stage train, device H200, image_size 512, diffusers 0.39.0'
 
 
@@ -150,9 +171,9 @@ def test_gpus_on_fewer_nodes_are_another_row_and_enter_the_fit_alone(printed, wr
     path = write(*({'num_devices': gpus, 'num_nodes': nodes, 'images_per_sec': speed, 'batch_size': 2048}
                    for gpus, nodes, speed in runs))
     [table] = tables(printed(path, '--extrapolate', 64))
-    assert sorted(columns(table, 'GPUs', 'num_nodes', 'images/s')) == sorted([
-        ('8', '1', '800.0'), ('16', '2', '1,600.0'), ('16', '16', '1,300.0'), ('32', '4', '3,200.0'),
-        ('64', '', '6,400.0')])
+    words = {row['images/s']: row['text'] for row in table}
+    assert '2 machines' in words['1,600.0'] and '16 machines' in words['1,300.0']
+    assert 'extrapolated' in words['6,400.0']
 
 
 LEARNED = {'trained_batches': 100, 'eval_loss': 0.38, 'eval_batch': 100, 'loss': 0.4, 'learning_rate': 1e-4,
@@ -164,9 +185,11 @@ def test_trainings_of_other_flags_of_learning_are_rows_of_their_own_and_show_wha
     longer = LEARNED | {'trained_batches': 200, 'eval_loss': 0.37, 'date': '2026-01-01'}
     measured = {'measure_batches': 20, 'learning_rate': 1e-2, 'loss': 9.0}  # which learns nothing
     text = printed(write(longer, LEARNED, better, measured, measured | {'learning_rate': 1e-1}))
-    assert sorted(columns(tables(text)[0], 'learning_rate', 'eval loss', 'loss', 'batches')) == [
-        ('', '', '', ''), ('0.0001', '0.3700', '0.400', '200'), ('0.0001', '0.3800', '0.400', '100'),
-        ('0.001', '0.2900', '0.300', '100')]
+    learned = [(row['text'].partition(',')[0], *columns([row], 'eval loss', 'loss', 'batches')[0])
+               for row in tables(text)[0]]
+    assert sorted(learned)[1:] == [
+        ('learning rate 0.0001', '0.3700', '0.400', '200'), ('learning rate 0.0001', '0.3800', '0.400', '100'),
+        ('learning rate 0.001', '0.2900', '0.300', '100')]
 
     # one that was recorded before --lr_final was there had its default, 0.0
     older = LEARNED | {'command': 'benchmark.py'}
@@ -182,29 +205,28 @@ def test_losses_of_other_latents_are_ranked_and_drawn_apart_and_the_best_come_fi
     figure = drawn(path, '--learned', 'learned.png')
     assert [axes.get_title() for axes in figure.axes] == ['pretrained', 'no pretrained']
     text = printed(path, '--learned', 'learned.png')
-    assert columns(tables(text)[0], 'pretrained', 'eval loss') == [
-        ('no', '0.2500'), ('yes', '0.6000'), ('yes', '0.7000')]
+    assert [('pretrained' in row['text'], row['eval loss']) for row in tables(text)[0]] == [
+        (False, '0.2500'), (True, '0.6000'), (True, '0.7000')]
     assert 'evaluated after different batches' in text
 
 
 def test_a_training_that_was_resumed_is_one_row_up_to_its_end(printed, write):
     """Stopped at batch 29, done at 60, and extended to 80 in too few batches for a speed."""
-    run = LEARNED | {'save_folder': 'runs/a', 'max_duration': '60ba', 'first_batch': 0}
+    run = LEARNED | {'training_id': 'a', 'max_duration': '60ba', 'first_batch': 0}
     first = run | {'status': 'interrupted', 'trained_batches': 29, 'eval_loss': 0.7, 'evaluations': [[20, 0.7]]}
-    unevaluated = first | {'eval_loss': None, 'eval_batch': None, 'evaluations': [], 'eval_held_out': None}
     second = run | {'first_batch': 29, 'trained_batches': 60, 'eval_loss': 0.6, 'eval_batch': 60,
-                    'evaluations': [[40, 0.65], [60, 0.6]]}
-    third = run | {'max_duration': '80ba', 'first_batch': 60, 'trained_batches': 80, 'eval_loss': None,
-                   'eval_batch': None, 'evaluations': [], 'measured_batches': 5, 'images_per_sec': 1.0}
-    other = run | {'save_folder': 'runs/b', 'learning_rate': 1e-3, 'trained_batches': 60}
-    again = run | {'trained_batches': 60, 'date': '2026-01-02'}  # in the same folder, emptied
+                    'evaluations': [[20, 0.7], [40, 0.65], [60, 0.6]]}
+    third = second | {'max_duration': '80ba', 'first_batch': 60, 'trained_batches': 80, 'measured_batches': 5,
+                      'images_per_sec': 1.0}
+    other = run | {'training_id': 'b', 'learning_rate': 1e-3, 'trained_batches': 60}
+    again = run | {'training_id': None, 'trained_batches': 60, 'date': '2026-01-02'}  # a record of an older version
+    others = [FORECAST | FLAGS | {'save_folder': 'runs/a'}, LOADER | FLAGS]  # whatever else has its flags
     for flags in ([], ['--compare']):
         text = printed(write(first, other, second, third, again), *flags)
-        assert columns(tables(text)[0], 'learning_rate', 'max_duration', 'batches', 'eval loss', 'eval batch') == [
-            ('0.0001', '80ba', '80', '0.6000', '60'), ('0.001', '60ba', '60', '0.3800', '100'),
-            ('0.0001', '60ba', '60', '0.3800', '100')]
-    [row] = tables(printed(write(unevaluated, second | {'eval_held_out': False})))[0]  # which a run says that evaluated
-    assert columns([row], 'batches', 'eval loss') == [('60', '0.6000')]
+        assert columns(tables(text)[0], 'batches', 'eval loss', 'eval batch') == [
+            ('80', '0.6000', '60'), ('60', '0.3800', '100'), ('60', '0.3800', '100')]
+    text = printed(write(first, *others, second))
+    assert [row['batches'] for row in tables(text)[0]].count('60') == 1 and len(tables(text)[0]) == 3
     [table] = tables(printed(write(first, second, third | {'num_devices': 16, 'measured_batches': 20})))
     assert columns(table, 'GPUs', 'images/s', 'batches') == [('8', '800.0', '80'), ('16', '1.00', '80')]
 
@@ -212,8 +234,25 @@ def test_a_training_that_was_resumed_is_one_row_up_to_its_end(printed, write):
 def test_a_loss_that_is_not_known_to_be_of_held_out_samples_is_compared_with_no_other(printed, write):
     doubtful = LEARNED | {'eval_loss': 0.1, 'eval_held_out': False}
     text = printed(write(LEARNED | {'eval_held_out': True}, doubtful))
-    assert sorted(columns(tables(text)[0], 'eval_remote', 'eval loss')) == [
-        ('held-out', '0.3800'), ('held-out (not known to be held out)', '0.1000')]
+    assert sorted((row['text'], row['eval loss']) for row in tables(text)[0]) == [
+        ('eval remote held-out', '0.3800'), ('eval remote held-out (not known to be held out)', '0.1000')]
+
+
+def test_no_table_is_wider_than_120_characters_and_each_setting_and_note_is_there(printed, write):
+    text = printed(*sorted((ROOT / 'results').glob('*.jsonl')), '--days', 3)
+    [table] = tables(text)
+    assert max(map(len, text.splitlines())) <= 120
+    for words, speed in (('original.txt, batch of 64', '28.2'), ('fastest.txt, batch of 100, microbatch 50', '98.0'),
+                         ('original.txt, batch of 64; images/s not reliable: speed changed by -11.3%', '20.5')):
+        assert words in [row['text'] for row in table if row['images/s'] == speed]
+    learned = LEARNED | {'data_wait_fraction': 0.1, 'peak_memory_gib': 70.0, 'mfu': 0.3, 'eval_samples': 300}
+    text = printed(write(learned, learned | {'device': 'B200', 'lr_warmup': '10000ba', 'weight_decay': 0.01,
+                                             'load_weights': 's3://a-bucket/with/a/long/name/and/more/of/it'}))
+    assert max(map(len, text.splitlines())) <= 120
+    [table] = tables(text)
+    assert table[1]['text'].endswith('lr warmup 10000ba, weight decay 0.01, load weights s3://a-bucket/with/a/long/name/and/'
+                                     'more/of/it')
+    assert table[1]['eval loss'] == '0.3800' and table[1]['of the peak'] == '30.0 %'
 
 
 def test_what_a_stranger_wrote_into_a_record_stays_text_in_a_cell(printed, write):
@@ -252,19 +291,19 @@ def test_compare_has_a_row_a_training_what_differs_and_the_speed_over_the_first_
             {'compile': True, 'image_size': 256, 'images_per_sec': 3000.0}]
     text = printed(write(LOADER, *(same | run for run in runs), ENCODE), '--compare')
     [table] = tables(text)
-    assert columns(table, 'run', 'compile', 'image_size', 'date', 'git_commit', 'over the first') == [
-        ('1', 'no', '512', '2026-11-20 10:00:00', 'aaaaaaaa', '1.00 x'),
-        ('2', 'yes', '512', '2026-11-21 10:00:00', 'bbbbbbbb', '1.25 x'),
-        ('3', 'yes', '512', '2026-11-22 10:00:00', 'bbbbbbbb-dirty', '1.00 x'), ('4', 'yes', '256', '', '', '1.00 x')]
-    assert 'use_ema' not in table[0]
-    assert 'use_ema yes' in text.split('\n\n')[1]
+    assert columns(table, 'run', 'text', 'date', 'over the first') == [
+        ('1', '512 pixels, commit aaaaaaaa', '2026-11-20 10:00:00', '1.00 x'),
+        ('2', '512 pixels, compile, commit bbbbbbbb', '2026-11-21 10:00:00', '1.25 x'),
+        ('3', '512 pixels, compile, commit bbbbbbbb-dirty', '2026-11-22 10:00:00', '1.00 x'),
+        ('4', '256 pixels, compile', '', '1.00 x')]
+    assert 'use_ema yes' in ' '.join(text.partition('All rows: ')[2].split())
     assert 'cudnn_benchmark' not in text
 
 
 def test_a_cpu_has_no_gpu_hours_loaders_and_encodings_no_days_and_tiny_those_asked_for(printed, write):
     [table] = tables(printed(write({}, CPU, LOADER, ENCODE)))
-    assert columns(table, 'stage', 'images/s', 'days', 'GPU-hours', 'cost') == [
-        ('train', '800.0', '41.48', '7,964', '$15,929'), ('train', '8.00', '4,148.15', '', ''),
+    assert columns(table, 'settings', 'images/s', 'days', 'GPU-hours', 'cost') == [
+        ('', '800.0', '41.48', '7,964', '$15,929'), ('', '8.00', '4,148.15', '', ''),
         ('loader', '32,000.0', '', '', ''), ('encode', '4,000.0', '', '', '')]
     text = printed(write({'model_name': 'tiny'}))
     assert 'days' not in tables(text)[0][0]
@@ -351,7 +390,8 @@ def test_what_was_measured_and_forecast_alike_corrects_the_forecasts_that_are_co
     corrected = [row for table in tables(text) for row in table]  # the cheapest first
     assert columns(plain, 'train 256', 'train 512') == [('7 h 30 min', '1.00 days'), ('7 h 30 min', '1.00 days')]
     assert columns(corrected, 'train 256', 'train 512') == [('7 h 30 min', '1.00 days'), ('8 h 49 min', '1.11 days')]
-    assert 'compile: 0.85 times, by 8 x H200 on latents at 512 px and 8 x H200 on images at 512 px. Whether' in text
+    assert ('Forecasts for the H200 (compiled) are multiplied by 0.85, as measured on 8 x H200 on latents at 512 px '
+            'and 8 x H200 on images at 512 px.') in ' '.join(text.split())
     assert 'forecast of train 256, corrected.' in text
 
 
@@ -377,7 +417,7 @@ def test_a_measurement_corrects_trainings_over_its_network_or_those_of_one_machi
     assert 'forecast of encode 256, corrected, forecast of train 512 and train 256, not tested' in text
     days, text = days_of(two)
     assert days == [[('1.00 days', '1.00 days')], [('12 h 0 min', '1.00 days')]]
-    assert 'compile, 100 Gbit/s: 0.50 times, by 16 x H200 on latents at 512 px' in text
+    assert '(compiled, over 100 Gbit/s network) are multiplied by 0.50, as measured on 16 x H200 on latents' in text
     assert days_of(two | {'network_gbits': 50})[0][1] == [('12 h 0 min', '12 h 0 min')]
     assert days_of(one | {'network_gbits': 50})[0][0] == [('2.00 days', '2.00 days')]  # where none is used
 
@@ -413,8 +453,12 @@ def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
     plan = [FORECAST | {'batch_size': 2048} | at for at in ({}, AT_256)]
     smoke = {'batch_size': 512, 'model_name': 'sd2'}
     compiled = [record | {'compile': True} for record in plan]
-    assert left_out(*plan, smoke) == '8 x H200, measured, no speed at 256 px'
-    assert left_out(*compiled, smoke, FORECAST | smoke) == '8 x H200, measured and forecast, no speed at 256 px'
+    assert left_out(*plan, smoke) == ''
+    text = ' '.join(printed(write(*plan, smoke), *SIZES).split())
+    assert '8 x H200 at 512 px was measured, but corrects no plan' in text
+    assert ('python benchmark.py --dry_run 8 --gpu H200 --batch_size 512 --model_name sd2 --results '
+            'forecasts.jsonl') in text
+    assert left_out(*compiled, smoke, FORECAST | smoke) == '8 x H200, measured not compiled, as no plan on this GPU is'
     assert left_out(*plan, smoke, FORECAST | smoke) == ''
 
 
@@ -456,8 +500,8 @@ def test_forecasts_are_planned_and_priced_by_card_and_say_their_range(printed, w
                      ('NVIDIA H200', 256, 4000.0, 3200.0, 5000.0), ('NVIDIA H200', 512, 1000.0, 800.0, 1250.0),
                      ('NVIDIA B200', 256, 8000.0, None, None), ('NVIDIA B200', 512, 2000.0, 1600.0, 2500.0))]
     [rows] = tables(printed(path := write(*forecasts), '--days', '3'))
-    assert ('1,000.0', '259,200,000', 'forecast: 800 to 1,250 images/s') in columns(
-        rows, 'images/s', 'images in --days', 'notes')
+    assert ('1,000.0', '259,200,000', '512 pixels; forecast: 800 to 1,250 images/s') in columns(
+        rows, 'images/s', 'images in --days', 'text')
     text = printed(path, '--phase', '345600000@256', '--phase', '86400000@512', '--dollars_per_gpu_hour', '2', 'B200=5')
     assert columns(tables(text)[0], 'GPUs', 'cost') == [
         ('8 x H200', '$768'), ('8 x B200', '$960')]  # 2 days of 8 GPUs at $2, and 1 day at $5
@@ -489,6 +533,14 @@ def test_the_csv_is_read_as_the_records_were(tmp_path, printed, write):
         printed(table)
 
 
+def test_a_csv_may_have_semicolons_and_an_evaluation_without_scores_is_read_again(tmp_path, printed, write):
+    (tmp_path / 'x.csv').write_text('device;num_devices;image_size;images_per_sec\nH200;8;512;800\n')
+    assert tables(printed(tmp_path / 'x.csv'))[0][0]['images/s'] == '800.0'
+    unscored = EVALUATION | {'scores': [{'guidance': 7.5, 'fid': None, 'clip_score': None}]}
+    printed(write(unscored), '--csv', tmp_path / 'y.csv')
+    assert tables(printed(tmp_path / 'y.csv'))[0][0]['guidance'] == '7.50'
+
+
 def test_a_csv_that_a_spreadsheet_has_saved_again_is_of_the_same_runs(tmp_path, printed, write):
     run = {'use_ema': True, 'extrapolated': 0, 'batch_size': 2048, 'measured_batches': 20}
     path = write(run, run | {'num_devices': 16, 'loss': math.nan})
@@ -508,14 +560,28 @@ def test_what_the_program_chose_is_no_setting_and_of_forecasts_the_newest_counts
             for n, size in ((1, 64), (8, 32), (16, 16)) for device in ('NVIDIA H200', 'NVIDIA B200')]
     newer = runs[-1] | {'date': '2026-01-01', 'images_per_sec': 720.0}
     [chosen] = tables(printed(write(*({'num_devices': n, 'num_workers': n} for n in (1, 2)))))
-    assert columns(chosen, 'num_workers') == [('1',), ('2',)]
+    assert columns(chosen, 'settings') == [('num workers 1',), ('num workers 2',)]
     text = printed(path := write(newer, *runs))
     assert columns(tables(text)[0], 'device', 'GPUs', 'efficiency', 'microbatch') == [
-        ('NVIDIA B200', '1', '100.0 %', '64'), ('NVIDIA B200', '8', '100.0 %', '32'),
-        ('NVIDIA B200', '16', '50.0 %', '16'), ('NVIDIA H200', '1', '100.0 %', '64'),
-        ('NVIDIA H200', '8', '100.0 %', '32'), ('NVIDIA H200', '16', '100.0 %', '16')]
+        ('B200', '1', '100.0 %', '64'), ('B200', '8', '100.0 %', '32'), ('B200', '16', '50.0 %', '16'),
+        ('H200', '1', '100.0 %', '64'), ('H200', '8', '100.0 %', '32'), ('H200', '16', '100.0 %', '16')]
     assert 'a GPU-hour $5 for B200, $3 for H200 (of the records; --dollars_per_gpu_hour gives others)' in text
     assert 'Costs: $9 a GPU-hour (--dollars_per_gpu_hour).' in printed(path, '--dollars_per_gpu_hour', 9)
+
+
+def test_a_gpu_that_no_document_describes_has_the_price_of_its_own_name(write, capfd):
+    path = write({'device': 'NVIDIA H800'}, {'device': 'NVIDIA A100-SXM4-80GB MIG 3g.40gb'})
+    prices = ('--dollars_per_gpu_hour', 'H800=3', 'A100-SXM4-80GB MIG 3g.40gb=1', 'A100=9')
+    report.main([path, *prices])
+    assert 'a GPU-hour $3 for H800, $1 for A100 80GB MIG 3g.40gb' in capfd.readouterr().out
+    line = one_error_line([path, '--dollars_per_gpu_hour', 'H80=3'], capfd, report.main)
+    assert '--dollars_per_gpu_hour H80=3: H80 is no GPU that is known here; did you mean' in line
+
+
+def test_one_price_for_several_gpus_is_said_to_rank_them_by_speed(printed, write):
+    path = write({}, {'device': 'NVIDIA B200'})
+    assert 'With one price for every GPU' in printed(path)
+    assert 'With one price for every GPU' not in printed(path, '--dollars_per_gpu_hour', 'H200=3', 'B200=5')
 
 
 @pytest.mark.parametrize('records, argv, reason', [
@@ -524,10 +590,10 @@ def test_what_the_program_chose_is_no_setting_and_of_forecasts_the_newest_counts
     ([{}, {'num_devices': 0}], [], 'records.jsonl:2: not a record: num_devices 0 is not a positive number'),
     ([{}, {'loss': math.inf}], [], 'records.jsonl:2: not a record: loss inf is not a finite number'),
     ([{}, {'date': '20/11/2026'}], [], "records.jsonl:2: not a record: Invalid isoformat string: '20/11/2026'"),
-    ([{}, {'stage': 'evaluate', 'scores': [{'guidance': 1}]}], [], 'records.jsonl:2: not a record: '),
-    ([{}, {}, {'num_devices': 16}], ['--extrapolate', '64'], 'trainings of one setting on three numbers of GPUs'),
-    ([{}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}], ['--extrapolate', '64'], 'reliable trainings'),
-    ([{'drift': 0.5}], ['--phase', '1@512'], 'no number of devices has reliable records'),
+    ([{}, {'stage': 'evaluate', 'scores': [{'fid': 1}]}], [], 'records.jsonl:2: not a record: '),
+    ([{}, {}, {'num_devices': 16}], ['--extrapolate', '64'], 'measurements of one setting on three GPU counts'),
+    ([{}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}], ['--extrapolate', '64'], 'reliable measurements'),
+    ([{'drift': 0.5}], ['--phase', '1@512'], 'no GPU count has reliable records'),
     ([{}, {'image_size': 256, 'num_nodes': 2}], ['--phase', '1@256', '--phase', '1@512'], 'at 256 and 512 px'),
     ([EVALUATION | {'images_seen': None, 'scores': [{'guidance': 2, 'fid': 7.0, 'clip_score': None}]}],
      ['--quality', 'quality.png'], 'no evaluation has both scores')])
@@ -588,7 +654,7 @@ def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measu
                                        'images_per_sec_least': None})
     [axes] = drawn(original, path, '--figure', 'days.png').axes
     assert (axes.get_xscale(), axes.get_yscale()) == ('log', 'log')
-    assert legend(axes)[:2] == ['A100 40GB', 'H100 80GB, forecast']
+    assert legend(axes)[:2] == ['A100 40GB, original program, microbatch 4', 'H100 80GB, forecast']
     drawn_lines = [line for line in axes.lines if len(line.get_xdata())]
     filled = [line for line in drawn_lines if line.get_marker() == 'o' and line.get_markerfacecolor() != 'white']
     hollow = [line for line in drawn_lines if line.get_marker() == 'o' and line.get_markerfacecolor() == 'white']
@@ -601,13 +667,25 @@ def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measu
     assert ideal.get_ydata()[[0, -1]] == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
 
 
+def test_extrapolated_points_where_a_run_failed_or_was_not_reliable_are_marked(drawn, write):
+    runs = [{'num_devices': n, 'images_per_sec': 100.0 * n} for n in (8, 16, 32)]
+    doubtful = [{'num_devices': 64, 'drift': 0.5}, {'num_devices': 128, 'status': 'failed', 'images_per_sec': None}]
+    [axes] = drawn(write(*runs, *doubtful), '--extrapolate', 64, 128, 256, '--figure', 'days.png').axes
+    crosses = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == 'x' and len(line.get_xdata())]
+    assert crosses == [64, 128]
+    assert 'a run here failed or was not reliable' in legend(axes)
+    [axes] = drawn(write(*runs), '--figure', 'days.png').axes
+    assert 'a run here failed or was not reliable' not in legend(axes)
+
+
 def test_no_two_lines_of_days_have_one_name_or_color_or_two_points_at_one_number_of_gpus(drawn, write):
     runs = [{'num_devices': n, 'num_nodes': nodes} for n, nodes in ((8, 1), (8, 2), (16, 2))]
     runs += [run | {'compile': True} for run in runs] + [{'attention': str(n)} for n in range(9)]
     [axes] = drawn(write(*runs), '--figure', 'days.png').axes
     lines = [line for line in axes.lines if line.get_linestyle() == '-' and len(line.get_xdata())]
     assert [list(line.get_xdata()) for line in lines] == [[8, 16]] * 2 + [[8]] * 9  # on the fewest machines
-    assert len({line.get_label() for line in lines}) == len({str(line.get_color()) for line in lines}) == 11
+    assert len({line.get_label() for line in lines}) == len({line.get_marker() for line in lines}) == 11
+    assert len({str(line.get_color()) for line in lines}) == 1  # of one GPU
 
 
 def test_the_picture_of_a_plan_has_a_bar_a_gpu_in_its_parts_hatched_as_they_were_forecast_or_corrected(drawn, write):
@@ -631,13 +709,15 @@ def test_the_picture_of_a_plan_has_a_bar_a_gpu_in_its_parts_hatched_as_they_were
 
 def test_the_picture_of_what_was_learned_has_a_line_a_run_over_images_and_over_dollars(drawn, write):
     """Stopped at batch 45, and gone on from 40 to 80 on other GPUs: 4.6 GPU-hours in all, at $3 each."""
-    run = LEARNED | {'save_folder': 'runs/a', 'batch_size': 1000, 'drift': 0.5}  # dollars follow from no speed
+    run = LEARNED | {'training_id': 'a', 'save_folder': 'runs/a', 'batch_size': 1000,
+                     'drift': 0.5}  # dollars follow from no speed
     stopped = run | {'status': 'interrupted', 'trained_batches': 45, 'gpu_hours': 1.8, 'evaluations': [
         [0, 0.5], [20_000, 0.45], [40_000, 0.4]]}
     resumed = run | {'num_devices': 16, 'first_batch': 40, 'trained_batches': 80, 'gpu_hours': 4.6,
-                     'evaluations': [[40_000, 0.41], [60_000, None], [80_000, 0.38]]}
-    faster = run | {'learning_rate': 1e-3, 'trained_batches': 40, 'gpu_hours': 1.0, 'evaluations': [[40_000, 0.35]]}
-    other = faster | {'save_folder': 'runs/b', 'evaluations': [[40_000, 0.36]]}
+                     'evaluations': [[0, 0.5], [20_000, 0.45], [40_000, 0.41], [60_000, None], [80_000, 0.38]]}
+    faster = run | {'training_id': 'b', 'learning_rate': 1e-3, 'trained_batches': 40, 'gpu_hours': 1.0,
+                    'evaluations': [[40_000, 0.35]]}
+    other = faster | {'training_id': 'c', 'save_folder': 'runs/b', 'evaluations': [[40_000, 0.36]]}
     path = write(stopped, resumed, faster, other)
     images, dollars = drawn(path, '--learned', 'learned.png', '--dollars_per_gpu_hour', 3).axes
     assert [line.get_xydata().tolist() for line in images.lines] == [
@@ -690,6 +770,15 @@ def test_plans_within_dollars_and_days_are_kept_or_the_nearest_is_named_with_wha
     latents = write({'encoders': 'text_in_loop', 'images_per_sec': 200})
     text = printed(latents, '--phase', '86400000@512', '--max_days', 6)
     assert '83% of 6 days, without encoding at 512 px.' in ' '.join(text.split())
+
+
+def test_a_plan_within_a_limit_says_what_its_range_and_which_fraction_of_the_forecast_mean_for_it(printed, write):
+    """4 days of 5, of which 1 is measured; the forecast 3 may be 6, and may be 4."""
+    forecast = FORECAST | {'images_per_sec': 1000, 'images_per_sec_least': 500, 'images_per_sec_most': 1500}
+    path = write(forecast, {'image_size': 256, 'images_per_sec': 1000, 'model_name': 'sd2'})
+    flags = ('--phase', '259200000@512', '--phase', '86400000@256', '--max_days', '5')
+    assert ('8 x H200, 80% of 5 days, 140% at the slow end of its range, so at least 0.75 of the forecast speed is '
+            'needed.') in ' '.join(printed(path, *flags).split())
 
 
 def test_the_one_plan_within_a_limit_says_by_which_setting_it_is_no_other(printed, write):

@@ -27,7 +27,8 @@ from sdbench.errors import UserError
 from sdbench.flags.train import SD2_BASE
 from sdbench.gpus import CARDS
 from sdbench.process import begin, one_line_errors
-from sdbench.records.summary import PLAN_COMMAND, forecast_command
+from sdbench.records.setup import forecast_command
+from sdbench.records.summary import PLAN_COMMAND
 from sdbench.records.versions import git_commit, package_versions
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import pandas as pd
 
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.records.figures import rounded
-from sdbench.records.read import words
+from sdbench.records.setup import text_of as words
 from sdbench.records.status import FORECAST, why_unreliable
 from sdbench.report.markdown import table_text
 

@@ -48,14 +48,14 @@ def known_gpu(text: str) -> str:
 
 
 def price(text: str) -> tuple[str | None, float]:
-    """Convert a price in dollars, such as 2.5, or NAME=PRICE for the GPUs that --gpu NAME picks, such as H100=2.5."""
+    """Convert a price in dollars, such as 2.5, or NAME=PRICE, such as H100=2.5, for the GPUs of that name."""
     name, is_named, dollars = text.rpartition('=')
     if not re.match('[0-9]', dollars):
         raise argparse.ArgumentTypeError(f'{text} is no price such as 2.5 or H100=2.5; leave out the $, which the '
                                          'shell takes for the name of a variable')
     if not is_named:
         return None, amount(text)
-    return known_gpu(name), amount(dollars)
+    return name, amount(dollars)
 
 
 def caption_weight(text: str) -> tuple[str, float]:

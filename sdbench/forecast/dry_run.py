@@ -11,16 +11,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from composer.utils import dist
-from tabulate import tabulate
 
 from sdbench.complete import complete
-from sdbench.costs import costs_in_words, days_to_train, gpu_hours, price_of
+from sdbench.costs import ONE_PRICE, costs_in_words, days_to_train, gpu_hours, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.train import ENCODERS, Train
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate
 from sdbench.gpus import GIB, NETWORK_SHARE, Card, cards_named, peak_of, short_name
-from sdbench.records.figures import WIDTH, rounded
+from sdbench.records.figures import WIDTH, days_in_words, rounded, table_of
 from sdbench.records.record import append_line, make_record
 from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
 
@@ -180,7 +179,7 @@ class Forecast(NamedTuple):
         if images:
             days = [days_to_train(speed, images) for speed in speeds]
             hours = [gpu_hours(speed, record['num_devices'], images) for speed in speeds]
-            cells['days'] = with_range(days)
+            cells['days'] = with_range(days, days_in_words)
             if first is not None:
                 cells['GPU-hours'] = with_range(hours)
             cells['dollars'] = with_range([each_hours * self.price for each_hours in hours])
@@ -250,6 +249,8 @@ def what_figures_mean(rows: list[Forecast]) -> list[str]:
             epochs = f' ({rounded(settings.training_images / settings.batch_size / settings.batches_per_epoch)} epochs)'
         sentences.append(f'Days and dollars: {settings.training_images:,} images{epochs}, {prices} '
                          '(--dollars_per_gpu_hour).')
+        if len({row.card.name for row in rows}) > 1 and len({row.price for row in rows}) == 1:
+            sentences.append(ONE_PRICE)
     sentences += network_sentences(rows)
     unknown = {short_name(row.card.name): None for row in rows if not row.has_speed}
     if unknown:
@@ -313,15 +314,15 @@ def memory_table(given: Estimate, card: Card) -> str:
     return aligned(rows)
 
 
-def with_range(figures: list[float]) -> str:
+def with_range(figures: list[float], text_of: Callable[[float], str] = rounded) -> str:
     """Return a figure, with its range in brackets where two bounds follow it, such as '70 (57 to 85)'."""
     figure, *bounds = figures
     if math.isnan(figure):  # no speed, or no price
         return '-'
     if not bounds:
-        return rounded(figure)
+        return text_of(figure)
     least, most = sorted(bounds)
-    return f'{rounded(figure)} ({rounded(least)} to {rounded(most)})'
+    return f'{text_of(figure)} ({text_of(least)} to {text_of(most)})'
 
 
 def filled(sentences: list[str]) -> str:
@@ -331,5 +332,5 @@ def filled(sentences: list[str]) -> str:
 
 def aligned(rows: list[dict]) -> str:
     """Return a table as text: the first column to the left, figures to the right."""
-    alignment = ['left', *['right'] * (len(rows[0]) - 1)]
-    return tabulate(rows, headers='keys', tablefmt='plain', disable_numparse=True, colalign=alignment)
+    rows = [{heading: str(value) for heading, value in row.items()} for row in rows]
+    return table_of(rows, [next(iter(rows[0]))], 'plain')

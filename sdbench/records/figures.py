@@ -7,8 +7,6 @@ import string
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tabulate import tabulate
-
 WIDTH = 120  # of a line, in characters
 
 
@@ -35,7 +33,7 @@ def days_in_words(days: float, unit: str = '') -> str:
 # The lines of all summaries, by heading: templates of keys of the record and of what the summary adds. A measurement
 # has each of these that it has values for, in this order.
 LINES = {
-    'images/s': '{images_per_sec:.4g} on {num_devices} x {device}, {images_per_sec_per_device:.4g} each',
+    'images/s': '{images_per_sec:r} on {num_devices} x {device}, {images_per_sec_per_device:r} each',
     'no speed': '{why_no_speed}',
     'batch': '{batch_seconds_median:.3g} s median of {measured_batches}, 10th to 90th percentile '
     '{batch_seconds_p10:.3g} to {batch_seconds_p90:.3g} s',
@@ -48,7 +46,7 @@ LINES = {
     'trained': 'up to batch {trained_batches:,}',
     'epochs': '{whole_epochs:,}',
     'resumed': 'after batch {resumed_after:,}',
-    'spent': '{gpu_hours:,.3g} GPU-hours, ${dollars:,.2f}',
+    'spent': '{gpu_hours:r} GPU-hours, ${dollars:,.2f}',
     'loss': '{loss:.3g}',
     'eval loss': '{eval_loss:.4g} on {eval_samples:,} samples of --eval_remote, after batch {eval_batch:,}',
     'drawings': 'in {drawings}',
@@ -60,13 +58,13 @@ LINES = {
     'next': '{next}',
     'for a plan': '{forecast_command}\n' + 16 * ' ' + '{plan_command}',
     # of a loader
-    'loader': '{loader_images_per_sec:.4g} images/s',
+    'loader': '{loader_images_per_sec:r} images/s',
     # of an encoding
-    'encoded': '{encoded}, {images_per_sec:,.4g} images/s',
+    'encoded': '{encoded}, {images_per_sec:r} images/s',
     'stored': '{stored}, {bytes_per_image:,.0f} bytes each',
     'skipped': '{skipped}',
     # of an evaluation
-    'drawn': '{samples_drawn:,} pictures, {images_per_sec:.4g} images/s',
+    'drawn': '{samples_drawn:,} pictures, {images_per_sec:r} images/s',
     'model': '{drawn_by}',
     'not scored': '{not_scored}',
 }
@@ -78,6 +76,13 @@ OF_AN_ENCODING = ('encoded', 'stored', 'caution', 'skipped', 'next')
 OF_AN_EVALUATION = ('drawn', 'model', 'not scored')  # and its scores and cautions
 
 
+class FigureFormatter(string.Formatter):
+    """Fills in templates. {figure:r} has one decimal, or three significant digits where these are more."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return rounded(value, 1) if format_spec == 'r' else super().format_field(value, format_spec)
+
+
 def summary_lines(headings: Iterable[str], values: dict[str, Any]) -> list[str]:
     """Return the lines of a summary. One is left out where a value of its template is missing, or None."""
     lines = []
@@ -85,22 +90,32 @@ def summary_lines(headings: Iterable[str], values: dict[str, Any]) -> list[str]:
         template = LINES[heading]
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
         if all(values.get(name) is not None for name in names):
-            lines.append(f'{heading:<15} {template.format_map(values)}')
+            lines.append(f'{heading:<15} {FigureFormatter().vformat(template, (), values)}')
     return lines
 
 
 def table_of(rows: Sequence[dict[str, str]], texts: Sequence[str], style: str = 'pipe') -> str:
-    """Return a table of cells. Columns of `texts` stand to the left, and one with nothing in it is left out.
+    """Return a table of cells. Columns of `texts` stand to the left, others to the right; an empty one is left out.
 
     Args:
         rows: of as many columns each.
         texts: headings of columns.
-        style: of tabulate: Markdown, or 'plain'.
+        style: 'pipe' for Markdown, or 'plain' for a terminal.
     """
     headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
-    cells = [[row[heading].replace('|', r'\|') for heading in headings] for row in rows]  # each a cell of its own
-    alignment = ['left' if heading in texts else 'right' for heading in headings]
-    return tabulate(cells, headings, style, disable_numparse=True, colalign=alignment)
+    columns = []
+    for heading in headings:
+        column = [heading, *(row[heading] for row in rows)]
+        if style == 'pipe':
+            column = [text.replace('|', r'\|') for text in column]  # each a cell of its own
+        width = max(map(len, column))
+        column = [text.ljust(width) if heading in texts else text.rjust(width) for text in column]
+        if style == 'pipe':
+            column.insert(1, ':'.ljust(width, '-') if heading in texts else ':'.rjust(width, '-'))
+        columns.append(column)
+    if style == 'plain':
+        return '\n'.join('  '.join(line).rstrip() for line in zip(*columns, strict=True))
+    return '\n'.join(f'| {" | ".join(line)} |' for line in zip(*columns, strict=True))
 
 
 class Column(NamedTuple):

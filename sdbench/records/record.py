@@ -15,7 +15,7 @@ from composer.utils.collect_env import get_cpu_model
 
 from sdbench.errors import DataError, redacted
 from sdbench.flags.train import DataLoading
-from sdbench.gpus import peak_of
+from sdbench.gpus import machines_for, peak_of
 from sdbench.records.versions import git_commit, package_versions
 
 
@@ -38,7 +38,7 @@ def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, A
         'device': torch.cuda.get_device_name() if on_gpu else processor_name(),
         'device_type': 'cuda' if on_gpu else 'cpu',
         'num_devices': dist.get_world_size(),
-        'num_nodes': dist.get_world_size() // dist.get_local_world_size(),
+        'num_nodes': machines_for(dist.get_world_size(), dist.get_local_world_size()),
         'versions': {'python': platform.python_version(), 'cuda': torch.version.cuda if on_gpu else None,
                      **package_versions()},
     }

@@ -8,9 +8,10 @@ from sdbench.costs import days_to_train, gpu_hours, price_of
 from sdbench.errors import plural
 from sdbench.flags.times import to_batches
 from sdbench.flags.train import Train
-from sdbench.gpus import CARDS
+from sdbench.gpus import peak_of
 from sdbench.paths import sibling_path
 from sdbench.records.figures import LINES, OF_A_TRAINING, OF_AN_EVALUATION, rounded, summary_lines, table_of
+from sdbench.records.setup import forecast_command
 from sdbench.records.status import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
@@ -67,21 +68,12 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
         price = price_of(record['device'], settings.dollars_per_gpu_hour)
 
         # the commands that set this measurement beside its forecast, for a card that has one
-        if record['device'] in CARDS:
+        if peak_of(record['device'], record.get('precision', 'fp32')) is not None:
             file = 'results.jsonl' if settings.results_file == '-' else settings.results_file
             notes['forecast_command'] = f'python {shlex.join(forecast_command(record, "plan.jsonl"))}'
             notes['plan_command'] = PLAN_COMMAND.format(f'plan.jsonl {shlex.quote(file)}')
         notes['full_cost'] = 'no price' if math.isnan(price) else f'${hours * price:,.0f}'
     return notes
-
-
-def forecast_command(record: dict, file: str) -> list[str]:
-    """Return the program and flags that append the forecast of a measured run to a file, at the same microbatch."""
-    devices = ['--dry_run', str(record['num_devices']), '--gpu', record['device']]
-    if record['num_nodes'] > 1:
-        devices += ['--gpus_per_node', str(record['num_devices'] // record['num_nodes'])]
-    return [*shlex.split(record['command']), *devices, '--device_train_microbatch_size',
-            str(record['device_train_microbatch_size']), '--results', file]
 
 
 def evaluation_summary(record: dict) -> str:

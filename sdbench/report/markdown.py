@@ -1,16 +1,37 @@
-"""Write rows as a Markdown table: a column for what they differ in, and below it what they agree in."""
+"""Write rows as Markdown tables of at most 120 columns: one column in words for the settings in which rows differ.
+
+What all rows agree in stands below the tables.
+"""
+import functools
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 import pandas as pd
 
+from sdbench.flags.parser import build_parser
+from sdbench.flags.train import Train
+from sdbench.gpus import short_name
 from sdbench.records.figures import COLUMNS, WIDTH, cell, table_of
+from sdbench.records.setup import DEFAULTS, SETTINGS, text_of
 
+RECIPES = Path(__file__).parents[2] / 'recipes'
+NAMED_RECIPES = ('fastest.txt', 'original.txt')
 # How a sentence or a legend writes a setting, where its name and its value are not enough
-IN_WORDS = {'device': '{}', 'device_train_microbatch_size': 'microbatch {}', 'image_size': '{} pixels',
+IN_WORDS = {'stage': '{}', 'device': '{}', 'device_train_microbatch_size': 'microbatch {}', 'image_size': '{} pixels',
             'input': 'on {}', 'model_name': '{}', 'batch_size': 'batch of {}', 'use_ema': 'EMA', 'model': '{}',
             'weights': '{}', 'guidance': 'guidance {:g}', 'trained_batches': 'batch {:,.0f}',
-            'num_nodes': 'machines {}', 'network_gbits': '{} Gbit/s', 'save_folder': 'in {}'}
+            'num_nodes': '{} machines', 'network': '{}', 'program': '{}', 'save_folder': 'in {}',
+            'git_commit': 'commit {}'}
+USUAL = {'stage': 'train', 'input': 'images', 'precision': 'amp_bf16', 'encoder_precision': 'bf16'}
+TEXTS = ('run', 'device', 'settings', 'date', 'notes')  # columns of text, which stand to the left
+# The figures of a table that would be too wide are split by subject.
+SUBJECTS = [
+    ('images_per_sec', 'images_per_sec_per_device', 'scaling_efficiency', 'speed_over_first', 'days',
+     'total_gpu_hours', 'cost_usd', 'images_in_days', 'notes'),
+    ('data_wait_fraction', 'microbatch', 'peak_memory_gib', 'mfu'),
+    ('eval_loss', 'eval_batch', 'eval_samples', 'loss', 'trained_batches'),
+]
 
 
 def differing(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
@@ -23,18 +44,57 @@ def differing(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     return [key for key in keys if in_a_stage[key] > 1 or stated[key] > 1]
 
 
-def settings_in_words(row: pd.Series, keys: Sequence[str]) -> str:
-    """Return the settings of a row that it states, of these keys, such as 'on latents, microbatch 4, no compile'."""
-    settings = []
+@functools.cache
+def settings_of_recipes() -> dict[str, dict[str, str]]:
+    """Return the settings, as text, that each named recipe gives."""
+    settings = {}
+    for name in NAMED_RECIPES:
+        given = vars(build_parser(Train, '', 'benchmark.py').parse_args([f'@{RECIPES / name}']))
+        settings[name] = {key: text_of(value) for key, value in given.items() if key in SETTINGS}
+    return settings
+
+
+def recipe_of(row: pd.Series) -> str | None:
+    """Return the named recipe whose settings a row has; None if it has those of none."""
+    for name, settings in settings_of_recipes().items():
+        if all(row.get(key) == value for key, value in settings.items()):
+            return name
+    return None
+
+
+def usual_value(row: pd.Series, key: str) -> str | None:
+    """Return the value of a setting that needs no mention: that of a run on GPUs by default. None where it has none."""
+    if key == 'channels_last':
+        return text_of(row['compile'] not in ('', 'no'))
+    default = USUAL.get(key, DEFAULTS.get(key))
+    return text_of(default) if isinstance(default, (bool, str)) else None  # a number is always told
+
+
+def settings_in_words(row: pd.Series, keys: Sequence[str], with_defaults: bool = True) -> str:
+    """Return those settings of a row that it states, such as 'on latents, microbatch 4, no compile'.
+
+    Args:
+        row: of a report.
+        keys: of the settings.
+        with_defaults: whether what has its usual value is named. Without it, a recipe stands for its settings.
+    """
+    words = []
+    keys = list(keys)
+    recipe = None if with_defaults else recipe_of(row)
+    if recipe and set(keys) & set(settings_of_recipes()[recipe]):
+        words.append(recipe)
+        keys = [key for key in keys if key not in settings_of_recipes()[recipe]]
     for key in keys:
         value = row[key]
         name = key.replace('_', ' ')
+        if value == usual_value(row, key) and not with_defaults:
+            continue
         if value in ('yes', 'no'):
             name = IN_WORDS.get(key, name)
-            settings.append(name if value == 'yes' else f'no {name}')
+            words.append(name if value == 'yes' else f'no {name}')
         elif value != '' and pd.notna(value):
-            settings.append(IN_WORDS.get(key, f'{name} {{}}').format(value))
-    return ', '.join(settings)
+            words.append(IN_WORDS.get(key, f'{name} {{}}').format(value))
+    return ', '.join(words)
 
 
 def names_of_lines(firsts: pd.DataFrame, keys: Sequence[str], apart: str = 'stage') -> list[str]:
@@ -66,18 +126,74 @@ def in_common(rows: pd.DataFrame, keys: Sequence[str]) -> str:
     return textwrap.fill(f'All rows: {", ".join(settings)}', WIDTH) if settings else ''
 
 
-def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> str:
-    """Return an aligned Markdown table: those of its keys that rows differ in, the figures and the notes."""
-    device = 'GPU'
-    if 'on_cpu' in rows and rows['on_cpu'].any():
-        device = 'device'
-    settings = differing(rows, keys)
-    cells = rows[settings].copy()
-    for key, column in COLUMNS.items():
+def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
+    """Return Markdown tables of rows: the settings of `keys` in which they differ, their figures and notes."""
+    cells = labels_of(rows, keys)
+    device = 'device' if 'on_cpu' in rows and rows['on_cpu'].any() else 'GPU'
+    headings = {key: column.heading.format(device) for key, column in COLUMNS.items()}
+    for key, heading in headings.items():
         if key in rows:
-            cells[column.heading.format(device)] = [cell(key, value) for value in rows[key]]
+            cells[heading] = [cell(key, value) for value in rows[key]]
     cells['notes'] = rows['notes']
-    return table_text(cells, [*settings, 'notes'])
+
+    # one table, or one for each subject, which repeats the labels
+    labels = [heading for heading in cells if heading in TEXTS[:-1] or heading == headings['num_devices']]
+    subjects = [[*labels, *(headings.get(key, key) for key in keys_of_subject)] for keys_of_subject in SUBJECTS]
+    return fitting_tables(cells, subjects)
+
+
+def labels_of(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Return the columns that say which run a row is: run, device and date where there are several, and settings."""
+    keys = differing(rows, keys)
+    labels = pd.DataFrame(index=rows.index)
+    if 'run' in keys:
+        labels['run'] = rows['run']
+    if 'device' in keys:
+        labels['device'] = rows['device'].map(short_name)
+    others = [key for key in keys if key not in TEXTS]
+    for with_defaults in (False, True):
+        labels['settings'] = [settings_in_words(row, others, with_defaults) for _, row in rows.iterrows()]
+        is_other = rows[keys].apply(tuple, axis='columns') if keys else pd.Series('', rows.index)
+        if is_other.groupby(labels.apply(tuple, axis='columns')).nunique().max() == 1:
+            break  # no two settings have the same words
+    if 'date' in keys:
+        labels['date'] = rows['date']
+    return labels
+
+
+def fitting_tables(cells: pd.DataFrame, subjects: Sequence[Sequence[str]]) -> list[str]:
+    """Return cells as Markdown tables of at most WIDTH columns, and lines below them for the text that has no room.
+
+    It is one table where that fits, or else one for each of `subjects`, which are lists of columns. While one is still
+    too wide, the rows are numbered, and the widest column of text moves below the tables.
+    """
+    whole = table_text(cells, TEXTS)
+    if width_of(whole) <= WIDTH:
+        return [whole]
+    moved = []
+    while True:
+        tables = []
+        for subject in subjects:
+            part = cells[[heading for heading in cells if heading in ('run', *subject)]]
+            if (part.drop(columns=[*TEXTS, 'GPUs', 'devices'], errors='ignore') != '').any(axis=None):
+                tables.append(table_text(part, TEXTS))
+        movable = [heading for heading in cells if heading in TEXTS and heading != 'run']
+        if not movable or max(map(width_of, tables)) <= WIDTH:
+            break
+        widest = max(movable, key=lambda heading: cells[heading].str.len().max())
+        moved.append(cells.pop(widest))
+        if 'run' not in cells:
+            cells.insert(0, 'run', [str(number) for number in range(1, len(cells) + 1)])
+    lines = []
+    for number, texts in enumerate(zip(*moved, strict=True), start=1):
+        if any(texts):
+            lines.append(textwrap.fill(f'{number}: {"; ".join(filter(None, texts))}', WIDTH, subsequent_indent='   '))
+    return [*tables, '\n'.join(lines)] if lines else tables
+
+
+def width_of(table: str) -> int:
+    """Return the characters of the longest line of a table."""
+    return max(map(len, table.splitlines()))
 
 
 def table_text(cells: pd.DataFrame, texts: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ matplotlib is imported only when there is something to draw.
 """
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,13 +15,15 @@ from sdbench.costs import Prices, days_to_train, price_of
 from sdbench.errors import UserError
 from sdbench.gpus import short_name
 from sdbench.records.figures import cell
-from sdbench.records.read import EVALUATED, EXTRAPOLATED, MEASURED, OF_LOSSES, SETTINGS, VERSIONS
+from sdbench.records.read import EVALUATED, EXTRAPOLATED, MEASURED, OF_LOSSES, WITH_FIGURES
+from sdbench.records.setup import SETTINGS, VERSIONS
 from sdbench.records.status import FORECAST
-from sdbench.report.markdown import differing, names_of_lines, settings_in_words
+from sdbench.report.markdown import differing, names_of_lines, settings_in_words, settings_of_recipes
 from sdbench.report.plans import CORRECTED
 from sdbench.report.speeds import one_of_each_number
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
+MARKERS = 'os^Dv<>ph*P'
 LINE_INCHES = 0.2  # of text
 CAPTION_CHARACTERS = 130
 TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen', 'loss': 'eval loss',
@@ -34,20 +37,21 @@ PANEL_CHARACTERS = 60  # of a line of text above or below a panel
 def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     """Write a picture of days over the number of GPUs, both logarithmic, with a line for each setting.
 
-    Points that were measured are filled. Those that were extrapolated or forecast are hollow, a forecast with its
-    range where it is known. A dashed line shows what each setting would reach if its speed grew as its GPUs do.
+    Each GPU model has one color. Points that were measured are filled. Those that were extrapolated or forecast are
+    hollow, a forecast with its range where it is known. A cross marks GPUs on which a run failed or was not reliable. A
+    dashed line shows what each setting would reach if its speed grew as its GPUs do.
 
     Args:
         path: of the picture, whose suffix is its format.
-        rows: the table of trainings; those without days are left out.
+        rows: the table of trainings; those without days are only marked.
         training_images: images of a training, which the days are for.
 
     Raises UserError if no row has days.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     # a line has one setting, of which a forecast has a line of its own
+    doubtful = rows[~rows['status'].isin(WITH_FIGURES)]
     rows = rows[rows['days'].notna()]
     if rows.empty:
         raise UserError(f'--figure {path}: no training in these records has days; of the model tiny, '
@@ -56,6 +60,7 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     rows = one_of_each_number(rows.sort_values('is_extrapolated', kind='stable'), ['is_forecast', 'setting'])
     rows['days'] = days_to_train(rows['images_per_sec'], training_images)
     lines = [points for _, points in rows.groupby(['is_forecast', 'setting'], sort=False)]
+    lines.sort(key=lambda points: -points['days'].iloc[0])  # the legend stands in the order of the lines
 
     # a figure with a caption
     same = [key for key in SETTINGS if rows[key].nunique() == 1 and rows[key].iloc[0] != 'no']
@@ -67,19 +72,70 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     axes = figure.subplots()
 
     # the lines, and what their marks mean
-    firsts = pd.DataFrame([points.iloc[0] for points in lines])
-    firsts['line_of'] = firsts['device'].map(short_name) + np.where(firsts['is_forecast'], ', forecast', '')
-    names = names_of_lines(firsts, [key for key in SETTINGS if key not in ('stage', 'device')], 'line_of')
-    for points, name, line_of, color in zip(lines, names, firsts['line_of'], colors_of(len(lines)), strict=True):
-        draw_line_of_days(axes, points, ', '.join(filter(None, [line_of, name])), color)
+    devices = list(dict.fromkeys(short_name(points['device'].iloc[0]) for points in lines))
+    color_of = dict(zip(devices, colors_of(len(devices)), strict=True))
+    drawn = Counter()  # lines of each GPU, which differ in their markers
+    for points, name in zip(lines, names_of_days(lines), strict=True):
+        device = short_name(points['device'].iloc[0])
+        draw_line_of_days(axes, points, name, color_of[device], MARKERS[drawn[device] % len(MARKERS)])
+        drawn[device] += 1
+        mark_doubtful(axes, points, doubtful, training_images)
     axes.plot([], [], 'o', color='black', label='measured')
     hollow = 'extrapolated, or forecast'
     if rows['images_per_sec_least'].notna().any():
         hollow += ' with its range'
     axes.plot([], [], 'o', color='black', markerfacecolor='white', label=hollow)
+    if doubtful['setting'].isin(rows['setting']).any():
+        axes.plot([], [], 'x', color='red', label='a run here failed or was not reliable')
     axes.plot([], [], '--', color='black', linewidth=0.8, label='ideal: twice the GPUs, half the days')
+    set_axes_of_days(axes, rows, training_images)
+    figure.savefig(path, dpi=160)
 
-    # both axes logarithmic, with a tick for each number of GPUs
+
+def names_of_days(lines: list[pd.DataFrame]) -> list[str]:
+    """Return a name for each line of days: the GPU, its program or recipe, settings, and whether it is a forecast.
+
+    Settings are those in which lines differ that state them, or where two lines would have the same name, all in which
+    lines differ. What all lines share is in no name.
+    """
+    firsts = pd.DataFrame([points.iloc[0] for points in lines])
+    differ = [key for key in differing(firsts, SETTINGS) if key not in ('stage', 'device')]
+    recipe_keys = {key for settings in settings_of_recipes().values() for key in settings}
+    stated = [key for key in differ if key in ('program', *recipe_keys)
+              or firsts[key].replace('', None).nunique() > 1]
+    names = []
+    for keys, with_defaults in ((stated, False), (differ, True)):
+        names = []
+        for _, first in firsts.iterrows():
+            parts = [short_name(first['device']), settings_in_words(first, keys, with_defaults)]
+            if first['is_forecast'] and not firsts['is_forecast'].all():
+                parts.append('forecast')
+            names.append(', '.join(filter(None, parts)))
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def mark_doubtful(axes: Any, points: pd.DataFrame, doubtful: pd.DataFrame, training_images: int) -> None:
+    """Mark on a line of measurements the GPU counts of runs that failed or were not reliable.
+
+    A count without a point gets one at the speed that was not reliable; one that failed without a speed has no place.
+    """
+    if points['is_forecast'].iloc[0]:
+        return
+    days_at = dict(zip(points['num_devices'], points['days'], strict=True))
+    for _, run in doubtful[doubtful['setting'] == points['setting'].iloc[0]].iterrows():
+        days = days_at.get(run['num_devices'])
+        if days is None and run['images_per_sec'] > 0:
+            days = days_to_train(run['images_per_sec'], training_images)
+        if days is not None:
+            axes.plot([run['num_devices']], [days], 'x', color='red', markersize=9, markeredgewidth=2, zorder=3)
+
+
+def set_axes_of_days(axes: Any, rows: pd.DataFrame, training_images: int) -> None:
+    """Make both axes logarithmic, with a tick for each GPU count, and put the legend beside them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
     counts = sorted(rows['num_devices'].unique())
     axes.set(xscale='log', yscale='log', xlabel='GPUs', ylabel=f'days for {training_images:,} images')
     axes.set_xticks(counts, counts)
@@ -90,10 +146,9 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     axes.grid(alpha=0.3)
     axes.spines[['top', 'right']].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc='center left', bbox_to_anchor=(1.01, 0.5))
-    figure.savefig(path, dpi=160)
 
 
-def draw_line_of_days(axes: Any, points: pd.DataFrame, label: str, color: str) -> None:
+def draw_line_of_days(axes: Any, points: pd.DataFrame, label: str, color: str, marker: str) -> None:
     """Draw the days of one setting with their ranges, and what they would be if the speed grew as the GPUs do."""
     gpus, days, speeds = points['num_devices'], points['days'], points['images_per_sec']
     ideal = days.iloc[0] * gpus.iloc[0] / gpus
@@ -102,8 +157,8 @@ def draw_line_of_days(axes: Any, points: pd.DataFrame, label: str, color: str) -
     # filled if measured, else hollow
     is_measured = points['status'] == MEASURED
     face = color if is_measured.any() else 'white'
-    axes.plot(gpus, days, 'o-', color=color, markerfacecolor=face, linewidth=1.2, label=label)
-    axes.plot(gpus[~is_measured], days[~is_measured], 'o', color=color, markerfacecolor='white')
+    axes.plot(gpus, days, f'{marker}-', color=color, markerfacecolor=face, linewidth=1.2, label=label)
+    axes.plot(gpus[~is_measured], days[~is_measured], marker, color=color, markerfacecolor='white')
 
     # days are in inverse proportion to the speed
     axes.vlines(gpus, days * speeds / points['images_per_sec_most'],

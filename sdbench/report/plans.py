@@ -1,9 +1,11 @@
 """Make the table of plans: what a training in phases takes, from the speed at the size of each.
 
-Records give speeds: measured before forecast, newest before older. What was measured and forecast alike corrects the
-other forecasts of its GPU over the same network, or on one machine.
+Records give speeds: measured before forecast, newest before older. A measurement with a forecast for the same setup
+corrects the other forecasts for its GPU over the same network, or on one machine.
 """
 import math
+import shlex
+import textwrap
 from typing import NamedTuple
 
 import pandas as pd
@@ -15,20 +17,19 @@ from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import SWITCHES
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.gpus import short_name
-from sdbench.records.figures import cell, days_in_words, rounded
-from sdbench.records.read import MEASURED, OF_SPEED, VERSIONS
+from sdbench.records.figures import WIDTH, cell, days_in_words, rounded
+from sdbench.records.read import MEASURED
+from sdbench.records.setup import SPEED_SETTINGS, VERSIONS, forecast_command
 from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
 from sdbench.report.markdown import differing, settings_in_words, table_text
 from sdbench.report.speeds import UNKNOWN
 
 # Settings that a plan has one of, whatever its phases, its data and its libraries are.
-PLANNED = [key for key in OF_SPEED if key not in (
+PLANNED = [key for key in SPEED_SETTINGS if key not in (
     'stage', 'image_size', 'device_train_microbatch_size', 'dataset', 'num_workers', *VERSIONS)]
 SAME_MODEL = ['device', 'model_name']
 SAME_SWITCHES = [key for key in PLANNED if key in SWITCHES]
-# A measurement and its forecast
-ALIKE = [*(key for key in PLANNED if key != 'network_gbits'), 'network', 'num_devices', 'num_nodes', 'image_size',
-         'microbatch']
+SAME_SETUP = [*PLANNED, 'num_devices', 'image_size', 'microbatch']  # a measurement and its forecast
 CORRECTED = 'forecast, corrected'  # status of a part of a plan, where a measurement corrects its forecast
 RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
 Corrections = dict[tuple[str, str, str], float]  # by GPU, --compile and network, what forecasts are multiplied by
@@ -69,9 +70,11 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     trained = trained[is_planned]
     phases = [(images or images_of_phase(trained, size), size) for images, size in settings.phase]
     sizes = [size for _, size in phases]
-    of_settings = trained.groupby([*PLANNED, 'num_devices', 'num_nodes'], sort=False)
+    of_settings = trained.groupby([*PLANNED, 'num_devices'], sort=False)
     planned = of_settings.filter(lambda runs: {*sizes} <= {*runs['image_size']})
-    corrections, sentences = corrections_of(trained, planned)
+    forecasts = planned[planned['status'] == FORECAST]
+    correctable = {*zip(forecasts['device'], forecasts['compile'], strict=True)}
+    corrections, sentences = find_corrections(trained, correctable)
 
     # the days: a plan for the runs of each setting on so many GPUs that have a speed for each phase
     plans = []
@@ -81,11 +84,13 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
         missing = [size for size in sizes if size not in {*runs['image_size']}]
         if not missing:
             plans.append(plan_row(runs, records, phases, settings, corrections))
-        elif MEASURED not in {*runs['status']} or correction_of(first, 'train', corrections) is None:
+        elif MEASURED not in {*runs['status']} or not correctable:
             statuses = ' and '.join(dict.fromkeys(runs['status']))
             left_out.append(f'{gpus_of(first)}, {statuses}, no speed at {" and ".join(missing)} px')
+        elif (first['device'], first['compile']) not in correctable:
+            left_out.append(f'{gpus_of(first)}, measured {how_compiled(first["compile"])}, as no plan on this GPU is')
     if not plans:
-        raise UserError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
+        raise UserError(f'--phase: no GPU count has reliable records of one setting at {" and ".join(sizes)} '
                         'px; measure or forecast each size with the same flags')
     plans = pd.DataFrame(plans).sort_values(['cost_usd', 'total_gpu_hours'], kind='stable', ignore_index=True)
     for key in differing(plans, [*PLANNED, 'num_nodes']):  # by which a reader of --csv tells them apart
@@ -108,10 +113,10 @@ def what_days_mean(plans: pd.DataFrame, settings: Report) -> list[str]:
                          '--save_interval.')
     if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
         sentences.append(NOT_IN_A_FORECAST)
-    networks = dict.fromkeys(filter(None, (network_of(plan) for _, plan in plans.iterrows())))
+    networks = dict.fromkeys(filter(None, plans['network']))
     if networks:
-        sentences.append(f'Several machines are taken to be joined by {" or ".join(networks)} (--network_gbits), as by '
-                         'RDMA; plain TCP carries half of its rate.')
+        sentences.append(f'Several machines are assumed to be joined by {" or ".join(networks)} (--network_gbits), as '
+                         'by RDMA; plain TCP carries half of that.')
     return sentences
 
 
@@ -146,31 +151,63 @@ def images_of_phase(trained: pd.DataFrame, size: str) -> int:
     raise UserError(f'--phase {size}: no training of this size has a --max_duration in batches; give IMAGES@{size}')
 
 
-def corrections_of(trained: pd.DataFrame, planned: pd.DataFrame) -> tuple[Corrections, list[str]]:
-    """Return what the forecasts of what is planned are to be multiplied by, and sentences that say so.
+def find_corrections(trained: pd.DataFrame, correctable: set[tuple[str, str]]) -> tuple[Corrections, list[str]]:
+    """Compare measurements with forecasts for the same setup; return a factor for each group of forecasts, and why.
 
-    Where a training was measured and forecast with the same settings on a GPU, all forecasts of that GPU that are
-    compiled alike, and like it on one machine or over the same network, are multiplied by measured over forecast, of
-    several such pairs by the median.
+    A group is one GPU, compiled or not, on one machine or over one network. Its factor is measured speed divided by
+    forecast speed, or the median if there are several pairs. It applies to every forecast in the group, because a
+    systematic error of the forecast should affect them alike. The sentences say so. They also name each measurement
+    without a forecast for its setup, with the command that makes one.
+
+    Args:
+        trained: the rows of reliable trainings and of forecasts, in the order of time.
+        correctable: GPU and --compile of the forecasts that plans are made of.
     """
-    # the newest forecast of each setting, and what was measured of it
-    trained = trained.assign(network=[network_of(run) for _, run in trained.iterrows()])
-    forecasts = trained[trained['status'] == FORECAST].drop_duplicates(ALIKE, keep='last')
-    pairs = trained[trained['status'] == MEASURED].merge(forecasts, on=ALIKE, suffixes=('', '_forecast'))
-    pairs = pairs.merge(planned[['device', 'compile']].drop_duplicates())
+    # Pair each measurement with the newest forecast for its setup: older ones may come from an older forecast model.
+    forecasts = trained[trained['status'] == FORECAST].drop_duplicates(SAME_SETUP, keep='last')
+    groups = pd.Series(list(zip(trained['device'], trained['compile'], strict=True)), trained.index, dtype=object)
+    measured = trained[(trained['status'] == MEASURED) & groups.isin(correctable)]
+    pairs = measured.merge(forecasts, 'left', on=SAME_SETUP, suffixes=('', '_forecast'))
     pairs['ratio'] = pairs['images_per_sec'] / pairs['images_per_sec_forecast']
 
     corrections = {}
     sentences = []
-    for (device, compile, network), alike in pairs.groupby(['device', 'compile', 'network'], sort=False):
+    of_pairs = pairs[pairs['ratio'].notna()].groupby(['device', 'compile', 'network'], sort=False)
+    for (device, compile, network), alike in of_pairs:
         factor = alike['ratio'].median()
         corrections[device, compile, network] = factor
         sources = [f'{gpus_of(pair)} at {pair["image_size"]} px' for _, pair in alike.iterrows()]
-        how = ', '.join(filter(None, [settings_in_words(alike.iloc[0], ['device', 'compile']), network]))
-        sentences.append(f'Forecasts of {how}: {factor:.2f} times, by {" and ".join(dict.fromkeys(sources))}. Whether '
-                         'others would change as much is not known: a row of these and one of others compare only once '
-                         'both are measured.')
+        how = how_compiled(compile)
+        if network:
+            how += f', over {network}'
+        sentences.append(f'Forecasts for the {short_name(device)} ({how}) are multiplied by {factor:.2f}, as measured '
+                         f'on {" and ".join(dict.fromkeys(sources))}. Other GPUs are not corrected, so compare them '
+                         'with this one only after measuring both.')
+
+    # Say what corrects nothing, and how it would.
+    for _, run in pairs[pairs['ratio'].isna()].drop_duplicates(SAME_SETUP).iterrows():
+        why = (f'{gpus_of(run)} at {run["image_size"]} px was measured, but corrects no plan, because no record here '
+               'forecasts the same setup. This command writes that forecast to forecasts.jsonl, which this report then '
+               'takes as one more file:')
+        command = shell_lines(forecast_command(run['record'], 'forecasts.jsonl'))
+        sentences.append(f'{textwrap.fill(why, WIDTH)}\n{command}')
     return corrections, sentences
+
+
+def how_compiled(compile: str) -> str:
+    """Return the setting --compile in words that tell groups of forecasts apart."""
+    return {'': 'not compiled', 'no': 'not compiled', 'yes': 'compiled'}.get(compile, f'compiled with {compile}')
+
+
+def shell_lines(program: list[str]) -> str:
+    """Return the command that starts a program of this folder, in lines of at most WIDTH characters for a shell."""
+    lines = ['python']
+    for word in map(shlex.quote, program):
+        if len(lines[-1]) + len(word) > WIDTH - 3:
+            lines[-1] += ' \\'
+            lines.append('   ')
+        lines[-1] += f' {word}'
+    return '\n'.join(lines)
 
 
 def correction_of(run: pd.Series, name: str, corrections: Corrections) -> float | None:
@@ -178,14 +215,7 @@ def correction_of(run: pd.Series, name: str, corrections: Corrections) -> float 
 
     An encoding exchanges nothing, so that it is as on one machine on however many.
     """
-    return corrections.get((run['device'], run['compile'], network_of(run) if name == 'train' else ''))
-
-
-def network_of(run: pd.Series) -> str:
-    """Return in words what network the machines of a run exchange gradients by, or '' of one machine."""
-    if machines_of(run) == 1:
-        return ''
-    return f'{run["network_gbits"]} Gbit/s' if run['network_gbits'] else 'a network as fast as the link of the GPUs'
+    return corrections.get((run['device'], run['compile'], run['network'] if name == 'train' else ''))
 
 
 def machines_of(run: pd.Series) -> int:
@@ -381,7 +411,7 @@ def within_limits(plans: pd.DataFrame, apart: list[str], max_dollars: float | No
     each = []
     for row, plan in named.iterrows():
         taken = ' and '.join(f'{share:.0%} of {limit}' for limit, share in shares.loc[row].items())
-        each.append(', '.join([name_of(plan, apart), taken, *plan['lacks']]))
+        each.append(', '.join([name_of(plan, apart), taken, *how_sure(plan, nearest[row]), *plan['lacks']]))
     sentences = [f'{sentence}: {"; ".join(each) or "none has a price"}.']
 
     # how sure that is
@@ -389,6 +419,28 @@ def within_limits(plans: pd.DataFrame, apart: list[str], max_dollars: float | No
         sentences.append(f'Measure first what is within by little: forecasts were off by up to {LARGEST_ERROR:.0%} on '
                          'published speeds that they had not seen, and may be by more where none is like them.')
     return plans if kept.empty else kept, sentences
+
+
+def how_sure(plan: pd.Series, share: float) -> list[str]:
+    """Say how far a plan may exceed a limit within its range, and which fraction of the forecast speed it needs.
+
+    Args:
+        plan: its row.
+        share: fraction of the limit that it takes.
+    """
+    forecast = [part for part in plan['parts'] if part.status != MEASURED]
+    if not forecast:
+        return []
+    days = sum(part.days for part in forecast)
+    measured_days = plan['days'] - days
+    sure = []
+    most = measured_days + sum(part.most for part in forecast)
+    if most > plan['days']:  # not where it is NaN or corrected, which have no range
+        sure.append(f'{share * most / plan["days"]:.0%} at the slow end of its range')
+    needed = days / (plan['days'] / share - measured_days)
+    if 0 < needed <= 1:
+        sure.append(f'so at least {needed:.2f} of the forecast speed is needed')
+    return sure
 
 
 def name_of(plan: pd.Series, apart: list[str]) -> str:

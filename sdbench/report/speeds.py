@@ -10,7 +10,8 @@ from sdbench.costs import SECONDS_PER_DAY, TRAINING_IMAGES, Prices, days_to_trai
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
 from sdbench.records.figures import OF_A_RUN
-from sdbench.records.read import EXTRAPOLATED, LEARNED, MEASURED, OF_LOSSES, SETTINGS, WITH_FIGURES
+from sdbench.records.read import EXTRAPOLATED, LEARNED, MEASURED, OF_LOSSES, WITH_FIGURES
+from sdbench.records.setup import SETTINGS
 from sdbench.records.status import FORECAST
 from sdbench.report.markdown import differing, settings_in_words
 
@@ -26,7 +27,7 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
     newest = records.sort_values('date', kind='stable').drop_duplicates(
         ['status', *SETTINGS, 'num_devices', 'num_nodes'], keep='last')
     rows = records[(records['status'] != FORECAST) | records.index.isin(newest.index)]
-    rows = rows.assign(setting=rows.groupby(SETTINGS, sort=False).ngroup())
+    rows = rows.assign(setting=numbers_of_settings(rows))
     is_found = rows['device_train_microbatch_size'] == ''
     rows['microbatch'] = rows['microbatch'].where(is_found)  # else it is a setting
     sentences = []
@@ -50,6 +51,14 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
             sentences.append('The losses were evaluated after different batches ("eval batch"); the picture compares '
                              'them at the same images.')
     return rows, sentences
+
+
+def numbers_of_settings(rows: pd.DataFrame) -> pd.Series:
+    """Return a number for each setting. Runs on one machine, which use no network, count with those on several."""
+    network = rows['network'].replace('', None)
+    others = rows[SETTINGS].drop(columns='network')
+    network = network.fillna(network.groupby([others[key] for key in others], sort=False).transform('first')).fillna('')
+    return others.assign(network=network).groupby(SETTINGS, sort=False).ngroup()
 
 
 def with_days(rows: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
@@ -130,17 +139,23 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
     """
     predicted = []
     sentences = []
+    too_few = []  # settings with fewer counts than the fit needs
     # one run of each setting on so many GPUs
-    trained = rows[(rows['status'] == MEASURED) & (rows['stage'] == 'train') & (rows['batch_size'] != '')]
+    trained = rows[(rows['status'] == MEASURED) & (rows['stage'] == 'train')]
     trained = one_of_each_number(trained, ['setting'])
     different = differing(rows[rows['stage'] == 'train'], SETTINGS)  # tell a setting from the others
     for _, runs in trained.groupby('setting'):
-        if len(runs) < 3:
-            continue
         first = runs.iloc[0]
         which = settings_in_words(first, different)
-        batch = int(first['batch_size'])
-        possible = [count for count in sorted(set(counts)) if count <= batch]
+        if len(runs) < 3:
+            too_few.append(which)
+            continue
+
+        # Without a stated batch size the seconds below are those of one image, and no count is too large.
+        batch = int(first['batch_size'] or 1)
+        possible = sorted(set(counts))
+        if first['batch_size']:
+            possible = [count for count in possible if count <= batch]
         if len(possible) < len(set(counts)):
             more = ' and '.join(str(count) for count in sorted(set(counts)) if count not in possible)
             sentences.append(f'{which or "Extrapolated"}: not to {more} GPUs, which are more than the '
@@ -153,7 +168,7 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
         (a, b), _ = nnls(terms / seconds[:, None], np.ones(len(runs)))
         for count in possible:
             note = 'extrapolated'
-            if batch / count < int(first['device_train_microbatch_size'] or 0):
+            if first['batch_size'] and batch / count < int(first['device_train_microbatch_size'] or 0):
                 note += f'; {batch / count:.3g} images a GPU: a smaller microbatch'
             predicted.append(first.to_dict() | UNKNOWN | {
                 'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
@@ -166,9 +181,11 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
             f'{which or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of '
             f'{plural(batch, "image")}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
             f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
+    if too_few:
+        sentences.append(f'Not extrapolated, since the fit needs three GPU counts: {"; ".join(too_few)}.')
     if not predicted:
-        raise UserError(f'--extrapolate {max(counts)} needs complete and reliable trainings of one setting on three '
-                        'numbers of GPUs, and a --batch_size of as many images as GPUs')
+        raise UserError(f'--extrapolate {max(counts)} needs complete and reliable measurements of one setting on three '
+                        'GPU counts, and a batch_size, where it is stated, of as many images as GPUs')
     return pd.DataFrame(predicted), sentences
 
 

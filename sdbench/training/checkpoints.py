@@ -37,7 +37,7 @@ FILE_NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 FILE_NAME_PATTERN = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # best-ep1-ba9-rank0.pt is the user's
 UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.([0-9a-f]+\.)?unfinished')  # what `atomic_write` can leave
 LOCK_FILE = '.lock'  # in a --save_folder
-RUN_NAME = 'run-name.txt'  # in a --save_folder; it is there before the first checkpoint
+RUN_NAME = 'run-name.txt'  # in a --save_folder: the name of the training, for people; no program reads it
 TRIAL = '.credentials_validated_successfully'  # in a --save_folder of a store, as Composer calls what it tries
 RECORD = 'record.json'  # in a --save_folder: the record of the training, once it is over
 SECONDS_FOR_LOCK = 10  # that another run has to let go of it, as one that is ending
@@ -229,23 +229,22 @@ def fetched(name: str | None, flag: str) -> Iterator[str | None]:
 
 
 @contextlib.contextmanager
-def resuming(checkpoint: str | None, folder: str | None) -> Iterator[str | None]:
-    """Let Composer's Trainer load a checkpoint of --save_folder in this context, by the path that it gives.
+def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
+    """Let Composer's Trainer load a checkpoint of --save_folder in this context.
 
     Raises UserError if the checkpoint does not fit. Other errors, as of memory or a network, stay what they are.
     """
-    with fetched(checkpoint, '--save_folder') as path:
-        try:
-            # Composer 0.32 would run what a file holds, and takes no other function
-            with patch.object(composer_checkpoint, '_torch_load_with_validation', load_checkpoint):
-                yield path
-        except (RuntimeError, KeyError, ValueError) as error:
-            of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
-            if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
-                raise
-            raise UserError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
-                            'resume it as it was made, or give a new --save_folder; to start there from these '
-                            f'weights, add --load_weights {checkpoint}') from None
+    try:
+        # Composer 0.32 would run what a file holds, and takes no other function
+        with patch.object(composer_checkpoint, '_torch_load_with_validation', load_checkpoint):
+            yield
+    except (RuntimeError, KeyError, ValueError) as error:
+        of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
+        if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
+            raise
+        raise UserError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
+                        'resume it as it was made, or give a new --save_folder; to start there from these '
+                        f'weights, add --load_weights {checkpoint}') from None
 
 
 # Saving them

@@ -111,6 +111,12 @@ class FiniteSteps(Callback):
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)  # without gradients the step changes nothing
 
+    def state_dict(self) -> dict:
+        return {'skipped_batches': self.skipped_batches}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.skipped_batches = state['skipped_batches']
+
     def figures(self, all_ranks: bool) -> dict:
         """Return the record's figure of steps that were left out, which all ranks agree on."""
         return {'skipped_batches': self.skipped_batches}

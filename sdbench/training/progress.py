@@ -75,5 +75,11 @@ class HeldOutLoss(Callback):
         if dist.get_global_rank() == 0:
             tqdm.write(f'batch {batch}: loss {loss:.4g} on {which}', file=sys.stderr)
 
+    def state_dict(self) -> dict:
+        return self.found  # so that the record of a resumed training has the evaluations of all of it
+
+    def load_state_dict(self, state: dict) -> None:
+        self.found = state
+
     def figures(self, all_ranks: bool) -> dict:
         return self.found

@@ -167,6 +167,7 @@ def training_record(settings: Train, model: ComposerModel, data: DataSpec, train
         'trained_batches': batches,
         'trained_epochs': batches // settings.batches_per_epoch,
         'tflops_per_image': sum(model.flops_per_image.values()) / 1e12,
+        'gpus_per_node': dist.get_local_world_size(),
         'captions': getattr(data.dataloader.dataset, 'captions', None),
         **outcome,
     }

@@ -24,16 +24,11 @@ from sdbench.models.loading import ModelFiles, build_fitting_tokenizer, build_va
 from sdbench.training.ranks import GracefulStop
 
 
-def read_prompts(settings: Train, begins: bool) -> list[str]:
-    """Read the prompts of --sample_prompts, one a line; none without the flag.
+def read_prompts(path: str | None) -> list[str]:
+    """Read the prompts of --sample_prompts, one per line; none where the flag is not given.
 
-    Args:
-        settings: of the run.
-        begins: whether this is a new run, so that drawings in --sample_folder are another's.
-
-    Raises UserError if the file cannot be read or holds none, or another run has drawn in the folder.
+    Raises UserError if the file cannot be read or holds none.
     """
-    path = settings.sample_prompts
     if path is None:
         return []
     # what is drawn; an empty line is not
@@ -41,11 +36,6 @@ def read_prompts(settings: Train, begins: bool) -> list[str]:
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise UserError(f'--sample_prompts {path} holds no prompt; write one on each line')
-
-    # a drawing has its batch in its name: this run would write over another's
-    if begins and list(Path(settings.sample_folder).glob('ba*.png')):
-        raise UserError(f'--sample_folder {settings.sample_folder} already holds drawings of another run; give a new '
-                        'one')
     return prompts
 
 

@@ -36,7 +36,8 @@ class Spending(Callback):
         if settings.dollars_per_gpu_hour and not math.isnan(price):
             self.price = price
         elif self.budget is not None:
-            raise UserError(f'--budget {self.budget:g} needs a price for {device}; give it in --dollars_per_gpu_hour')
+            raise UserError(f'--budget {self.budget:g} needs a price for {device}; give it as '
+                            f'--dollars_per_gpu_hour "{device}=2.5"')
         self._device = device
         self._stop = stop
         self._hours_before = 0.0  # GPU-hours of the runs that this one resumes

@@ -146,7 +146,8 @@ def test_a_run_that_ends_within_its_warmup_is_marked_and_leaves_the_others_to_be
 
 def measured(**changes) -> dict:
     """Return a record as `summary` takes it, of 20 batches at 100 images/s."""
-    return {'status': 'complete', 'encoders': 'in_loop', 'images_per_sec': 100.0, 'images_per_sec_per_device': 50.0,
+    return {'stage': 'train', 'status': 'complete', 'encoders': 'in_loop', 'images_per_sec': 100.0,
+            'images_per_sec_per_device': 50.0,
             'num_devices': 2, 'device': 'X', 'device_type': 'cuda', 'drift': 0.0, 'batch_seconds_median': 0.1,
             'batch_seconds_p10': 0.1, 'batch_seconds_p90': 0.1, 'measured_batches': 20, 'data_wait_fraction': 0.0,
             'peak_memory_gib': 1.0, 'device_train_microbatch_size': 4, 'mfu': None, 'tflops_per_sec_per_device': 1.0,
@@ -165,11 +166,13 @@ def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for_and_
 
 
 def test_a_measurement_on_a_gpu_ends_with_the_commands_that_correct_a_plan_by_it(tmp_path):
-    text = run_summary(measured(device='NVIDIA H100 PCIe', command="benchmark.py --wandb_name 'a b'", num_nodes=2),
+    command = "benchmark.py --wandb_name 'a b' --max_duration 300ba --caption_weights key=2"
+    text = run_summary(measured(device='NVIDIA H100 PCIe', command=command, num_nodes=2, use_ema=True,
+                                precision='amp_fp16'),
                        settings_of('--use_synth_data', '--results', f'{tmp_path}/my results'))
     forecast, plan = text.splitlines()[-2:]
-    assert forecast == ("for a plan      python benchmark.py --wandb_name 'a b' --dry_run 2 --gpu 'NVIDIA H100 PCIe' "
-                        '--gpus_per_node 1 --device_train_microbatch_size 4 --results plan.jsonl')
+    assert forecast == ("for a plan      python benchmark.py --dry_run 2 --gpu 'NVIDIA H100 PCIe' --gpus_per_node 1 "
+                        '--precision amp_fp16 --use_ema --device_train_microbatch_size 4 --results plan.jsonl')
     assert plan.split()[:4] == ['python', 'report.py', 'docs/plan.jsonl', 'plan.jsonl']
     assert plan.endswith(f"'{tmp_path}/my results' @recipes/plan.txt @recipes/prices-on-demand.txt")
 

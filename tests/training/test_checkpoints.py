@@ -14,6 +14,7 @@ from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.training.checkpoints import (
     LOCK_FILE,
     RECORD,
+    RUN_NAME,
     checkpoints_in,
     load_checkpoint,
     locked_save_folder,
@@ -54,7 +55,8 @@ def test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was(
     assert run(server, ranks, argv, killed) == [0] * ranks, (killed / 'log').read_text()
     records = [json.loads((place / 'results.jsonl').read_text().splitlines()[-1]) for place in (whole, killed)]
     assert_same_training(killed / 'checkpoints', whole / 'checkpoints')
-    assert records[0]['eval_loss'] == records[1]['eval_loss']
+    for key in ('evaluations', 'eval_loss', 'eval_batch', 'skipped_batches'):  # of the whole training
+        assert records[0][key] == records[1][key]
 
 
 def test_a_disk_that_fills_leaves_the_last_good_checkpoint(server, tmp_path, results):
@@ -160,7 +162,7 @@ def test_only_what_a_run_or_the_one_that_it_resumes_has_written_is_removed_left_
     for name in others:
         (folder / name).write_text('mine')
     main([*argv, str(folder), '--max_duration', '8ba', '--save_num_checkpoints_to_keep', '1'], [User()])
-    own = {'ep0-ba8-rank0.pt', 'latest-rank0.pt', LOCK_FILE, RECORD}
+    own = {'ep0-ba8-rank0.pt', 'latest-rank0.pt', LOCK_FILE, RECORD, RUN_NAME}
     assert {path.name for path in folder.iterdir()} == others | own
     assert all((folder / name).read_text() == 'mine' for name in others)
     assert (tmp_path / 'mine.pt').exists()

@@ -5,7 +5,7 @@ import pytest
 
 from benchmark import main
 from sdbench.training.checkpoints import RUN_NAME
-from sdbench.training.loggers import kept_name, name_of_run
+from sdbench.training.identity import identify_training
 from tests.forked_runs import run_program
 from tests.runs import TINY, one_error_line, settings_of
 
@@ -22,11 +22,12 @@ def test_tensorboard_has_curves_evaluations_and_figures_of_a_run_and_of_its_resu
             '--autoresume', '--tensorboard', str(tmp_path / 'board'), '--max_duration']
     # TensorBoard sorts files of one second by a number without leading zeros, which here has three digits each time
     monkeypatch.setattr('tensorboard.summary.writer.event_file_writer._global_uid', AtomicCounter(100))
-    main([*argv, '2ep'])
+    first = main([*argv, '2ep'])
     (tmp_path / 'a run' / 'ep1-ba6-rank0.pt').unlink()  # as if it had been killed before it saved its last batches
     record = main([*argv, '3ep'])
     [folder] = (tmp_path / 'board').iterdir()
-    assert folder.name.startswith('a-run-')
+    assert record['training_id'] == first['training_id']
+    assert folder.name == f'a-run-{record["training_id"]}' == (tmp_path / 'a run' / RUN_NAME).read_text().strip()
     events = EventAccumulator(str(folder)).Reload()
     assert set(events.Tags()['scalars']) >= CURVES
     assert [loss.step for loss in events.Scalars('loss/train/total')] == list(range(9))
@@ -37,34 +38,32 @@ def test_tensorboard_has_curves_evaluations_and_figures_of_a_run_and_of_its_resu
     assert flops / images == pytest.approx(1e12 * record['tflops_per_image'])
 
 
-def named(*flags: str) -> str | None:
-    """Return the name of a run with these flags, which has curves."""
-    settings = settings_of('--use_synth_data', '--tensorboard', 'board', *map(str, flags))
-    return name_of_run(settings, kept_name(settings.save_folder))
+def test_two_trainings_never_share_a_name_which_begins_with_that_of_the_run_or_of_its_folder(tmp_path, monkeypatch, s3):
+    def name(*flags: str) -> str:
+        return identify_training(settings_of('--use_synth_data', *map(str, flags)), None).name
+
+    monkeypatch.chdir(tmp_path)
+    Path('checkpoints').mkdir()
+    for folder, beginning in (('checkpoints', 'checkpoints-'), ('s3://bucket/cats/run1', 'run1-')):
+        names = [name('--save_folder', folder) for _ in range(2)]
+        assert names[0] != names[1]
+        assert all(name.startswith(beginning) for name in names)
+    assert name('--save_folder', 'checkpoints', '--run_name', '../my run').startswith('my-run-')
+    assert name().startswith('run-')
 
 
-def test_two_runs_never_share_a_name_one_keeps_its_own(tmp_path, monkeypatch, s3):
-    """Also where both save into a folder of the same name, and curves are never hidden."""
-    for project in ('cats', 'dogs'):
-        (tmp_path / project / 'checkpoints').mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / 'cats')
-    cats = named('--save_folder', 'checkpoints')
-    monkeypatch.chdir(tmp_path / 'dogs')
-    dogs = named('--save_folder', '../dogs/checkpoints')
-    assert cats != dogs
-    assert cats.startswith('checkpoints-') and dogs.startswith('checkpoints-')
-    assert named('--save_folder', tmp_path / 'cats/checkpoints') == cats
-    Path('checkpoints').rename('elsewhere')
-    assert named('--save_folder', 'elsewhere') == dogs
-    assert named('--save_folder', 'elsewhere', '--run_name', '../my run').startswith('my-run-')
-    assert named() is None
-    in_store = named('--save_folder', 's3://bucket/cats/run1')
-    assert in_store.startswith('run1-')
-    assert named('--save_folder', 's3://bucket/cats/run1') == in_store
-    assert named('--save_folder', 's3://bucket/dogs/run1') != in_store
+def test_a_run_that_starts_anew_in_a_folder_has_curves_of_its_own(tmp_path):
+    argv = ['--use_synth_data', *TINY, '--save_folder', str(tmp_path / 'kept'), '--tensorboard',
+            str(tmp_path / 'board'), '--max_duration', '2ba']
+    first = main(argv)
+    for file in (tmp_path / 'kept').glob('*.pt'):  # as if it had been killed before its first checkpoint
+        file.unlink()
+    second = main([*argv, '--learning_rate', '0.01'])
+    assert first['training_id'] != second['training_id']
+    assert len(list((tmp_path / 'board').iterdir())) == 2
 
 
-def test_a_logger_that_cannot_start_is_one_line_and_the_same_command_goes_on_as_the_same_run(capfd, monkeypatch):
+def test_a_logger_that_cannot_start_is_one_line(capfd, monkeypatch):
     import wandb
     asked_for = []
 
@@ -73,11 +72,10 @@ def test_a_logger_that_cannot_start_is_one_line_and_the_same_command_goes_on_as_
         raise wandb.errors.UsageError('api_key not configured (no-tty).')
     monkeypatch.setattr(wandb, 'init', nobody_has_logged_in)
     argv = ['--use_synth_latents', *TINY, '--wandb_name', 'x', '--save_folder', 'kept', '--autoresume']
-    for _ in range(2):
-        line = one_error_line(argv, capfd)
+    line = one_error_line(argv, capfd)
     assert '--wandb_name' in line
     assert '(api_key not configured (no-tty).); log in by `wandb login` or WANDB_API_KEY, or set WANDB_MODE' in line
-    assert asked_for == [(Path('kept', RUN_NAME).read_text().strip(), 'allow')] * 2
+    assert asked_for == [(Path('kept', RUN_NAME).read_text().strip(), 'allow')]
 
 
 def main_and_teardown(argv: list[str]) -> None:

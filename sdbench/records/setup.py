@@ -1,0 +1,156 @@
+"""The setup of a record: the settings that decide its speed, and the command that forecasts the same setup.
+
+Whoever groups records, pairs a measurement with its forecast, names a network or repeats a setup asks here, so that all
+of them agree on what the same setup is. Nothing here needs torch.
+"""
+import json
+import math
+from dataclasses import fields
+from typing import Any
+
+from sdbench.flags.train import ENCODERS, SAME_ON_RESUME, SWITCHES, TAKE_NO_TIME, Train
+from sdbench.gpus import is_one_nvlink_domain, machines_for
+from sdbench.records.status import FORECAST
+from sdbench.records.versions import PACKAGES
+
+VERSIONS = ['python', 'cuda', *PACKAGES]
+INPUTS = {ENCODERS[False]: 'images', ENCODERS[True]: 'latents'}  # of a training, by the encoders in its loop
+NOT_KNOWN = ('', 'none', 'nan', 'null', 'auto')  # as CSV files have it; an automatic microbatch that was never found
+TRUTHS = {'true': True, 'yes': True, 'false': False, 'no': False}
+UNSTATED_NETWORK = 'network not stated'
+
+# The settings in the order in which a table names them, grouped by what they describe. A loader has no model, and
+# neither measurements nor forecasts have a training result.
+LOADER_SETTINGS = ['stage', 'program', 'device', 'image_size', 'input', 'dataset', 'batch_size']
+MODEL_FLAGS = ['model_name', *SWITCHES]
+LEARNING_SETTINGS = []
+for field in SAME_ON_RESUME:
+    if field.name in TAKE_NO_TIME:
+        LEARNING_SETTINGS.append(field.name)
+    elif field.name not in (*LOADER_SETTINGS, *MODEL_FLAGS, 'use_synth_data', 'use_synth_latents'):  # see `dataset`
+        MODEL_FLAGS.append(field.name)
+MODEL_SETTINGS = [*MODEL_FLAGS, 'network']
+LEARNING_SETTINGS += ['max_duration', 'load_weights', 'remote', 'eval_remote']
+SPEED_SETTINGS = [*LOADER_SETTINGS, *MODEL_SETTINGS, 'num_workers', *VERSIONS]
+SETTINGS = [*SPEED_SETTINGS, *LEARNING_SETTINGS]
+
+
+def read_value(value: Any) -> Any:
+    """Return a value of a record: a cell of a CSV file as JSON where that is possible, or else as text.
+
+    FALSE and 512.0, as spreadsheets and pandas write them, are false and 512. An empty cell or NaN is None: not known.
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        if text.lower() in NOT_KNOWN:
+            return None
+        if text.lower() in TRUTHS:
+            return TRUTHS[text.lower()]
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return text
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def text_of(value: Any) -> str:
+    """Return a value of a record as one line of text, without control characters that a terminal would obey."""
+    if value is None or value == []:
+        return ''
+    if isinstance(value, bool):
+        return 'yes' if value else 'no'
+    return ' '.join(''.join(char if char.isprintable() else ' ' for char in str(value)).split())
+
+
+# The default of each flag in the form that records have it. A record of an older version lacks the newer flags.
+DEFAULTS = {}
+for field in fields(Train):
+    if field.name in SETTINGS and read_value(field.default) is not None:
+        DEFAULTS[field.name] = read_value(json.loads(json.dumps(field.default)))
+
+
+def learns(record: dict) -> bool:
+    """Tell whether a record is of a training with a length of its own: neither a measurement nor a forecast."""
+    by_default = record.get('by_default', ())
+    is_measurement = 'max_duration' in by_default or ('max_duration' not in record and 'measure_batches' in record)
+    return record['stage'] == 'train' and record['status'] != FORECAST and not is_measurement
+
+
+def setup_of(record: dict) -> dict[str, str]:
+    """Return the settings of a record as text, '' where it does not state one or where it has no effect on this run.
+
+    A record that a command has written states every flag, so a flag that it lacks had its default. A flag that the user
+    left open (`by_default`) is no setting. `num_nodes` is the number of machines, rounded up, and `network` what joins
+    them: '' on one machine, within one NVLink domain, and where the number of machines is not known.
+
+    Args:
+        record: its values as `read_value` returns them; it has a `stage`, a `status` and a `device`.
+    """
+    if record['stage'] == 'train' and 'command' in record:
+        record = DEFAULTS | record
+    stated = record | record.get('versions', {})
+    stated['input'] = INPUTS.get(record.get('encoders'), record.get('encoders'))
+
+    # the machines, and the network between them
+    nodes = machines_of(record)
+    stated['num_nodes'] = nodes
+    stated['network'] = None
+    if nodes and nodes > 1 and not is_one_nvlink_domain(record['device'], record['num_devices']):
+        gbits = record.get('network_gbits')
+        stated['network'] = UNSTATED_NETWORK if gbits is None else f'{gbits} Gbit/s network'
+
+    # settings without an effect here
+    without_effect = [*record.get('by_default', ())]
+    if not record.get('compile'):
+        without_effect.append('compile_blocks')
+    if not learns(record):
+        without_effect += LEARNING_SETTINGS
+    if record['stage'] == 'loader':
+        without_effect += MODEL_SETTINGS
+    return {key: '' if key in without_effect else text_of(stated.get(key)) for key in (*SETTINGS, 'num_nodes')}
+
+
+def machines_of(record: dict) -> int | None:
+    """Return the number of machines that a record ran on, rounded up; None where it does not say."""
+    if record.get('gpus_per_node') and 'num_devices' in record:
+        return machines_for(record['num_devices'], record['gpus_per_node'])
+    return record.get('num_nodes')
+
+
+def forecast_command(record: dict, file: str) -> list[str]:
+    """Return the program and flags that append the forecast for the setup of a measured training to a file.
+
+    The forecast is for the same microbatch, on as many machines. It says nothing of how long the training was, so it
+    cannot change how many images a plan trains on.
+    """
+    record = {key: read_value(value) for key, value in record.items()}
+    setup = setup_of(record)
+    flags = ['benchmark.py', '--dry_run', str(record['num_devices']), '--gpu', record['device']]
+
+    # machines, where a dry run would assume another number of them
+    nodes = machines_of(record)
+    if nodes and machines_for(record['num_devices'], record['device']) != nodes:
+        flags += ['--gpus_per_node', str(record.get('gpus_per_node') or math.ceil(record['num_devices'] / nodes))]
+    if setup['network'] and record.get('network_gbits') is not None:
+        flags += ['--network_gbits', str(record['network_gbits'])]
+
+    # the settings that decide the speed, unless they have their default or were left open
+    if setup['input'] == INPUTS[ENCODERS[True]]:
+        flags.append('--use_synth_latents')
+    for name in ('image_size', 'batch_size', *MODEL_FLAGS):
+        value = record.get(name)
+        if name == 'device_train_microbatch_size' or setup[name] == '' or value == DEFAULTS.get(name):
+            continue
+        if isinstance(value, bool):
+            flags.append(f'--{name}' if value else f'--no-{name}')
+        elif isinstance(value, list):
+            flags += [f'--{name}', *map(str, value)]
+        else:
+            flags += [f'--{name}', str(value)]
+    if record.get('device_train_microbatch_size') is not None:  # a record written by hand may not state it
+        flags += ['--device_train_microbatch_size', str(record['device_train_microbatch_size'])]
+    return [*flags, '--results', file]

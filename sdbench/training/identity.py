@@ -1,0 +1,67 @@
+"""The identity of a training: a random id, and the name under which its curves and generated images are kept.
+
+A training gets its id when it starts from random weights or from --load_weights. Its checkpoints carry the id, so a
+resume has the same one, and each of its records has it. Records with the same id are one training.
+"""
+import os
+import re
+import secrets
+from typing import NamedTuple
+
+from composer import Callback
+
+from sdbench.flags.train import Train
+from sdbench.training.checkpoints import RUN_NAME, load_checkpoint, write_beside
+
+
+class Identity(NamedTuple):
+    """Which training a run belongs to.
+
+    Attributes:
+        training_id: 12 random hexadecimal digits.
+        beginning: the readable part of the name.
+    """
+    training_id: str
+    beginning: str
+
+    @property
+    def name(self) -> str:
+        """Return the name of the training's curves and of its folder of generated images. No two trainings share it."""
+        return f'{self.beginning}-{self.training_id}'
+
+
+def identify_training(settings: Train, checkpoint: str | None) -> Identity:
+    """Return the identity in a checkpoint, or a new one, whose name is written to --save_folder for people to read.
+
+    The name begins with --run_name, or else as in the checkpoint, or else with the last part of --save_folder.
+
+    Args:
+        settings: of the run.
+        checkpoint: path of the one to resume from; None: the training starts.
+
+    Raises OSError if the name cannot be written.
+    """
+    kept = {}
+    if checkpoint:
+        for state in dict(load_checkpoint(checkpoint)['state'].get('callbacks', ())).values():
+            if 'training_id' in state:
+                kept = state
+    beginning = settings.run_name or kept.get('beginning') or os.path.abspath(settings.save_folder or 'run')
+    beginning = re.sub(r'[^\w.-]+', '-', os.path.basename(beginning.rstrip('/'))).strip('-.')  # fit for a folder
+    identity = Identity(kept.get('training_id') or secrets.token_hex(6), beginning or 'run')
+    if settings.save_folder and not kept:
+        write_beside(settings.save_folder, RUN_NAME, f'{identity.name}\n')
+    return identity
+
+
+class IdentityKeeper(Callback):
+    """Keeps the identity of a training in its checkpoints and in its record."""
+
+    def __init__(self, identity: Identity):
+        self.identity = identity
+
+    def state_dict(self) -> dict:
+        return self.identity._asdict()
+
+    def figures(self, all_ranks: bool) -> dict:
+        return {'training_id': self.identity.training_id}
