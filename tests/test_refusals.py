@@ -104,7 +104,7 @@ ROWS = [
     ('report.py', 'published.csv --csv published.csv', 'would overwrite the records'),
     ('report.py', 'published.csv --csv results.jsonl', '--csv results.jsonl does not end in .csv'),
     ('report.py', 'published.csv --figure days.xyz', '--figure days.xyz does not end in .png'),
-    ('report.py', 'published.csv --extrapolate 4096', 'a --batch_size of as many images as GPUs'),
+    ('report.py', 'published.csv --extrapolate 4096', 'a batch_size, where it is stated, of as many images as GPUs'),
     ('report.py', 'published.csv --phase x@y', 'x@y is not IMAGES@SIZE'),
     ('report.py', 'published.csv --phase 512 --days 3', '--phase shows plans alone, and --days is not of a plan'),
 

@@ -574,8 +574,8 @@ def test_a_gpu_that_no_document_describes_has_the_price_of_its_own_name(write, c
     prices = ('--dollars_per_gpu_hour', 'H800=3', 'A100-SXM4-80GB MIG 3g.40gb=1', 'A100=9')
     report.main([path, *prices])
     assert 'a GPU-hour $3 for H800, $1 for A100 80GB MIG 3g.40gb' in capfd.readouterr().out
-    line = one_error_line([path, '--dollars_per_gpu_hour', 'H80=3'], capfd, report.main)
-    assert '--dollars_per_gpu_hour H80=3: H80 is no GPU that is known here; did you mean' in line
+    line = one_error_line([path, '--dollars_per_gpu_hour', 'H10=3'], capfd, report.main)
+    assert '--dollars_per_gpu_hour H10=3: H10 is no GPU that is known here; did you mean' in line
 
 
 def test_one_price_for_several_gpus_is_said_to_rank_them_by_speed(printed, write):

@@ -10,6 +10,7 @@ import benchmark
 from benchmarks.proof import exactness
 from sdbench.forecast.trace import norms_in_float32
 from sdbench.models.loading import find_model
+from sdbench.training.identity import Identity
 from tests.runs import TINY, Weights, settings_of
 
 
@@ -53,7 +54,7 @@ def test_a_step_whose_scaled_gradients_overflow_is_left_out_and_the_scale_halved
     files = find_model(smallest_with_attention)
     data = benchmark.build_data(settings, files, None)
     with norms_in_float32(), benchmark.GracefulStop() as stop:
-        _, _, training = benchmark.build_training(settings, files, data, stop, [witness])
+        _, _, training = benchmark.build_training(settings, files, data, Identity('0', 'x'), stop, [witness])
         outcome = benchmark.fit(settings, training, stop)
     assert outcome['status'] == 'complete'  # its loss was finite
     assert training.state.scaler.get_scale() == 2. ** 15  # torch begins with twice that

@@ -142,7 +142,7 @@ def forecast_command(record: dict, file: str) -> list[str]:
     if setup['input'] == INPUTS[ENCODERS[True]]:
         flags.append('--use_synth_latents')
     for name in ('image_size', 'batch_size', *MODEL_FLAGS):
-        value = record.get(name)
+        value = record.get(name, DEFAULTS.get(name))
         if name == 'device_train_microbatch_size' or setup[name] == '' or value == DEFAULTS.get(name):
             continue
         if isinstance(value, bool):

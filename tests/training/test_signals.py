@@ -39,7 +39,7 @@ def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_a
     # what was left out of the batch is made up for
     record = main([*argv, 'stopped'])
     assert (record['first_batch'], record['evaluations']) == (4, whole['evaluations'])
-    drawn, drawn_at_once = ({path.name: path.read_bytes() for path in Path(f'{folder}-samples').iterdir()}
+    drawn, drawn_at_once = ({path.name: path.read_bytes() for path in Path(f'{folder}-samples').glob('*/*')}
                             for folder in ('stopped', 'whole'))
     assert drawn == drawn_at_once
     assert_same_training('stopped', 'whole')
