@@ -65,7 +65,7 @@ def test_every_step_is_what_the_command_computes_today():
     saved = steps['times less']
     gpus, price, times = math.prod(saved[6:9]), 1 / saved[9], steps['dollars'][0] / steps['dollars'][9]
     assert f'{saved[1]:.2f} × {math.prod(saved[2:6]):.2f} × {gpus:.2f} / {price:.2f} = {times:.0f}' in SENTENCES
-    for sentence in (f'256 A100, in {first / 256 / 24:.1f} days', f'in {steps["GPU-hours"][9] / 8 / 24:.1f} days.',
+    for sentence in (f'256 A100, in {first / 256 / 24:.1f} days', f'in {steps["GPU-hours"][9] / 8 / 24:.1f} days:',
                      f'{one_machine / first:.0%}'.replace('%', ' %'), f'needed {one_machine / 8 / 24:.0f} days'):
         assert sentence in SENTENCES
     pairs = [text.strip(')').split(' (') for text in steps[MEASURED] if text]
