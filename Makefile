@@ -64,7 +64,7 @@ figures: $(VENV)/installed  ## The pictures of the documentation anew, and what 
 	python -m benchmarks.notebook docs/walk.ipynb
 
 FORECAST_GPUS = A100-SXM4-80GB H100-80GB NVIDIA-H200 B200
-forecasts: $(VENV)/installed  ## The forecasts of the front page: its table and its figure; four minutes on two cores.
+forecasts: $(VENV)/installed  ## The forecasts of the front page: its table and its figures; seven minutes on two cores.
 	rm -f docs/plan.jsonl docs/plan-eager.jsonl docs/scaling.jsonl
 	for latents in 1 ""; do LATENTS=$$latents GPU="$(FORECAST_GPUS)" PHASE_FLAGS=@recipes/fastest.txt PLAN=docs/plan.jsonl \
 	    sh recipes/stable-diffusion-2.sh plan || exit; done
@@ -73,6 +73,7 @@ forecasts: $(VENV)/installed  ## The forecasts of the front page: its table and 
 	python report.py docs/plan.jsonl @recipes/plan.txt @recipes/prices-on-demand.txt --figure $(FIGURES)/plan.png
 	python benchmark.py @recipes/fastest.txt --use_ema --dry_run 8 16 32 64 128 256 --gpu $(FORECAST_GPUS) \
 	    --results docs/scaling.jsonl
+	python -m benchmarks.savings $(FIGURES)/savings.png
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11
 lock: $(VENV)/installed  ## Write both lock files anew from the requirements.

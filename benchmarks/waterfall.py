@@ -1,0 +1,48 @@
+"""Draw the waterfall chart of benchmarks/savings.py."""
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+PUBLISHED, FORECAST, SAVED, ADDED = '#1f3b73', '#6aa8e0', '#e3e8f0', '#d9730d'
+TEXT = 15  # points, in a picture that is shown at half its size
+
+
+def draw(path: str, rows: pd.DataFrame) -> None:
+    """Write a bar for each step: its length is what the training then costs, and its pale end what the step saves.
+
+    Args:
+        path: of the picture.
+        rows: the steps. The first two are published, and all others are forecasts.
+    """
+    figure = Figure(figsize=(11, 2 + 0.52 * len(rows)), layout='constrained')
+    axes = figure.subplots()
+    first, last = rows['dollars'].iloc[[0, -1]]
+    before = first
+    for position, row in rows.iterrows():
+        after = row['dollars']
+        text = f' \\${after:,.0f}'
+        if after < before:
+            text += f'    {before / after:.2f} times less'
+        elif after > before:
+            text += f'    {after / before:.2f} times more'
+        if row['measured (forecast)']:
+            text += f' ({row["measured (forecast)"].split()[0]} measured on an H100)'
+        axes.barh(position, max(before, after), color=ADDED if after > before else SAVED, height=0.7)
+        axes.barh(position, min(before, after), color=PUBLISHED if position < 2 else FORECAST, height=0.7)
+        weight = 'bold' if position in (0, len(rows) - 1) else 'normal'
+        axes.text(max(before, after), position, text, va='center', fontsize=TEXT, fontweight=weight)
+        before = after
+
+    # words in place of axes
+    axes.set_yticks(rows.index, rows['step'].str.replace('$', r'\$'), fontsize=TEXT)
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.7 * first)
+    axes.spines[:].set_visible(False)
+    title = (f'Training Stable Diffusion 2 from scratch:\n\\${first:,.0f} in 2022, \\${last:,.0f} by forecast in 2026, '
+             f'{first / last:.0f} times less')
+    figure.suptitle(title, x=0.01, ha='left', fontsize=TEXT + 4, fontweight='bold')
+    kinds = {'published': PUBLISHED, 'forecast': FORECAST, 'saved by the step': SAVED, 'added by the price': ADDED}
+    figure.legend(handles=[Patch(color=color, label=label) for label, color in kinds.items()], ncols=4, frameon=False,
+                  loc='outside lower left', fontsize=TEXT)
+    figure.savefig(path, dpi=140)

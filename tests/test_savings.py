@@ -1,0 +1,73 @@
+"""docs/savings.md: the figures in its table and in its sentences are what benchmarks/savings.py and the records say."""
+import json
+import math
+
+import pytest
+import torch
+
+import report
+from benchmarks.forecast.points import read_points
+from benchmarks.savings import steps_of
+from tests.runs import ROOT
+from tests.test_report import columns, tables
+
+PAGE = (ROOT / 'docs/savings.md').read_text()
+SENTENCES = ' '.join(PAGE.split())
+[TABLE] = tables(PAGE)
+MEASURED = 'measured (forecast)'
+
+
+@pytest.fixture(autouse=True)
+def in_this_repository(monkeypatch):
+    """Commands name files in recipes/."""
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_first_rows_are_published_and_the_last_ones_are_those_of_the_plan(capsys):
+    report.main(['published.csv'])
+    published = {row['GPUs']: row for row in tables(capsys.readouterr().out)[0] if row['device'] == 'A100-SXM4-40GB'}
+    report.main(['docs/plan.jsonl', '@recipes/plan.txt', '@recipes/prices-on-demand.txt'])
+    plans = {row['GPUs']: row for row in tables(capsys.readouterr().out)[0] if row['input'] == 'latents'}
+    rows = columns(TABLE, 'GPU-hours', 'dollars')
+    expected = [(row['GPU-hours'], row['cost'].strip('$')) for row in (published['256'], published['8'])]
+    assert rows[:2] == expected
+    of_gpus = [plans[f'8 x {gpu}']['GPU-hours'] for gpu in ('A100 80GB', 'H100 80GB', 'B200')]
+    assert [hours for hours, _ in rows[-4:]] == [*of_gpus, of_gpus[-1]]
+    assert f'${rows[-1][1]}' == plans['8 x B200']['cost']
+    assert f'eight H100 would cost {plans["8 x H100 80GB"]["cost"]}' in SENTENCES
+
+
+def test_the_measured_speeds_are_those_of_the_records():
+    records = map(json.loads, (ROOT / 'results/1xH100-torch-2.11.jsonl').read_text().splitlines())
+    speeds = [f'{record["images_per_sec"]:.1f}' for record in records if record['stage'] == 'train']
+    slow, _, original, fastest, _, defaults = speeds
+    assert (f'original recipe at {original} images/s, the defaults at {defaults}, and the compiled recipe at {fastest}'
+            in SENTENCES)
+    assert f'reached only {slow} images/s' in SENTENCES
+    points = read_points().query('num_devices == 8 and device_train_microbatch_size == 32')
+    for who, before, after in (('awslabs/awsome-distributed-training', 'A100-SXM4-80GB', 'H100 80GB HBM3'),
+                               ('MLPerf, NVIDIA', 'H100 80GB HBM3', 'B200')):
+        speed = points[points['by'] == who].set_index('device')['measured']
+        assert f' {speed[after] / speed[before]:.2f} times as fast as an' in SENTENCES
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions have other kernels')
+def test_every_step_is_what_the_command_computes_today():
+    steps = steps_of(['A100-80GB', 'H100-80GB', 'B200'])
+    shown = {'GPU-hours': ',.0f', 'dollars': ',.0f', 'times less': '.2f', 'alone': '.2f', 'without it': '.2f'}
+    for row, step in zip(TABLE, steps.to_dict('records'), strict=True):
+        figures = {key: format(step[key], form) for key, form in shown.items()}
+        assert row == {'step': step['step'], **figures, MEASURED: step[MEASURED]}
+
+    # the sentences
+    first, one_machine, *_ = steps['GPU-hours']
+    saved = steps['times less']
+    gpus, price, times = math.prod(saved[6:9]), 1 / saved[9], steps['dollars'][0] / steps['dollars'][9]
+    assert f'{saved[1]:.2f} × {math.prod(saved[2:6]):.2f} × {gpus:.2f} / {price:.2f} = {times:.0f}' in SENTENCES
+    for sentence in (f'256 A100, in {first / 256 / 24:.1f} days', f'in {steps["GPU-hours"][9] / 8 / 24:.1f} days:',
+                     f'{one_machine / first:.0%}'.replace('%', ' %'), f'needed {one_machine / 8 / 24:.0f} days'):
+        assert sentence in SENTENCES
+    pairs = [text.strip(')').split(' (') for text in steps[MEASURED] if text]
+    measured, forecast = (math.prod(map(float, factors)) for factors in zip(*pairs, strict=True))
+    assert f'Together that is {measured:.2f} ({forecast:.2f})' in SENTENCES
