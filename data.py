@@ -165,7 +165,6 @@ class StreamingLAIONDataset(VerifiedDataset):
         if (transform or random_flip) and self.latents:
             raise UserError('these shards hold latents, which take no transform and no random_flip; leave it out, or '
                             'read the images')
-        self.captions = index.get(CAPTIONS)  # how many there are of each name; None: the index does not say
         self.caption_drop = caption_drop
         self.random_flip = random_flip
         self.caption_weights = caption_weights or {}
@@ -240,7 +239,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         decode = partial(decode_image, image_size=self.image_size)
         if self.transform:
             decode = decode_whole_image
-        return decode_sample(columns, decode)
+        return decode_sample(columns, CAPTIONS in self.index, decode)
 
 
 class HeldOutSamples(Dataset):
