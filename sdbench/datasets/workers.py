@@ -21,6 +21,7 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import NamedTuple
 
+from sdbench import stores
 from sdbench.errors import DataError, UserError, one_line
 from sdbench.process import progress_bar
 
@@ -28,8 +29,6 @@ ATTEMPTS = 3  # times that workers may die at a part before the run ends
 SECONDS_BETWEEN_LOOKS = 1.0  # at how many slots a cluster has
 SECONDS_TO_CONNECT = 20
 PACKAGE = Path(__file__).parents[1]  # what the machines of a cluster need of this program: the folder sdbench
-# What they need to know to reach a store, and is no secret; they have credentials of their own.
-SETTINGS_OF_STORES = ('S3_ENDPOINT_URL', 'AWS_REGION', 'AWS_DEFAULT_REGION', 'AWS_PROFILE', 'AZURE_ACCOUNT_NAME')
 
 
 class Part(NamedTuple):
@@ -185,7 +184,7 @@ class RayWorkers(AbstractContextManager):
         import ray
         self.ray = ray
 
-        settings = {name: os.environ[name] for name in SETTINGS_OF_STORES if name in os.environ}
+        settings = {name: os.environ[name] for name in stores.SETTINGS if name in os.environ}
         environment = {'py_modules': [str(PACKAGE)], 'env_vars': settings}
         match = re.fullmatch(r'(?:ray://)?([^/]+):(\d+)', address)
         try:

@@ -113,6 +113,24 @@ def test_work_for_gpus_waits_for_one_and_says_so_and_each_task_is_a_process_of_i
 
 
 @pytest.mark.long
+def test_the_machines_of_a_cluster_ask_a_store_with_the_settings_of_the_command(cluster, tmp_path, monkeypatch):
+    store = cluster.store
+    store.put('paid/0.tar', write_tar(tmp_path / 'x.tar', sample_files('x', 0)).read_bytes())
+    for name, value in (('S3_CANNED_ACL', 'bucket-owner-full-control'),
+                        ('AWS_REQUEST_CHECKSUM_CALCULATION', 'when_supported'),
+                        ('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', 'bucket')):
+        monkeypatch.setenv(name, value)
+    store.requests = []
+    argv = ['s3://bucket/paid', 's3://bucket/owned', '--ray', cluster.address]
+    assert convert.convert(parse(Convert, '', argv)) == 0
+    shards = [headers for path, headers in store.requests if path.endswith('.mds')]
+    tars = [headers for path, headers in store.requests if 'paid' in path]
+    assert {headers['x-amz-acl'] for headers in shards} == {'bucket-owner-full-control'}
+    assert all('x-amz-checksum-crc32' in headers for headers in shards)
+    assert {headers['x-amz-request-payer'] for headers in tars} == {'requester'}
+
+
+@pytest.mark.long
 def test_the_machines_of_a_cluster_need_no_more_of_this_program_than_they_are_sent(tmp_path):
     (tmp_path / 'work').write_bytes(pickle.dumps([convert.convert_parts, encode.encode_parts]))
     (tmp_path / PACKAGE.name).symlink_to(PACKAGE)
