@@ -122,6 +122,18 @@ def test_the_table_of_the_flag_decides_also_where_only_another_table_writes_a_pa
     assert [line[:2] for line in listed(tmp_path / 'out')] == [('metadata.csv', 2), ('metadata.csv', 3)]
 
 
+def test_an_out_goes_on_with_the_table_of_captions_that_it_was_begun_with(tmp_path, capsys):
+    folder = photos(tmp_path / 'in', 'a.jpg')
+    for name in ('one', 'two'):
+        (tmp_path / f'{name}.csv').write_text(f'file_name,text\nin/a.jpg,{name}\n')
+    argv = [str(folder), 'out', '--captions']
+    assert [convert.main([*argv, 'one.csv']) for _ in range(2)] == [0, 0]
+    for flags in ([*argv, 'two.csv'], argv[:2]):
+        line = one_error_line(flags, capsys, convert.main)
+        assert f'OUT out was begun with captions {tmp_path}/one.csv, and this command has' in line
+    assert captions(tmp_path / 'out') == ['one']
+
+
 @pytest.mark.parametrize('flags, expected', [
     (['.txt', '.caption'], [{'caption': ['table']}, {'.txt': ['file']}]),
     (['short', 'long'], [{'short': ['1'], 'long': ['2']}, {'caption': ['file']}]),
