@@ -79,7 +79,8 @@ def convert(settings: Convert) -> int:
 
     with contextlib.ExitStack() as stack:
         for output, is_held_out in zip(outputs, (False, True), strict=False):
-            made_of = {'program': PROGRAM, 'is_held_out': is_held_out, **facts}
+            table = os.path.abspath(settings.captions) if settings.captions else None
+            made_of = {'program': PROGRAM, 'is_held_out': is_held_out, 'captions': table, **facts}
             stack.enter_context(output.begun(made_of, settings.source))
 
         # make the parts that are missing

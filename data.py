@@ -44,7 +44,7 @@ from sdbench.inputs.shards import (
     read_index,
     require_same_origin,
 )
-from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream
+from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream, is_readable_in_place
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
 from sdbench.paths import INDEX
@@ -166,7 +166,6 @@ class StreamingLAIONDataset(VerifiedDataset):
         if (transform or random_flip) and self.latents:
             raise UserError('these shards hold latents, which take no transform and no random_flip; leave it out, or '
                             'read the images')
-        self.captions = index.get(CAPTIONS)  # how many there are of each name; None: the index does not say
         self.caption_drop = caption_drop
         self.random_flip = random_flip
         self.caption_weights = caption_weights or {}
@@ -241,7 +240,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         decode = partial(decode_image, image_size=self.image_size)
         if self.transform:
             decode = decode_whole_image
-        return decode_sample(columns, decode)
+        return decode_sample(columns, CAPTIONS in self.index, decode)
 
 
 class HeldOutSamples(Dataset):
@@ -401,8 +400,10 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
         print(f'warning: {flag} {remote} is not known to be held out: it and --remote {settings.remote} are not, by '
               f'their {INDEX}, the two sides of one convert.py --held_out', file=sys.stderr)
 
-    # its samples, each with its noise and timestep
-    images = StreamingLAIONDataset(remote, image_size=settings.image_size, index=index, batch_size=1)
+    # its samples, each with its noise and timestep; the flags of caches hold for it as for the training
+    is_cached = settings.local is not None or not is_readable_in_place(remote, index['shards'])
+    images = StreamingLAIONDataset(remote, settings.local, image_size=settings.image_size, index=index, batch_size=1,
+                                   cache_limit=settings.cache_limit if is_cached else None)
     timesteps = len(DDPMScheduler.from_config(files.configs['scheduler']))
     return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, EVALUATION_SEED, is_known)
 

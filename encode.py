@@ -67,7 +67,7 @@ def encode(settings: Encode) -> dict | None:
     parts = []
     first = 0  # sample of a shard
     for entry in index['shards']:
-        parts.append(Part(part_name(facts, entry), [ImageShard(entry, first)], entry['samples']))
+        parts.append(Part(part_name(facts, entry), [ImageShard(entry, first, CAPTIONS in index)], entry['samples']))
         first += entry['samples']
 
     with output.begun({'program': PROGRAM, **facts}, [settings.remote]):

@@ -3,10 +3,13 @@
     s3://BUCKET/KEY      at S3_ENDPOINT_URL where that is set; credentials of all kinds that boto3 finds, or none
     gs://BUCKET/KEY      GCS_KEY and GCS_SECRET (HMAC keys), else Google's default credentials, or none
     azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY
-                         AZURE_ACCOUNT_ACCESS_KEY, else Azure's default credentials
+                         at that host, also of another cloud (blob.core.chinacloudapi.cn); AZURE_ACCOUNT_ACCESS_KEY,
+                         else Azure's default credentials
 
-boto3 asks each store that speaks S3; Google's does with HMAC keys, or without any credentials. From the others
-Streaming's clients download, and their own clients write and list.
+boto3 asks each store that speaks S3; Google's does with HMAC keys, or without any credentials. Google and Azure are
+otherwise asked by their own clients. From other stores Streaming's clients download. A process makes one client for
+each account, and each has the same number of tries: whole keys are given to it, and never parsed as URLs, because `#`
+and `?` may be part of a key.
 """
 import functools
 import http
@@ -20,9 +23,15 @@ from typing import Any, BinaryIO, NamedTuple
 from sdbench.errors import UserError, one_line
 
 OURS = ('s3://', 'gs://', 'azure://')
-AZURE_HOST = 'blob.core.windows.net'
+AZURE_HOST = 'blob.core.windows.net'  # of the public cloud
 GOOGLE_S3 = 'https://storage.googleapis.com'  # where Google speaks S3
+# Environment variables with which this module, or a client that it makes, asks a store, and which are no secrets.
+SETTINGS = ('S3_ENDPOINT_URL', 'S3_CANNED_ACL', 'AWS_ENDPOINT_URL', 'AWS_ENDPOINT_URL_S3', 'AWS_REGION',
+            'AWS_DEFAULT_REGION', 'AWS_PROFILE', 'AWS_REQUEST_CHECKSUM_CALCULATION', 'AWS_RESPONSE_CHECKSUM_VALIDATION',
+            'MOSAICML_STREAMING_AWS_REQUESTER_PAYS', 'AZURE_ACCOUNT_NAME', 'AZURE_AUTHORITY_HOST',
+            'GOOGLE_CLOUD_PROJECT')
 TRIES = 4  # of a request whose error may pass: up to 1, 2, 4, 8, 16, then 20 seconds apart, by chance
+LONGEST_PAUSE = 15  # seconds between two tries of Azure's and of Google's client, whose pauses are not by chance
 SILENCE = 20  # seconds without a byte, after which a request is tried again
 SENDING = {'tries': 8, 'silence': 60}  # of a checkpoint, whose last piece takes a store long to put together
 PATIENT = {'tries': 20, 'silence': 60}  # of commands that make datasets, for which a server may be away for minutes
@@ -33,7 +42,7 @@ CONNECTIONS = 64  # that a client keeps, since a command may ask as many things 
 class Address(NamedTuple):
     """What an address of a store names."""
     scheme: str
-    account: str | None  # of Azure
+    host: str | None  # of Azure
     bucket: str  # of Azure the container
     key: str  # without outer slashes
 
@@ -56,20 +65,22 @@ def parse_address(address: str, label: str, ours_only: bool = False) -> Address:
                         'with S3_ENDPOINT_URL')
     scheme, _, rest = address.partition('://')
 
-    # the bucket; Azure's account comes from AZURE_ACCOUNT_NAME or the host, as Streaming has it
+    # the bucket; an address of Azure without a host is of the public cloud
     bucket, _, key = rest.partition('/')
-    account = None
+    host = None
     if scheme == 'azure':
-        account = os.environ.get('AZURE_ACCOUNT_NAME') or bucket.partition('.')[0]
+        host = bucket
+        if '.' not in host:
+            host = f'{os.environ.get("AZURE_ACCOUNT_NAME", host)}.{AZURE_HOST}'
         bucket, _, key = key.lstrip('/').partition('/')
     if not bucket:
         raise UserError(f'{label} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
                         f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
-    for name in filter(None, (account, bucket)):
+    for name in filter(None, (host, bucket)):
         if not re.fullmatch(r'[A-Za-z0-9$][\w.-]*', name, re.ASCII):
             raise UserError(f'{label}: {name} can be no name of a bucket or an account; these have letters, digits, '
                             'dots, - and _')
-    return Address(scheme, account, bucket, key.strip('/'))
+    return Address(scheme, host, bucket, key.strip('/'))
 
 
 def connect(scheme: str, label: str, tries: int = TRIES, silence: float = SILENCE) -> Any | None:
@@ -149,7 +160,7 @@ def download(address: str, path: str, label: str, tries: int = TRIES, silence: f
         address: of the file.
         path: to write it to.
         label: begins what is said of an error.
-        tries: of each request, as `connect` has it; clients of stores that do not speak S3 have their own.
+        tries: of each request, as `connect` has it; Streaming's clients of other stores have their own.
         silence: seconds without a byte, after which a request is tried again.
         in_threads: whether several pieces are downloaded at once, where the store speaks S3.
 
@@ -164,19 +175,23 @@ def download(address: str, path: str, label: str, tries: int = TRIES, silence: f
     try:
         if s3 is not None:
             download_from_s3(s3, place, path, in_threads)
+        elif place is None:
+            streaming_downloader('/'.join(address.split('/')[:3]), os.getpid()).download(address, path, silence)
         else:
-            streaming_downloader(os.path.dirname(address), os.getpid()).download(address, path, silence)
+            with open(path, 'wb') as file:
+                if place.scheme == 'azure':
+                    azure_container(place, tries, silence).download_blob(place.key).readinto(file)
+                else:
+                    google_bucket(place).blob(place.key).download_to_file(file, **google_options(tries, silence))
     except Exception as error:  # every storage client has its own
         raise store_error(error, label) from None
 
 
 def download_from_s3(s3: Any, place: Address, path: str, in_threads: bool) -> None:
-    """Download a file of a store that speaks S3, at the cost of the one who asks where Streaming's variable says so."""
+    """Download a file of a store that speaks S3."""
     from boto3.s3.transfer import TransferConfig
     from botocore.exceptions import ClientError
-    payer = {}
-    if place.bucket in os.environ.get('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', '').replace(' ', '').split(','):
-        payer = {'RequestPayer': 'requester'}
+    payer = payer_of(place)
     try:
         s3.download_file(place.bucket, place.key, path, payer, Config=TransferConfig(use_threads=in_threads))
     except ClientError:  # boto3 asks for the size by HEAD, whose answer has no words
@@ -184,11 +199,18 @@ def download_from_s3(s3: Any, place: Address, path: str, in_threads: bool) -> No
         raise
 
 
+def payer_of(place: Address) -> dict:
+    """Return the arguments with which the one who asks pays, where Streaming's variable names the bucket."""
+    if place.bucket in os.environ.get('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', '').replace(' ', '').split(','):
+        return {'RequestPayer': 'requester'}
+    return {}
+
+
 @functools.cache
-def streaming_downloader(folder: str, process: int) -> Any:
-    """Return Streaming's client for a folder, once in each process."""
+def streaming_downloader(bucket: str, process: int) -> Any:
+    """Return Streaming's client for a bucket, or for files of this machine, once in each process."""
     from streaming.base.storage import CloudDownloader
-    return CloudDownloader.get(folder)
+    return CloudDownloader.get(bucket)
 
 
 def upload(path: str, address: str, label: str) -> None:
@@ -207,9 +229,9 @@ def write(file: BinaryIO, address: str, label: str, tries: int = TRIES, silence:
             acl = {'ACL': os.environ['S3_CANNED_ACL']} if 'S3_CANNED_ACL' in os.environ else {}  # as Composer has it
             s3.upload_fileobj(file, place.bucket, place.key, acl, Config=TransferConfig(multipart_threshold=IN_ONE))
         elif place.scheme == 'azure':
-            azure_container(place).upload_blob(place.key, file, overwrite=True)
+            azure_container(place, tries, silence).upload_blob(place.key, file, overwrite=True)
         elif place.scheme == 'gs':
-            google_bucket(place).blob(place.key).upload_from_file(file)
+            google_bucket(place).blob(place.key).upload_from_file(file, **google_options(tries, silence))
         else:
             composer_store(address).upload_object(place.key, file.name)
     except Exception as error:  # every storage client has its own
@@ -243,14 +265,15 @@ def files_from(address: str, prefix: str, label: str, tries: int = TRIES, silenc
     s3 = connect(place.scheme, label, tries, silence)
     try:
         if s3 is not None:
-            for page in s3.get_paginator('list_objects_v2').paginate(Bucket=place.bucket, Prefix=prefix):
+            pages = s3.get_paginator('list_objects_v2')
+            for page in pages.paginate(Bucket=place.bucket, Prefix=prefix, **payer_of(place)):
                 for entry in page.get('Contents', ()):
                     yield StoredFile(entry['Key'], entry['Size'], entry.get('ETag') or str(entry['LastModified']))
         elif place.scheme in ('azure', 'gs'):
             if place.scheme == 'azure':
-                found = azure_container(place).list_blobs(name_starts_with=prefix)
+                found = azure_container(place, tries, silence).list_blobs(name_starts_with=prefix)
             else:
-                found = google_bucket(place).list_blobs(prefix=prefix)
+                found = google_bucket(place).list_blobs(prefix=prefix, **google_options(tries, silence))
             for blob in found:
                 yield StoredFile(blob.name, blob.size, blob.etag)
         else:
@@ -260,18 +283,43 @@ def files_from(address: str, prefix: str, label: str, tries: int = TRIES, silenc
         raise store_error(error, label) from None
 
 
-def azure_container(place: Address) -> Any:
-    """Return the client of a container of Azure, with the credentials that Streaming finds."""
-    from azure.storage.blob import BlobServiceClient
+def azure_container(place: Address, tries: int, silence: float) -> Any:
+    """Return the client of a container of Azure."""
+    return azure_service(place.host, tries, silence, os.getpid()).get_container_client(place.bucket)
+
+
+@functools.cache
+def azure_service(host: str, tries: int, silence: float, process: int) -> Any:
+    """Return the client of an account of Azure, once in each process, with the credentials that Streaming finds."""
+    from azure.storage.blob import BlobServiceClient, ExponentialRetry
     from streaming.base.storage import AzureDownloader
-    service = BlobServiceClient(f'https://{place.account}.{AZURE_HOST}', AzureDownloader().credential)
-    return service.get_container_client(place.bucket)
+
+    class ShortPauses(ExponentialRetry):  # its own pauses are 18, 24 and 42 seconds, also if a connection is refused
+        def get_backoff_time(self, settings: dict) -> float:
+            return min(2 ** (settings['count'] - 1), LONGEST_PAUSE)
+
+    kinds = ('retry_total', 'retry_connect', 'retry_read', 'retry_status')  # of errors
+    return BlobServiceClient(f'https://{host}', AzureDownloader().credential, connection_timeout=20,
+                             read_timeout=silence, retry_policy=ShortPauses(**dict.fromkeys(kinds, tries - 1)))
 
 
 def google_bucket(place: Address) -> Any:
-    """Return the client of a bucket of Google, with its default credentials."""
+    """Return the client of a bucket of Google."""
+    return google_client(os.getpid()).bucket(place.bucket)
+
+
+@functools.cache
+def google_client(process: int) -> Any:
+    """Return Google's client, once in each process, with its default credentials."""
     from google.cloud.storage import Client
-    return Client().bucket(place.bucket)
+    return Client()
+
+
+def google_options(tries: int, silence: float) -> dict:
+    """Return the arguments of a request to Google: how long it is tried, which by default is two minutes."""
+    from google.cloud.storage.retry import DEFAULT_RETRY
+    seconds = sum(min(2 ** number, LONGEST_PAUSE) for number in range(tries - 1))
+    return {'retry': DEFAULT_RETRY.with_delay(maximum=LONGEST_PAUSE).with_timeout(seconds), 'timeout': (20, silence)}
 
 
 def composer_store(address: str) -> Any:

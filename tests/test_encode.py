@@ -106,6 +106,18 @@ def test_all_captions_of_an_image_are_beside_its_latents_which_are_stored_once(
     assert one < several < one + 200  # bytes, of the text
 
 
+def test_a_column_called_captions_of_another_program_is_neither_trained_nor_encoded(tmp_path, model_folder):
+    samples = [{'jpg': encoded(picture(index)), 'caption': str(index), 'captions': {'en': 'x'}} for index in range(4)]
+    shards = write_shards(tmp_path / 'shards', samples, {'jpg': 'bytes', 'caption': 'str', 'captions': 'json'})
+    encode_shards(shards, tmp_path / 'latents', model_folder)
+    for remote in (shards, str(tmp_path / 'latents')):
+        dataset = StreamingLAIONDataset(remote, batch_size=1)
+        assert [dataset.sample(index)['captions'] for index in range(4)] == [{'caption': [str(n)]} for n in range(4)]
+    index = tmp_path / 'latents/index.json'
+    index.write_text(json.dumps(json.loads(index.read_text()) | {'captions': {'caption': 4}}))
+    assert captions_of(tmp_path / 'latents') == [{'caption': [str(n)]} for n in range(4)]  # nor are they stored
+
+
 def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, capfd):
     samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(10)]
     samples[2]['jpg'], samples[9]['caption'] = b'no', ''

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmark import StableDiffusion, main
+from data import StreamingLAIONDataset, open_held_out
 from ema import EMA
 from sdbench.inputs.shards import IMAGES_HASH, MOMENTS, index_hash, read_index
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
-from tests.runs import SMALLEST, TINY, assert_same_training, one_error_line
-from tests.samples import pillow_square, pixels, write_shards
+from tests.runs import SMALLEST, TINY, assert_same_training, one_error_line, settings_of
+from tests.samples import good, pillow_square, pixels, write_shards
 
 SIZE_64 = [*TINY, '--image_size', '64']
 TRAIN = [*SIZE_64, '--use_ema', '--ema_half_life', '2ba', '--num_workers', '0', '--save_interval', '2ba',
@@ -106,6 +107,17 @@ def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards,
     assert 'warning: without --pretrained the VAE and the text encoder are random' in said  # --save_folder or not
     assert later['loss'] < 0.1 * record['loss']  # it has the weights
     assert later['eval_loss'] == pytest.approx(record['eval_loss'], rel=1e-5)
+
+
+def test_held_out_samples_are_cached_in_local_and_within_the_limit_or_read_in_place(tmp_path, shards):
+    remote = write_shards(tmp_path / 'held', [good(100 + number) for number in range(120)], size_limit=4096)
+    limit = 8 * max(path.stat().st_size for path in Path(remote).glob('*.mds'))
+    for flags in (['--local', str(tmp_path / 'cache')], []):
+        settings = settings_of('--remote', shards, *SIZE_64, '--eval_remote', remote, '--cache_limit', limit, *flags)
+        held_out = open_held_out(settings, find_model(SMALLEST), StreamingLAIONDataset(shards))
+        assert [held_out[number]['caption'] for number in range(120)] == [f'picture {100 + n}' for n in range(120)]
+    copies = list((tmp_path / 'cache').glob('*/*.mds'))
+    assert limit / 8 < sum(copy.stat().st_size for copy in copies) <= limit
 
 
 def test_latents_are_evaluated_on_latents(moments, tmp_path, capfd):

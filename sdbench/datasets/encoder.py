@@ -40,9 +40,11 @@ class ImageShard(NamedTuple):
     Attributes:
         entry: its entry in the index.json of the images.
         first: number of its first sample among all.
+        is_counted: whether that index.json counts captions, as `from_columns` takes it.
     """
     entry: dict
     first: int
+    is_counted: bool
 
     @property
     def name(self) -> str:
@@ -65,8 +67,9 @@ class Batches(Dataset):
     columns of their `captions`, their `number` in the shard, and (number, reason) of each `bad` one.
     """
 
-    def __init__(self, readers: list[MDSReader], image_size: int):
+    def __init__(self, readers: list[MDSReader], shards: list[ImageShard], image_size: int):
         self.readers = readers
+        self.shards = shards
         self.image_size = image_size
 
     def __getitem__(self, key: tuple[int, range]) -> dict:
@@ -77,7 +80,8 @@ class Batches(Dataset):
         images = []
         for number in numbers:
             try:
-                sample = decode_sample(reader[number], partial(decode_image, image_size=self.image_size))
+                sample = decode_sample(reader[number], self.shards[shard].is_counted,
+                                       partial(decode_image, image_size=self.image_size))
             except (BadSample, UnicodeDecodeError) as error:
                 batch['bad'].append((number, str(error)))
                 continue
@@ -124,7 +128,8 @@ class Encoder:
             copies: folder for the shards while they are read; None: they are read in place.
         """
         settings = self.settings
-        entries = [part.sources[0].entry for part in parts]
+        shards = [part.sources[0] for part in parts]
+        entries = [shard.entry for shard in shards]
         stream = VerifiedStream({'version': 2, 'shards': entries}, settings.remote, copies)
         readers = [reader_from_json(stream.local, '', entry) for entry in entries]
 
@@ -137,7 +142,7 @@ class Encoder:
                     for start in range(0, max(1, samples), settings.batch_size):
                         yield shard, range(start, min(start + settings.batch_size, samples))
 
-        loader = DataLoader(Batches(readers, settings.image_size), batch_size=None, sampler=keys_of_batches(),
+        loader = DataLoader(Batches(readers, shards, settings.image_size), batch_size=None, sampler=keys_of_batches(),
                             num_workers=settings.num_workers, pin_memory=self.device.type == 'cuda',
                             worker_init_fn=end_with_encoder)
         for number, batches in groupby(loader, itemgetter('shard')):

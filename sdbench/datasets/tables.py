@@ -2,6 +2,7 @@
 import codecs
 import csv
 import functools
+import itertools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from operator import attrgetter
 from typing import Any, NamedTuple, TextIO
 
 from sdbench.errors import UserError, one_line
@@ -46,8 +48,10 @@ class Columns(NamedTuple):
     captions: tuple[str, ...] = ()
 
     def name_of(self, given: str | None) -> str:
-        """Return the name of the captions of a column or suffix: its own where several are given."""
-        return given if len(self.captions) > 1 else ONE_CAPTION
+        """Return the name of the captions in a column or suffix: its own if it is one of several that are given."""
+        if given is not None and len(self.captions) > 1:
+            return given
+        return ONE_CAPTION
 
     @property
     def suffixes(self) -> list[str]:
@@ -205,13 +209,12 @@ class Captions:
 
         Raises UserError if no row of --captions names an image.
         """
-        written = {row.image for row in self.rows}
-        alike = dict(left_over_pairs(written - images, images - written))
+        image_of = self.pair_rows(images)
         numbers = Counter()
         tables = set()
         for row in self.rows:
             path, _ = row.table
-            image = row.image if row.image in images else alike.get(row.image)
+            image = image_of.get((row.table, row.image))
             if image is None:
                 self.leave_out(path, f'no image at the path of a row: SOURCE has none at {row.image}', row.number)
                 continue
@@ -234,6 +237,24 @@ class Captions:
             raise UserError(f'--captions {self.named}: none of its rows names an image of SOURCE; its paths are '
                             'relative to its own folder, so move it or mend its paths')
         return {table: number for table, number in numbers.items() if number}
+
+    def pair_rows(self, images: Set[str]) -> dict[tuple[tuple[str, str], str], str]:
+        """Return the image that each row names, by the row's table and path.
+
+        Each table is paired by itself, so that a row of --captions finds its image whatever other tables name.
+        """
+        of_form = defaultdict(set)
+        for image in images:
+            of_form[form_of_name(image)].add(image)
+        image_of = {}
+        for table, rows in itertools.groupby(self.rows, attrgetter('table')):
+            written = {row.image for row in rows}
+            for name in written & images:
+                image_of[table, name] = name
+            alike = {image for name in written - images for image in of_form.get(form_of_name(name), ())}
+            for name, image in left_over_pairs(written - images, alike - written):
+                image_of[table, name] = image
+        return image_of
 
     def take(self, image: str) -> Named | None:
         """Return the captions that a table has for an image, by its path; None if no table names it."""

@@ -1,7 +1,7 @@
 """Call a function with some parts at a time, in processes of this machine or as tasks of a Ray cluster.
 
-Where a machine of a cluster is lost, its parts are made again; where a process of this machine dies, the parts of all
-processes are. Machines that join a cluster later get work as well.
+Where a process of this machine dies, the parts that were in flight are made again, one at a time. Where a machine of a
+cluster is lost, Ray makes its parts again elsewhere. Machines that join a cluster later get work as well.
 """
 import logging
 import multiprocessing
@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -21,15 +21,13 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import NamedTuple
 
+from sdbench import stores
 from sdbench.errors import DataError, UserError, one_line
 from sdbench.process import progress_bar
 
-ATTEMPTS = 3  # times that workers may die at a part before the run ends
 SECONDS_BETWEEN_LOOKS = 1.0  # at how many slots a cluster has
 SECONDS_TO_CONNECT = 20
 PACKAGE = Path(__file__).parents[1]  # what the machines of a cluster need of this program: the folder sdbench
-# What they need to know to reach a store, and is no secret; they have credentials of their own.
-SETTINGS_OF_STORES = ('S3_ENDPOINT_URL', 'AWS_REGION', 'AWS_DEFAULT_REGION', 'AWS_PROFILE', 'AZURE_ACCOUNT_NAME')
 
 
 class Part(NamedTuple):
@@ -43,6 +41,9 @@ def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing:
                is_done: Callable[[str], bool], unit: str, at_once: int = 1) -> list:
     """Have all missing parts made, with a progress bar; return what the calls returned, in the order in which they end.
 
+    Parts that were in flight when a worker died are made again one at a time, with nothing else at work. So a part that
+    only lacked memory beside others is made, and one that kills its worker is known.
+
     Args:
         workers: that make them.
         parts: all parts, which the bar counts.
@@ -51,48 +52,52 @@ def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing:
         unit: of the size of a part, as `progress_bar` takes it.
         at_once: the most parts of a call.
 
-    Raises DataError, which names its sources, if workers have died ATTEMPTS times at a part, and what a call raised.
+    Raises DataError, which names its files, if a worker dies at a part that it makes alone, and what a call raised.
     """
     waiting = deque(missing)
     at_work = {}  # the parts of each call
+    lost = []  # parts that were in flight when a worker died
     answers = []
-    deaths = Counter()  # of workers, by the name of the part that each was at
     total = sum(part.size for part in parts)
     with progress_bar(total, unit, total - sum(part.size for part in waiting)) as bar:
         while waiting or at_work:
-            # give work to whoever has none
+            # give work to whoever has none, but not after a death: then all that is in flight ends first
             slots = workers.slots()
-            while waiting and len(at_work) < slots:
+            while waiting and not lost and len(at_work) < slots:
                 number = min(at_once, 1 + len(waiting) // (2 * slots))  # fewer towards the end
                 given = [waiting.popleft() for _ in range(number)]
                 at_work[workers.call(given)] = given
 
-            # take what has ended, and put back what dead workers were at; there may be more slots after a second
-            lost = []  # the part that each was at, of those that it made one after the other
+            # take what has ended; there may be more slots after a second
             ended, _ = wait(at_work, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
             for call in ended:
                 given = at_work.pop(call)
                 if workers.is_death(call.exception()):
-                    left = [part for part in given if not is_done(part.name)]
-                    waiting.extendleft(reversed(left))
-                    lost += left[:1]
+                    lost += [part for part in given if not is_done(part.name)]
                 else:
                     answers.append(call.result())
                     bar.update(sum(part.size for part in given))
-            deaths.update(part.name for part in lost)
 
-            # say which parts are made again; a part at which workers died too often ends the command
-            fatal = [part for part in lost if deaths[part.name] == ATTEMPTS]
-            names = [source.name for part in fatal or lost for source in part.sources]
-            which = ', '.join(names[:2])
-            if len(names) > 2:
-                which += f' and {len(names) - 2} more'
-            if fatal:
-                raise DataError(f'workers were killed {ATTEMPTS} times while they were at {which}, often for lack of '
-                                'memory; free some, use fewer workers, or leave these files out')
-            if lost:
-                print(f'a worker or its machine was lost; what it was at is made again: {which}', file=sys.stderr)
+            # make what was lost, one part at a time
+            if lost and not at_work:
+                print(f'a worker was lost; parts in flight are made again, one at a time: {len(lost)}', file=sys.stderr)
+                for part in lost:
+                    call = workers.call([part])
+                    if workers.is_death(call.exception()):
+                        raise fatal_part(part)
+                    answers.append(call.result())
+                    bar.update(part.size)
+                lost = []
     return answers
+
+
+def fatal_part(part: Part) -> DataError:
+    """Return the error for a part that has killed its worker."""
+    files = part.sources[0].name
+    if len(part.sources) > 1:
+        files = f'one of the {len(part.sources):,} files from {files} to {part.sources[-1].name}'
+    return DataError(f'a worker was killed, or had no memory, while nothing but {files} was at work; give it more '
+                     'memory, or leave that file out')
 
 
 class LocalWorkers(AbstractContextManager):
@@ -182,10 +187,12 @@ class RayWorkers(AbstractContextManager):
 
     def __init__(self, do: Callable, address: str, on_gpus: bool = False):
         os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')  # Ray reports how it is used unless it is told not to
+        # Ray makes a task again three times if its worker or machine is lost, but without end if its memory runs out.
+        os.environ.setdefault('RAY_task_oom_retries', '0')
         import ray
         self.ray = ray
 
-        settings = {name: os.environ[name] for name in SETTINGS_OF_STORES if name in os.environ}
+        settings = {name: os.environ[name] for name in stores.SETTINGS if name in os.environ}
         environment = {'py_modules': [str(PACKAGE)], 'env_vars': settings}
         match = re.fullmatch(r'(?:ray://)?([^/]+):(\d+)', address)
         try:
@@ -200,8 +207,7 @@ class RayWorkers(AbstractContextManager):
         if on_gpus and 'GPU' not in ray.cluster_resources():
             print(f'--ray {address}: no machine of the cluster has a GPU yet; waiting for one (--cpu works on CPUs)',
                   file=sys.stderr, flush=True)
-        # What is lost is given out here again, and not by Ray, so that it is known which part each worker died of.
-        self.task = ray.remote(max_retries=0, **needs)(lambda do, parts: do(parts))
+        self.task = ray.remote(**needs)(lambda do, parts: do(parts))
         self.do = ray.put(do)
 
     def __exit__(self, *error) -> None:

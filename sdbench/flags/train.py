@@ -87,8 +87,8 @@ class DataLoading:
 class TrainingSamples:
     heading = 'data'
 
-    cache_limit: str | None = flag(None, 'most disk space that cached shards may take, such as 500gb (default: no '
-                                   'limit)', metavar='SIZE', may_change=True)
+    cache_limit: str | None = flag(None, 'most disk space that the cached shards of a dataset may take, such as 500gb '
+                                   '(default: no limit)', metavar='SIZE', may_change=True)
     max_bad_samples: float = flag(0.01, 'share of bad samples tolerated before the run stops', converter=fraction,
                                   may_change=True)
     use_synth_data: bool = flag(False, 'train on random images, which cost nothing to load, instead of --remote')
@@ -296,7 +296,8 @@ class EvaluationAndDrawing:
 
     eval_remote: str | None = flag(None, 'folder or object store with MDS shards that are held out, whose loss is '
                                    'evaluated with the first caption of each image, and the same noise and timesteps '
-                                   'each time (default: no evaluation)')
+                                   'each time; --local and --cache_limit hold for its shards as well (default: no '
+                                   'evaluation)')
     eval_interval: str | None = flag(None, f'time between evaluations {INTERVAL_DEFAULT}; there is also one at the end',
                                      converter=time_in('ba ep'), needs='eval_remote dry_run')
     sample_prompts: str | None = flag(None, 'text file of prompts, one on a line, that are drawn during the training, '

@@ -16,18 +16,19 @@ NOISE = 'noise'  # float32 (B, 8, H/8, W/8): 4 channels for the draw of the late
 TIMESTEP = 'timestep'  # int64 (B,)
 
 
-def decode_sample(columns: Mapping, decode: Callable[[bytes], torch.Tensor]) -> dict:
+def decode_sample(columns: Mapping, is_counted: bool, decode: Callable[[bytes], torch.Tensor]) -> dict:
     """Return `image` uint8 (3, H, W) or `moments` float16 (8, H/8, H/8), the first `caption`, and all `captions`.
 
     Args:
         columns: of the sample in its shard.
+        is_counted: as `from_columns` takes it.
         decode: makes an image of the bytes of its file.
 
     Raises UserError if the sample is bad.
     """
     if not columns[ONE_CAPTION].strip():
         raise BadSample('no caption')
-    captions = {ONE_CAPTION: columns[ONE_CAPTION], CAPTIONS: from_columns(columns)}
+    captions = {ONE_CAPTION: columns[ONE_CAPTION], CAPTIONS: from_columns(columns, is_counted)}
     if MOMENTS in columns:
         return {MOMENTS: torch.from_numpy(columns[MOMENTS].copy()), **captions}
     return {'image': decode(columns['jpg']), **captions}

@@ -20,11 +20,16 @@ def to_columns(captions: Named) -> dict:
     return {ONE_CAPTION: first, CAPTIONS: captions}
 
 
-def from_columns(columns: Mapping) -> Named:
-    """Return the captions of an image in shards that may lack the column of all, or have another one of that name."""
-    captions = columns.get(CAPTIONS)
-    if captions and isinstance(captions, dict):
-        return captions
+def from_columns(columns: Mapping, is_counted: bool) -> Named:
+    """Return the captions of an image.
+
+    Args:
+        columns: of its sample.
+        is_counted: whether index.json counts the captions in the column of all, as only our converter writes it. A
+            column of that name in shards from another program may hold anything, so it is ignored.
+    """
+    if is_counted and columns.get(CAPTIONS):
+        return columns[CAPTIONS]
     return {ONE_CAPTION: [columns[ONE_CAPTION]]}
 
 

@@ -1,7 +1,8 @@
-"""Decode image files safely into tensors: upright, in RGB, cropped to their centre square."""
+"""Decode image files safely into tensors: upright, in sRGB, cropped to their centre square."""
 import contextlib
 import functools
 import io
+import random
 import re
 import warnings
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision
-from PIL import ExifTags, Image, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageCms, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from sdbench.errors import BadSample, is_out_of_memory
 
@@ -18,6 +19,7 @@ FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM
 DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
 FLOAT_BITS = (8, 16, 32)  # of whole numbers that are stored as floats
 MOST_FRAMES = 10  # of an animation that are looked at for one that is not wholly transparent
+SRGB_TOLERANCE = 2  # of 255, within which a colour profile counts as sRGB: the many profiles of sRGB differ by rounding
 
 # Of a profile of colours and of a text in a PNG. With Pillow's limit, 1 MiB, an image with more would not be read.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
@@ -34,7 +36,7 @@ def formats() -> tuple[str, ...]:
 
 
 def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
-    """Decode the centre square of an image in one of `formats()`: uint8 (3, H, H), upright and in RGB.
+    """Decode the centre square of an image in one of `formats()`: uint8 (3, H, H), upright and in sRGB.
 
     Args:
         data: the encoded image. Raises BadSample if it does not decode.
@@ -51,7 +53,7 @@ def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
 
 
 def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
-    """Decode an image in one of `formats()`: uint8 (3, H, W), upright and in RGB, transparent parts on white.
+    """Decode an image in one of `formats()`: uint8 (3, H, W), upright and in sRGB, transparent parts on white.
 
     Args:
         data: the encoded image. Raises BadSample if it does not decode, or has more pixels than Pillow reads, which
@@ -80,9 +82,16 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
 
 def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> torch.Tensor:
     """Decode an opened image into uint8 (3, H, W), with torchvision where it is a plain JPEG, else with Pillow."""
-    # torchvision's decoder is faster; it does not turn by all metadata that Pillow turns by, so it gets what is upright
+    # Pillow reads the colour profile with the header, before it decodes any pixel.
+    to_srgb = None
+    if 'icc_profile' in image.info:
+        to_srgb = srgb_transform(image.info['icc_profile'], image.mode)
+
+    # torchvision's decoder is faster. It neither converts colours nor turns by all metadata that Pillow turns by, so it
+    # only gets upright images in sRGB.
     much_larger = image_size is not None and min(image.size) >= 2 * image_size
-    if image.format == 'JPEG' and image.mode in ('L', 'RGB') and not much_larger and is_upright(image):
+    is_plain = image.format == 'JPEG' and image.mode in ('L', 'RGB') and to_srgb is None
+    if is_plain and not much_larger and is_upright(image):
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB)
 
@@ -101,7 +110,7 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
     except Exception:  # of many kinds
         pass
 
-    # 8 bits, on white, RGB; of 48 bits a PNG names the transparent colour by 16 each, and Pillow keeps the upper 8
+    # 8 bits, on white, sRGB; of 48 bits a PNG names the transparent colour by 16 each, and Pillow keeps the upper 8
     if image.mode[0] in DEEP_MODES:
         image = to_eight_bits(image)
     transparent = image.info.get('transparency')
@@ -110,8 +119,46 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
     if image.has_transparency_data:
         image = image.convert('RGBA')
         image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image)
+    if to_srgb is not None:
+        image = to_srgb.apply(image.convert(to_srgb.input_mode))
     image = image.convert('RGB')
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (3, H, W)
+
+
+@functools.lru_cache(16)  # building a transform takes 30 ms, and the images of a dataset share a few profiles
+def srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """Return the transform from an embedded colour profile (ICC) to sRGB, which takes images of its `input_mode`.
+
+    Return None if the pixels can stay as they are: the profile is sRGB, or it is broken or of another colour space than
+    the image, and viewers ignore it too. A profile counts as sRGB if it hardly changes random colours, because names do
+    not tell: many profiles of sRGB are called otherwise, such as c2.
+
+    Args:
+        profile: as it is embedded in the image.
+        mode: Pillow's mode of the image.
+    """
+    spaces = ['RGB']
+    if mode == 'CMYK':
+        spaces = ['CMYK']
+    elif Image.getmodebase(mode) == 'L':
+        spaces = ['GRAY', 'RGB']  # many grey images carry a profile for RGB
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        space = source.profile.xcolor_space.strip()
+        if space not in spaces:
+            return None
+        input_mode = 'L' if space == 'GRAY' else space
+        transform = ImageCms.buildTransform(source, ImageCms.createProfile('sRGB'), input_mode, 'RGB')
+    except MemoryError:
+        raise
+    except Exception:  # a damaged profile raises nearly anything
+        return None
+
+    values = random.Random(0).randbytes(64 * 64 * Image.getmodebands(input_mode))
+    colours = Image.frombytes(input_mode, (64, 64), values)
+    unconverted = np.asarray(colours.convert('RGB')).astype(int)
+    change = np.abs(np.asarray(transform.apply(colours)) - unconverted).max()
+    return transform if change > SRGB_TOLERANCE else None
 
 
 def to_eight_bits(image: Image.Image) -> Image.Image:

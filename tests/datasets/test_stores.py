@@ -2,6 +2,7 @@
 import io
 import os
 import re
+import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,12 +10,23 @@ from pathlib import Path
 import pytest
 from azure.storage.blob import BlobServiceClient
 from botocore import UNSIGNED
+from google.auth.credentials import AnonymousCredentials
 from werkzeug.wrappers import Request, Response
 
 from sdbench.datasets.output import Output, PartWriter, join_parts, write_index
 from sdbench.datasets.readers import open_file
 from sdbench.paths import CLAIM
-from sdbench.stores import addresses_in, connect, download, files_below, make_client, upload, write
+from sdbench.stores import (
+    addresses_in,
+    azure_service,
+    connect,
+    download,
+    files_below,
+    google_client,
+    make_client,
+    upload,
+    write,
+)
 from tests.local_s3 import local_s3, served
 from tests.samples import read_back
 
@@ -31,7 +43,8 @@ def no_credentials(monkeypatch, tmp_path):
     monkeypatch.setenv('NO_GCE_CHECK', 'true')
     monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', str(tmp_path / 'credentials'))
     monkeypatch.setenv('AWS_CONFIG_FILE', str(tmp_path / 'config'))
-    make_client.cache_clear()
+    for made_of_environment in (make_client, azure_service, google_client):
+        made_of_environment.cache_clear()
 
 
 def test_endpoint_region_and_keys_are_those_that_boto3_finds_and_without_keys_nothing_is_signed(tmp_path, monkeypatch):
@@ -115,16 +128,26 @@ class LocalAzure:
         return response(environ, start_response)
 
 
-def test_azures_store_is_read_and_written_by_all_that_make_datasets_and_checkpoints(tmp_path, monkeypatch):
-    container = 'azure://me.blob.core.windows.net/container'
+def use_azure_at(url: str, monkeypatch) -> list[str]:
+    """Let Azure's clients ask a server on loopback, and return the list of the addresses that they are made for."""
+    made = []
+
+    def client_of_emulator(account_url: str, credential: str, **options) -> BlobServiceClient:
+        made.append(account_url)
+        return BlobServiceClient(f'{url}/me', credential, **options)
+
+    monkeypatch.setattr('azure.storage.blob.BlobServiceClient', client_of_emulator)
     monkeypatch.setenv('AZURE_ACCOUNT_ACCESS_KEY', SECRET)
+    return made
+
+
+@pytest.mark.parametrize('host', ['me.blob.core.windows.net', 'me.blob.core.chinacloudapi.cn'])
+def test_azures_store_is_read_and_written_by_all_that_make_datasets_and_checkpoints(tmp_path, monkeypatch, host):
+    container = f'azure://{host}/container'
     store = LocalAzure()
     (tmp_path / '0.pt').write_bytes(b'0')
     with served(store) as url:
-        def client_of_emulator(account_url: str, credential: str) -> BlobServiceClient:
-            assert account_url == 'https://me.blob.core.windows.net'
-            return BlobServiceClient(f'{url}/me', credential)
-        monkeypatch.setattr('azure.storage.blob.BlobServiceClient', client_of_emulator)
+        made = use_azure_at(url, monkeypatch)
         output = Output(f'{container}/mds', 'OUT')
         with output.begun({'program': 'convert.py'}):
             part = PartWriter(output, 'one', {'jpg': 'bytes', 'caption': 'str'})
@@ -133,11 +156,52 @@ def test_azures_store_is_read_and_written_by_all_that_make_datasets_and_checkpoi
             write_index(output, join_parts(output, ['one']))
         assert output.parts() == {'one': True}
         assert [file.size for file in files_below(f'{container}/mds/claim.json', 'SOURCE')] == [len(output.read(CLAIM))]
-        assert read_back(tmp_path / 'cache', remote=f'{container}/mds') == [(b'1', 'a')]
         upload(str(tmp_path / '0.pt'), f'{container}/run/0.pt', '--save_folder')
         with open_file(f'{container}/run/0.pt') as file:
             assert file.read() == store.blobs['run/0.pt'] == b'0'
         assert addresses_in(f'{container}/run', '--save_folder') == [f'{container}/run/0.pt']
+        assert set(made) == {f'https://{host}'}
+        assert read_back(tmp_path / 'cache', remote=f'{container}/mds') == [(b'1', 'a')]  # by Streaming's own client
+
+
+def test_a_process_has_one_client_of_azure_however_many_parts_it_reads(monkeypatch):
+    store = LocalAzure()
+    with served(store) as url:
+        made = use_azure_at(url, monkeypatch)
+        output = Output('azure://me.blob.core.windows.net/container/mds', 'OUT')
+        names = [f'part{number}' for number in range(100)]
+        for name in names:
+            store.blobs[f'mds/{name}/index.json'] = b'{"shards": [], "skipped": []}'
+        before = len(made)
+        assert join_parts(output, names).samples == 0
+    assert len(made) - before <= 1
+
+
+@pytest.mark.parametrize('key', ['a#b/0.tar', 'a?b=c/0.tar', 'a%20b/0 1.tar', 'a'])
+@pytest.mark.parametrize('bucket', ['s3://bucket', 'azure://me.blob.core.windows.net/container'])
+def test_an_object_is_read_by_its_whole_key_whatever_signs_are_in_it(monkeypatch, key, bucket):
+    with local_s3(monkeypatch), served(LocalAzure()) as url:
+        use_azure_at(url, monkeypatch)
+        for name in ('a', key):
+            write(io.BytesIO(name.encode()), f'{bucket}/{name}', 'OUT')
+        download(f'{bucket}/{key}', 'copy', 'SOURCE')
+        assert Path('copy').read_text() == key
+        assert [file.key for file in files_below(f'{bucket}/{key}', 'SOURCE')] == [key]
+
+
+@pytest.mark.parametrize('address', ['s3://bucket/a', 'gs://bucket/a', 'azure://me.blob.core.windows.net/container/a'])
+def test_a_refused_connection_is_told_after_ten_seconds_of_pauses_at_most(monkeypatch, address):
+    use_azure_at('http://127.0.0.1:1', monkeypatch)
+    monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:1')
+    monkeypatch.setenv('STORAGE_EMULATOR_HOST', 'http://127.0.0.1:1')  # of Google's client
+    monkeypatch.setattr('google.auth.default', lambda: (AnonymousCredentials(), 'project'))
+    pauses = []
+    now = time.monotonic
+    monkeypatch.setattr('time.sleep', pauses.append)
+    monkeypatch.setattr('time.monotonic', lambda: now() + sum(pauses))
+    with pytest.raises(OSError, match='^SOURCE: the connection is refused'):
+        download(address, 'copy', 'SOURCE')
+    assert 0 < sum(pauses) <= 10
 
 
 @pytest.mark.parametrize('status, code, words', [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import convert
+from sdbench.inputs.shards import read_index
 from tests.runs import one_error_line
 from tests.samples import captions_of, read_back, shaded, skipped, write_parquet
 
@@ -110,6 +111,43 @@ def test_a_table_goes_before_the_text_files_wherever_it_lies_and_what_has_no_mat
         ('metadata.csv', 4, f'no image at the path of a row: SOURCE has none at {folder}/missing.jpg'),
         ('metadata.csv', 5, f"no caption: the row has '' for {folder}/empty.jpg")]
     assert f'in 3 rows of {folder}/metadata.csv, column text' in capsys.readouterr().out
+
+
+def test_the_table_of_the_flag_decides_also_where_only_another_table_writes_a_path_exactly(tmp_path):
+    folder = photos(tmp_path / 'in', 'sub/a.jpg', 'b.jpg')
+    (folder / 'metadata.csv').write_text('file_name,text\nsub/a.jpg,not this\nb.jpg,nor this\n')
+    (folder / 'mine.csv').write_text('file_name,text\nsub\\a.jpg,one\nB.jpg ,two\n')
+    assert convert.main([str(folder), 'out', '--captions', f'{folder}/mine.csv']) == 0
+    assert captions(tmp_path / 'out') == ['two', 'one']
+    assert [line[:2] for line in listed(tmp_path / 'out')] == [('metadata.csv', 2), ('metadata.csv', 3)]
+
+
+def test_an_out_goes_on_with_the_table_of_captions_that_it_was_begun_with(tmp_path, capsys):
+    folder = photos(tmp_path / 'in', 'a.jpg')
+    for name in ('one', 'two'):
+        (tmp_path / f'{name}.csv').write_text(f'file_name,text\nin/a.jpg,{name}\n')
+    argv = [str(folder), 'out', '--captions']
+    assert [convert.main([*argv, 'one.csv']) for _ in range(2)] == [0, 0]
+    for flags in ([*argv, 'two.csv'], argv[:2]):
+        line = one_error_line(flags, capsys, convert.main)
+        assert f'OUT out was begun with captions {tmp_path}/one.csv, and this command has' in line
+    assert captions(tmp_path / 'out') == ['one']
+
+
+@pytest.mark.parametrize('flags, expected', [
+    (['.txt', '.caption'], [{'caption': ['table']}, {'.txt': ['file']}]),
+    (['short', 'long'], [{'short': ['1'], 'long': ['2']}, {'caption': ['file']}]),
+    (['short', '.txt'], [{'short': ['1']}, {'.txt': ['file']}])])
+def test_captions_have_names_that_weights_can_give_also_where_a_flag_names_others(tmp_path, flags, expected):
+    folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
+    (folder / 'captions.csv').write_text('file_name,text,short,long\na.jpg,table,1,2\n')
+    (folder / 'b.txt').write_text('file')
+    assert convert.main([str(folder), 'out', '--caption_column', *flags]) == 0
+    counts = Counter()
+    for captions_of_image, of_names in zip(captions_of(tmp_path / 'out'), expected, strict=True):
+        assert captions_of_image == of_names
+        counts.update({name: len(texts) for name, texts in of_names.items()})
+    assert read_index(str(tmp_path / 'out'))['captions'] == counts
 
 
 @pytest.mark.parametrize('name, flags', [('metadata.parquet', []),

@@ -12,6 +12,7 @@ import pytest
 from sdbench.datasets.sources import File
 from sdbench.datasets.workers import LocalWorkers, Part, make_parts
 from sdbench.errors import DataError
+from tests.runs import wait_until
 
 
 def kill_itself() -> None:
@@ -36,34 +37,48 @@ def make(folder: Path, seconds: float, fatal: dict[str, int], parts: list[Part],
     return [part.name for part in parts]
 
 
+def make_beside_others(folder: Path, seconds: float, fatal: dict[str, int], parts: list[Part]) -> list[str]:
+    """Make a part, at first only while four parts are in flight, of which one kills its worker."""
+    [part] = parts
+    is_first = not (folder / f'{part.name}-begun').exists()
+    (folder / f'{part.name}-begun').touch()
+    if part.name in fatal:
+        wait_until(lambda: len(list(folder.glob('*-begun'))) == 4)
+        kill_itself()
+    while is_first:
+        time.sleep(1)  # until the pool of the dead worker is ended
+    return make(folder, seconds, {}, parts)
+
+
 def begun(folder: Path, name: str) -> list[str]:
     """Return a line for each time that a part was begun."""
     return (folder / f'{name}-begun').read_text().splitlines()
 
 
 def run(folder: Path, number: int, at_once: int = 1, seconds: float = 0.0, fatal: dict | None = None,
-        do=make, use_gpu: Callable[[int], None] | None = None) -> list[str]:
-    """Have so many parts made by two workers, and return the names of those that were answered."""
+        do=make, use_gpu: Callable[[int], None] | None = None, workers: int = 2) -> list[str]:
+    """Have so many parts made by two workers or more, and return the names of those that were answered."""
     parts = [Part(str(index), [File(f'{index}.tar', 0)]) for index in range(number)]
-    with LocalWorkers(partial(do, folder, seconds, fatal or {}), 2, use_gpu) as workers:
-        answers = make_parts(workers, parts, parts, lambda name: (folder / name).exists(), 'B', at_once)
+    with LocalWorkers(partial(do, folder, seconds, fatal or {}), workers, use_gpu) as pool:
+        answers = make_parts(pool, parts, parts, lambda name: (folder / name).exists(), 'B', at_once)
     return [name for names in answers for name in names]
 
 
 @pytest.mark.parametrize('die', [kill_itself, have_no_memory])
-def test_what_died_workers_were_at_is_made_again_and_what_was_done_is_not(server, tmp_path, capfd, die):
-    run(tmp_path, 8, at_once=4, fatal={'1': 2}, do=partial(make, die=die))
+def test_what_was_in_flight_when_a_worker_died_is_made_again_and_what_was_done_is_not(server, tmp_path, capfd, die):
+    answered = run(tmp_path, 8, at_once=4, fatal={'1': 1}, do=partial(make, die=die))
     assert all((tmp_path / str(index)).exists() for index in range(8))
-    assert len(begun(tmp_path, '1')) == 3
+    assert len(answered) == len(set(answered))
+    assert len(begun(tmp_path, '1')) == 2
     assert len(begun(tmp_path, '0')) == 1
-    assert re.search(r'was lost; what it was at is made again: .*\b1\.tar', capfd.readouterr().err)
+    assert 'a worker was lost; parts in flight are made again, one at a time' in capfd.readouterr().err
 
 
-def test_parts_of_which_workers_die_three_times_are_named(server, tmp_path):
-    with pytest.raises(DataError, match='workers were killed 3 times while they were at .*2.tar.* lack of memory'):
-        run(tmp_path, 6, at_once=6, fatal={'2': 9})
-    assert len(begun(tmp_path, '2')) == 3
-    assert (tmp_path / '0').exists() and (tmp_path / '1').exists()
+def test_a_part_that_kills_its_worker_is_named_and_no_other_that_was_in_flight(server, tmp_path):
+    with pytest.raises(DataError) as caught:
+        run(tmp_path, 4, fatal={'2': 9}, do=make_beside_others, workers=4)
+    assert re.findall(r'\d+\.tar', str(caught.value)) == ['2.tar']
+    assert 'had no memory' in str(caught.value)
 
 
 def note_gpu(folder: Path, gpu: int) -> None:

@@ -6,11 +6,11 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image, TiffImagePlugin
+from PIL import ExifTags, Image, ImageCms, TiffImagePlugin
 
 import convert
 from data import StreamingLAIONDataset
-from sdbench.inputs.images import FORMATS, decode_image, decode_whole_image, formats
+from sdbench.inputs.images import FORMATS, decode_image, decode_whole_image, formats, srgb_transform
 from tests.samples import encoded, large_png, picture, pillow_square, pixels
 
 
@@ -53,6 +53,70 @@ def test_pixels_are_pillows_in_every_format_and_upright_at_every_size(name):
     np.testing.assert_array_equal(decoded.numpy(), pixels(pillow_square(ENCODED[name])))
     whole, reduced = (decode_whole_image(ENCODED[name], size) for size in (None, 8))  # the loader takes it at any size
     assert (whole.shape[1] > whole.shape[2]) == (reduced.shape[1] > reduced.shape[2])
+
+
+SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes()
+RED_IS_BLUE = SRGB.replace(b'rXYZ', b'last').replace(b'bXYZ', b'rXYZ').replace(b'last', b'bXYZ')  # names of its tags
+
+
+def grey_profile() -> bytes:
+    """Return a profile for grey whose curve is a straight line from (0.04045, 0.0904) to white instead of sRGB's."""
+    exponents = [struct.pack('>i', round(exponent * 65536)) for exponent in (2.4, 1)]
+    return SRGB.replace(b'RGB XYZ ', b'GRAYXYZ ').replace(b'rTRC', b'kTRC').replace(*exponents)
+
+
+def cmyk_profile() -> bytes:
+    """Return a profile of an ink that is white: cyan. Any other ink, or black, is black."""
+    curve = bytes(range(256))
+    colours = [255 if corner in (0, 8) else 0 for corner in range(16)]  # lightness at the 16 corners of C, M, Y, K
+    table = b'mft1' + bytes(4) + bytes([4, 3, 2, 0]) + struct.pack('>9i', *(65536, 0, 0, 0) * 2, 65536)
+    table += curve * 4 + b''.join(bytes([lightness, 128, 128]) for lightness in colours) + curve * 3
+    head = SRGB[:12] + b'prtrCMYKLab ' + SRGB[24:128]
+    return struct.pack('>I', 144 + len(table)) + head[4:] + struct.pack('>I4sII', 1, b'A2B0', 144, len(table)) + table
+
+
+@pytest.mark.parametrize('format', ['JPEG', 'PNG', 'WEBP', 'TIFF', 'AVIF', 'HEIF'])
+def test_the_colours_of_an_image_are_those_that_its_profile_means(format):
+    formats()  # registers HEIF
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    options = {'quality': 95} if format != 'PNG' else {}
+    data = encoded(picture(1), format, icc_profile=RED_IS_BLUE, exif=exif.tobytes(), **options)
+    plain = encoded(picture(1), format, exif=exif.tobytes(), **options)
+    for size in (None, 16):  # and where a JPEG is decoded at a smaller size
+        meant = decode_image(plain, size).numpy()[::-1].astype(int)
+        np.testing.assert_allclose(decode_image(data, size), meant, atol=2)
+
+
+@pytest.mark.parametrize('image, profile', [
+    (picture(1), SRGB), (picture(1), RED_IS_BLUE[:300]), (picture(1), b''), (picture(1), grey_profile()),
+    (picture(1).convert('L'), SRGB), (picture(1).convert('CMYK'), RED_IS_BLUE)])
+def test_a_profile_that_is_srgb_or_broken_or_of_another_kind_of_image_changes_nothing(image, profile):
+    plain = decode_image(encoded(image))
+    np.testing.assert_array_equal(decode_image(encoded(image, icc_profile=profile)), plain)
+    assert srgb_transform(profile, image.mode) is None  # so that torchvision's decoder, the faster one, is used
+
+
+@pytest.mark.parametrize('mode', ['RGBA', 'P', 'LA'])
+def test_a_transparent_image_with_a_profile_is_put_on_white(mode):
+    image = Image.new('RGBA', (16, 16), (200, 40, 40, 255))
+    image.paste((0, 0, 0, 0), (0, 0, 16, 8))
+    decoded = decode_image(encoded(image.convert(mode), 'PNG', icc_profile=RED_IS_BLUE)).numpy()
+    plain = decode_image(encoded(image.convert(mode), 'PNG')).numpy().astype(int)
+    np.testing.assert_allclose(decoded, plain[::-1], atol=2)
+    assert (decoded[:, :8] == 255).all()
+
+
+def test_grey_and_cmyk_images_are_converted_by_their_own_profiles():
+    grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    values = grey[1:] / 255  # above 0.04045
+    meant = 255 * (1.055 * ((values + 0.055) / 1.055) ** (1 / 2.4) - 0.055)
+    decoded = decode_image(encoded(Image.fromarray(grey), 'PNG', icc_profile=grey_profile())).numpy()
+    for channel in decoded:
+        np.testing.assert_allclose(channel[1:], meant, atol=1)
+    for inks, colour in ((0, 0, 0, 0), 255), ((255, 0, 0, 0), 255), ((0, 255, 0, 0), 0), ((0, 0, 0, 255), 0):
+        data = encoded(Image.new('CMYK', (16, 16), inks), icc_profile=cmyk_profile())
+        assert abs(decode_image(data).numpy().astype(int) - colour).max() <= 2
 
 
 @pytest.mark.parametrize('mode', ['RGBA', 'LA', 'P'])
