@@ -32,9 +32,9 @@ from sdbench.datasets.output import Joined, Output, done_already, join_parts, pa
 from sdbench.datasets.sources import Found, find_files, join_neighbours
 from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, Columns
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
-from sdbench.errors import DataError, UserError, one_line, plural
+from sdbench.errors import UserError, one_line, plural
 from sdbench.flags.train import TINY_MODEL
-from sdbench.flags.training_command import training_command
+from sdbench.flags.training_command import FEWEST_FROM_RANDOM, FINE_TUNED, fine_tuning_time, training_command
 from sdbench.inputs.captions import CAPTIONS
 from sdbench.inputs.images import formats
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 def convert(settings: Convert) -> int:
     """Make OUT of all that is in SOURCE, say what it holds, and return the exit status.
 
-    Raises DataError if it holds nothing or the conversion cannot go on, and UserError if OUT is of something else.
+    Raises DataError if the conversion cannot go on, and UserError if SOURCE holds nothing or OUT is of something else.
     """
     # find what is converted, and sort it into parts
     outputs = [Output(out, 'OUT') for out in addresses_of_outputs(settings)]
@@ -144,13 +144,14 @@ def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part],
         make_parts(workers, parts, missing, outputs[0].is_done, 'B')
 
 
-def nothing_converted(joined: Joined, held_out: Joined, settings: Convert) -> DataError:
+def nothing_converted(joined: Joined, held_out: Joined, settings: Convert) -> UserError:
     if held_out.samples:
         reason = f'--held_out {settings.held_out} takes all of {plural(held_out.samples, "sample")}'
     else:
         first = joined.first_skipped
-        reason = f'{what_was_skipped(joined, settings)}; the first is {first["source"]}: {first["reason"]}'
-    return DataError(f'nothing could be converted of SOURCE {" ".join(settings.source)}: {reason}')
+        reason = (f'{what_was_skipped(joined, settings)}; the first is {first["source"]}: {first["reason"]}; a command '
+                  'with other flags may take the same OUT')
+    return UserError(f'nothing could be converted of SOURCE {" ".join(settings.source)}: {reason}')
 
 
 def what_was_skipped(joined: Joined, settings: Convert) -> str:
@@ -172,8 +173,8 @@ def warn(joined: Joined, unread_tables: list[dict], unused: list[str], settings:
               'where another has no caption, it may lie behind the damage; fetch it again, and the same command '
               'converts it again', file=sys.stderr)
     for line in unread_tables:
-        print(f'{PROGRAM}: warning: {one_line(UserError(line["source"]))} is {line["reason"]}; rename the columns, or '
-              'the file if it is of something else', file=sys.stderr)
+        print(f'{PROGRAM}: warning: {one_line(UserError(line["source"]))} is {line["reason"]}; rename the file if '
+              'it is of something else', file=sys.stderr)
     if unused:
         names = ' '.join(unused[:3]) + (' ...' if len(unused) > 3 else '')
         print(f'{PROGRAM}: warning: {plural(len(unused), "folder")} in OUT {settings.out} no longer in use, since '
@@ -209,8 +210,12 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Conv
         print(f'held out   none: --held_out {settings.held_out} takes none of so few samples; give a larger share')
     if joined.skipped:
         print(f'skipped    {what_was_skipped(joined, settings)}')
-    print(f'next       {training_command(settings.out, joined.samples, "FOLDER", True, flags)}')
-    print('           FOLDER has the weights of a model, see docs/training.md; without a GPU, of the tiny model:')
+    print(f'next       {training_command(settings.out, joined.samples, FINE_TUNED, True, flags)}')
+    if joined.samples < FEWEST_FROM_RANDOM:
+        print(f'           This fine-tunes a trained model, as advised below about {FEWEST_FROM_RANDOM:,} images, in '
+              f'roughly\n           {fine_tuning_time(joined.samples)} (forecast).')
+    print(f'           {FINE_TUNED} is a folder with the weights of a model (docs/training.md); prompts.txt has one '
+          'prompt per line.\n           Without a GPU, train the tiny model:')
     flags += ['--image_size', '64']
     print(f'           {training_command(settings.out, joined.samples, TINY_MODEL, True, flags)}')
 

@@ -17,6 +17,7 @@ from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Encode
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, TINY_MODEL, Train
+from sdbench.flags.training_command import fine_tune_instead, trains_random_weights
 from sdbench.inputs.loader import BATCHES_PER_WORKER
 from sdbench.inputs.shards import number_of_samples, read_index
 from sdbench.paths import sibling_path, with_run_name
@@ -148,8 +149,11 @@ def batches_per_epoch(settings: Train, index: dict | None) -> int:
         return max(1, SYNTHETIC_SAMPLES // settings.batch_size)
     samples = number_of_samples(index)
     if samples < settings.batch_size and settings.dry_run is None:
+        remedy = 'use a smaller batch'
+        if samples and trains_random_weights(settings):  # which would not help either
+            remedy = fine_tune_instead(settings, samples)
         raise UserError(f'--remote {settings.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
-                        f'{settings.batch_size}; use a smaller batch')
+                        f'{settings.batch_size}; {remedy}')
     return max(1, samples // settings.batch_size)
 
 

@@ -55,7 +55,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --autoresume', '--autoresume needs --save_folder'),
     ('benchmark.py', f'--use_synth_latents {TINY} --random_flip', '--random_flip mirrors images'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --load_weights notes --sample_prompts nowhere',
-     '--sample_prompts nowhere cannot be read (No such file'),
+     '--sample_prompts nowhere, a text file with one prompt on each line, cannot be read (No such file'),
     ('benchmark.py', f'{SYNTHETIC} --sample_prompts prompts.txt', '--sample_prompts prompts.txt needs a VAE that can'),
     ('benchmark.py', f'{SYNTHETIC} --results notes', '--results notes is no file that can be written'),
     ('benchmark.py', f'{SYNTHETIC} --results plan.csv', '--results plan.csv is a table'),

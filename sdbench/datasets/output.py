@@ -94,7 +94,7 @@ class Output:
         # begin one again of which nothing came: its parts are all done, and none has a sample, so that the earlier
         # command was a mistake. A store has no lock: one without parts may be of another run that has only begun
         begun = parse_json(held, f'{CLAIM} of {self.label}')
-        if begun != settings and begun.get('program') == settings['program']:
+        if begun != settings:
             parts = self.parts()
             is_over = (parts or self.is_folder) and all(parts.values())
             if is_over and not any(self._index_of(part)['shards'] for part in parts):

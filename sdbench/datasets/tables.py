@@ -84,7 +84,8 @@ class Columns(NamedTuple):
         missing = [f'no {given or " or ".join(usual)} for {flag}' for flag, given, usual, called in found if not called]
         if missing:
             listed = ', '.join(name or '(no name)' for name in names)
-            raise NoSuchColumn(f'{" and ".join(missing)} among its columns {listed}')
+            remedy = ' and '.join(f'{flag} NAME' for flag, given, _, called in found if not called and given is None)
+            raise NoSuchColumn(f'{" and ".join(missing)} among its columns {listed}' + (remedy and f'; give {remedy}'))
         for flag, _, _, called in found:
             if len(called) > 1:
                 raise UserError(f'the table {path} has the columns {" and ".join(sorted(called))}; name one of them '

@@ -1,20 +1,25 @@
 """Draw with classifier-free guidance (Ho and Salimans 2022), by diffusers' own pipeline."""
 import os
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from transformers import AutoTokenizer, CLIPTextModel, PreTrainedTokenizerBase
 
 from sdbench.errors import UserError, one_line
+from sdbench.flags.train import TINY_MODEL
 from sdbench.models.loading import load_weights, read_configs
 
 SAMPLER = 'DDIM'
 STEPS = 50
 GUIDANCE = 7.5  # scale of classifier-free guidance, as in Stable Diffusion's own pipelines
+TINY_GUIDANCE = 2.0  # at 7.5 the tiny model's colours are too loud; docs/training.md has its FID at several scales
+NARROWEST_CELL = 128  # pixels of a cell of a grid, so that words fit below the small pictures of the tiny model
 
 
 def build_pipeline(unet: UNet2DConditionModel, vae: AutoencoderKL, scheduler_config: dict[str, Any],
@@ -51,6 +56,29 @@ def load_pipeline(folder: str, label: str) -> StableDiffusionPipeline:
     except Exception as error:  # transformers raises many kinds
         raise UserError(f'{label} has no tokenizer that loads ({one_line(error, 300)})') from None
     return build_pipeline(unet, vae, configs['scheduler'], text_encoder, tokenizer)
+
+
+def guidance_for(model_name: str) -> float:
+    """Return the scale of guidance that suits a model."""
+    return TINY_GUIDANCE if model_name == TINY_MODEL else GUIDANCE
+
+
+def with_captions(pictures: Sequence[Image.Image], captions: Sequence[str]) -> list[Image.Image]:
+    """Return the pictures, which are of one size, as cells of one size with their captions below them, on white."""
+    # the lines of each caption: an average letter is about half as wide as the font is high
+    width = max(pictures[0].width, NARROWEST_CELL)
+    size = max(12, width // 32)
+    font = ImageFont.truetype(Path(matplotlib.get_data_path(), 'fonts/ttf/DejaVuSans.ttf'), size)  # Pillow's has no ü
+    texts = [textwrap.fill(caption, 7 * width // (4 * size)) for caption in captions]
+    lines = max(text.count('\n') + 1 for text in texts)
+
+    cells = []
+    for picture, text in zip(pictures, texts, strict=True):
+        cell = Image.new('RGB', (width, picture.height + size // 2 + lines * (size + 4)), 'white')
+        cell.paste(picture, ((width - picture.width) // 2, 0))
+        ImageDraw.Draw(cell).multiline_text((width // 2, picture.height + 2), text, 'black', font, 'ma', align='center')
+        cells.append(cell)
+    return cells
 
 
 def seeded(seeds: Iterable[int]) -> list[torch.Generator]:

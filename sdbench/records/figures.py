@@ -68,9 +68,9 @@ LINES = {
     'model': '{drawn_by}',
     'not scored': '{not_scored}',
 }
-# Of a training, what was trained comes first, and of its speed there is only that.
+# Of a training, what was trained comes first, and of its speed there is only that and the wait for data.
 OF_A_TRAINING = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval loss', 'drawings', 'no average', 'checkpoint',
-                 'next', 'images/s', 'no speed')
+                 'next', 'images/s', 'no speed', 'wait for data')
 OF_A_LOADER = ('loader', 'caution')
 OF_AN_ENCODING = ('encoded', 'stored', 'caution', 'skipped', 'next')
 OF_AN_EVALUATION = ('drawn', 'model', 'not scored')  # and its scores and cautions

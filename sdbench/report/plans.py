@@ -31,6 +31,9 @@ SAME_MODEL = ['device', 'model_name']
 SAME_SWITCHES = [key for key in PLANNED if key in SWITCHES]
 SAME_SETUP = [*PLANNED, 'num_devices', 'image_size', 'microbatch']  # a measurement and its forecast
 CORRECTED = 'forecast, corrected'  # status of a part of a plan, where a measurement corrects its forecast
+MILESTONE_IMAGES = 4_020_000  # at a batch of 2,048, until the FID of MLPerf's reference runs of Stable Diffusion is 90
+MILESTONE_SIZE = '512'  # pixels
+MOST_CHECKS = 4  # plans for which the time until then is said
 RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
 Corrections = dict[tuple[str, str, str], float]  # by GPU, --compile and network, what forecasts are multiplied by
 
@@ -98,7 +101,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
             record[key] = value
 
     # the sentences
-    sentences += what_days_mean(plans, settings)
+    sentences += [*first_check(plans), *what_days_mean(plans, settings)]
     if left_out:
         sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
     return plans, title_of(phases, settings), sentences
@@ -118,6 +121,24 @@ def what_days_mean(plans: pd.DataFrame, settings: Report) -> list[str]:
         sentences.append(f'Several machines are assumed to be joined by {" or ".join(networks)} (--network_gbits), as '
                          'by RDMA; plain TCP carries half of that.')
     return sentences
+
+
+def first_check(plans: pd.DataFrame) -> list[str]:
+    """Say in a sentence when the quality of a training can first be checked, on the GPUs of the cheapest plans.
+
+    MLPerf's reference trained SD2 on latents of 512 px from random weights, as these plans do at their largest size.
+    """
+    times = {}
+    for _, plan in plans.iterrows():
+        for part in plan['parts']:
+            if (part.name, part.size) == ('train', MILESTONE_SIZE):
+                minutes = part.days / part.images * MILESTONE_IMAGES * 24 * 60
+                times.setdefault(gpus_of(plan), rounded(minutes))
+    if not times:
+        return []
+    listed = '; '.join(f'{minutes} minutes on {gpus}' for gpus, minutes in [*times.items()][:MOST_CHECKS])
+    return [f'First check of quality: at {MILESTONE_SIZE} px, MLPerf\'s reference, from random weights, reached FID 90 '
+            f'after {MILESTONE_IMAGES / 1e6:g} million images at a batch of 2,048. Training on as many takes {listed}.']
 
 
 def title_of(phases: list[tuple[int, str]], settings: Report) -> str:

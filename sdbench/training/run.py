@@ -18,8 +18,10 @@ from sdbench.errors import DataError, UserError, known_reason, one_line, plural,
 from sdbench.files import parse_json
 from sdbench.flags.times import is_due, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
+from sdbench.flags.training_command import caution_about_steps
 from sdbench.measuring.clock import TRACE_WARMUP, TRACED_BATCHES
 from sdbench.models.loading import weight_files
+from sdbench.process import of_launcher
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
@@ -104,6 +106,9 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
         print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
 
     # what will not come of it
+    caution = caution_about_steps(settings, state.train_dataloader.dataset.num_samples)
+    if caution and not checkpoint:
+        print(f'warning: {caution}', file=sys.stderr)
     if (settings.save_folder or settings.eval_remote) and not settings.pretrained:
         print('warning: without --pretrained the VAE and the text encoder are random, so that the model will not draw, '
               'and its loss says nothing of one that does; give --model_name FOLDER --pretrained', file=sys.stderr)
@@ -225,6 +230,11 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
 
     # the end of the process
     if record['status'] == INTERRUPTED:
+        # Composer's launcher cannot be told to end quietly: it prints the traceback of its own handler of the signal,
+        # and reports any status but 0. A status of 0 would tell whoever starts the command again that all is done.
+        if of_launcher('LOCAL_RANK') is not None:
+            print_on_rank_0('A traceback and "exited with code 130" around this summary come from the launcher and are '
+                            'harmless.')
         sys.exit(130 if dist.get_local_rank() == 0 else 0)  # a launcher would print all that a rank has printed
     if record['status'] == FAILED:
         failed_batch = trainer.state.timestamp.batch.value + 1

@@ -19,7 +19,7 @@ from sdbench.files import atomic_write, read_text
 from sdbench.flags.times import is_due
 from sdbench.flags.train import Train
 from sdbench.measuring.clock import Stopwatch
-from sdbench.models.drawing import GUIDANCE, STEPS, build_pipeline, decode, seeded
+from sdbench.models.drawing import STEPS, build_pipeline, decode, guidance_for, seeded, with_captions
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer, build_vae
 from sdbench.training.ranks import GracefulStop
 
@@ -32,7 +32,7 @@ def read_prompts(path: str | None) -> list[str]:
     if path is None:
         return []
     # what is drawn; an empty line is not
-    lines = read_text(path, f'--sample_prompts {path}').split('\n')
+    lines = read_text(path, f'--sample_prompts {path}, a text file with one prompt on each line,').split('\n')
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise UserError(f'--sample_prompts {path} holds no prompt; write one on each line')
@@ -42,10 +42,10 @@ def read_prompts(path: str | None) -> list[str]:
 class Sampling(Callback):
     """Draws a picture of each prompt at each interval and at the end of a run: a grid, kept as a PNG and logged.
 
-    The pictures stand in rows in the order of their prompts, which are in the PNG's text. Rank 0 draws between two
-    batches, with the averaged weights where there are any, and from the same noise each time. The other ranks wait for
-    it. A drawing that fails is warned of, and the training goes on. What is due in a batch that a signal ends is drawn
-    when the run is resumed.
+    The pictures stand in rows in the order of their prompts, each with its prompt and the batch below it. The PNG's
+    text has the prompts, too. Rank 0 draws between two batches, with the averaged weights where there are any, and from
+    the same noise each time. The other ranks wait for it. A drawing that fails is warned of, and the training goes on.
+    What is due in a batch that a signal ends is drawn when the run is resumed.
 
     Training stays as it is to the bit: nothing here takes from torch's random state, and what is compiled for training
     is neither run nor compiled again.
@@ -106,10 +106,12 @@ class Sampling(Callback):
             if getattr(algorithm, 'ema_started', False):  # of EMA
                 unet, weights = algorithm.get_ema_model(self.model).unet, 'averaged'
 
-        # a picture of each prompt, in a grid
-        pictures = [pil_to_tensor(picture) for picture in self.draw(unet, state.device_train_microbatch_size)]
-        columns = math.ceil(math.sqrt(len(pictures)))
-        grid = make_grid(pictures, columns, padding=0, pad_value=255)  # uint8 (3, H, W), white behind the last
+        # a picture of each prompt, with the prompt and the batch below it, in a grid
+        pictures = self.draw(unet, state.device_train_microbatch_size)
+        captions = [f'{prompt} (batch {state.timestamp.batch.value})' for prompt in self.prompts]
+        cells = [pil_to_tensor(cell) for cell in with_captions(pictures, captions)]
+        columns = math.ceil(math.sqrt(len(cells)))
+        grid = make_grid(cells, columns, padding=0, pad_value=255)  # uint8 (3, H, W), white behind the last
 
         # as a PNG that says what it shows, and as an image of the loggers
         text = PngInfo()
@@ -138,8 +140,8 @@ class Sampling(Callback):
                     text = self.model.text_states(tokens)  # (B, 77, D)
                     empty_text = self.model.text_states(self._empty[None]).expand_as(text)
                     drawn = pipeline(prompt_embeds=text, negative_prompt_embeds=empty_text, height=side, width=side,
-                                     generator=noise, num_inference_steps=STEPS, guidance_scale=GUIDANCE,
-                                     output_type='latent')
+                                     generator=noise, num_inference_steps=STEPS,
+                                     guidance_scale=guidance_for(self.settings.model_name), output_type='latent')
                 pictures += decode(pipeline, drawn.images)
         finally:
             unet.train(was_training)

@@ -9,9 +9,16 @@ from sdbench.datasets.output import Output, PartWriter
 from sdbench.errors import UserError
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from sdbench.flags.training_command import training_command
+from sdbench.flags.training_command import (
+    FEWEST_FROM_RANDOM,
+    FINE_TUNED,
+    caution_about_steps,
+    fine_tuning_time,
+    training_command,
+)
 from sdbench.paths import CLAIM
 from tests.local_s3 import local_s3
+from tests.runs import ROOT
 
 SETTINGS = {'program': 'convert.py', 'size_limit': 1}
 
@@ -50,6 +57,7 @@ def test_an_out_with_files_of_others_is_refused_and_they_stay(output, tmp_path):
 def test_an_out_of_which_nothing_came_may_be_begun_with_other_settings_and_one_with_a_sample_may_not(output):
     begin(output)
     PartWriter(output, 'one', {'caption': 'str'}).finish()
+    begin(output, program='encode.py')
     begin(output, seed=2)
     part = PartWriter(output, 'two', {'caption': 'str'})
     part.write({'caption': 'a'})
@@ -59,19 +67,46 @@ def test_an_out_of_which_nothing_came_may_be_begun_with_other_settings_and_one_w
 
 
 @pytest.mark.parametrize('samples, model_name, pretrained, expected', [
-    (7, 'sd', True, {'batch_size': 4, 'max_duration': '2000ba', 'load_weights': 'sd', 'learning_rate': 1e-5,
+    (7, 'sd', True, {'batch_size': 4, 'max_duration': '1000ep', 'load_weights': 'sd', 'learning_rate': 1e-5,
                      'use_ema': False}),
-    (133, 'tiny', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-3, 'use_ema': True}),
-    (133, 'own', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-4}),
-    (133, 'sd', False, {'batch_size': 16, 'max_duration': '2000ba', 'load_weights': None, 'use_ema': True}),
-    (10_000, 'sd', True, {'batch_size': 64, 'max_duration': '10ep', 'load_weights': None, 'use_ema': True}),
-    (2_000_000, 'sd', True, {'batch_size': 2048, 'learning_rate': 1e-4})])
+    (3_000, 'sd', True, {'batch_size': 16, 'max_duration': '50ep', 'load_weights': 'sd'}),
+    (999_999, 'sd', True, {'batch_size': 16, 'max_duration': '10ep', 'load_weights': 'sd'}),
+    (133, 'tiny', True, {'max_duration': '250ep', 'load_weights': None, 'learning_rate': 1e-3, 'use_ema': True}),
+    (133, 'own', True, {'max_duration': '1250ep', 'load_weights': None, 'learning_rate': 1e-4}),
+    (133, 'sd', False, {'batch_size': 16, 'max_duration': '1250ep', 'load_weights': None, 'use_ema': True,
+                        'sample_prompts': None}),
+    (1_000_000, 'sd', True, {'batch_size': 512, 'max_duration': '10ep', 'load_weights': None, 'use_ema': True}),
+    (3_000_000, 'sd', True, {'batch_size': 2048, 'learning_rate': 1e-4})])
 def test_the_command_that_trains_fits_the_number_of_samples(samples, model_name, pretrained, expected):
     os.makedirs('own/unet')  # a model without weights of its UNet
     _, program, *argv = shlex.split(training_command('photos-mds', samples, model_name, pretrained))
     settings = parse(Train, '', argv, program)
     for flag, value in expected.items():
         assert getattr(settings, flag) == value, flag
+
+
+def test_the_page_shows_the_commands_that_convert_prints():
+    page = (ROOT / 'docs/training.md').read_text().replace('\\\n', ' ')
+    shown = [shlex.split(line) for line in page.splitlines() if line.startswith('composer ')]
+    for samples in (3_000, 2_000_000):
+        assert shlex.split(training_command('photos-mds', samples, FINE_TUNED, True)) in shown
+    text = ' '.join(page.split())
+    assert f'Below about {FEWEST_FROM_RANDOM:,} images you fine-tune' in text
+    assert f'roughly {fine_tuning_time(3_000).replace("min", "minutes")}' in text
+
+
+def settings(*flags: str) -> Train:
+    return parse(Train, '', ['--remote', 'photos-mds', *flags], 'benchmark.py')
+
+
+def test_a_training_of_few_steps_from_random_weights_is_warned_of_and_no_other_is():
+    caution = caution_about_steps(settings('--max_duration', '9999ba'), 3_000)
+    assert caution.startswith('9,999 optimizer steps will not teach')
+    assert training_command('photos-mds', 3_000, FINE_TUNED, True) in caution
+    assert 'fine-tune' not in caution_about_steps(settings('--max_duration', '10ba'), 2_000_000)
+    for flags in (['10000ba'], ['10ba', '--load_weights', 'sd'], ['10ba', '--model_name', 'tiny'],
+                  ['10ba', '--measure_batches', '5']):
+        assert caution_about_steps(settings('--max_duration', *flags), 3_000) is None
 
 
 def test_the_claim_holds_no_password(output):

@@ -177,7 +177,9 @@ def test_a_table_without_the_columns_says_so_and_text_files_still_count(tmp_path
     table = folder / name
     table.write_text(content)
     assert convert.main([str(folder), 'out']) == status
-    assert f'warning: {table} is no table of captions: {words}; rename the columns, or' in capsys.readouterr().err
+    remedy = ' and '.join(f'{flag} NAME' for flag in ('--image_column', '--caption_column') if flag in words)
+    words += f'; give {remedy}'
+    assert f'warning: {table} is no table of captions: {words}; rename the file' in capsys.readouterr().err
     assert captions(tmp_path / 'out') == ['two']
     assert (name, None, f'no table of captions: {words}') in listed(tmp_path / 'out')
     line = one_error_line([folder, tmp_path / 'other', '--captions', table], capsys, convert.main)

@@ -41,10 +41,17 @@ def run(folder: Path, model_folder: str, *flags) -> dict:
 
 
 def pictures_in(path: Path) -> list[np.ndarray]:
-    """Cut the grid of three prompts into its pictures, int (16, 16, 3)."""
+    """Cut the grid of three prompts into its pictures, int (16, 16, 3); each has its prompt and the batch below it."""
+    cells = cells_in(path)
+    middle = (cells[0].shape[1] - 16) // 2
+    assert all(cell[16:].min() < 128 for cell in cells)  # there is black on the white
+    return [cell[:16, middle:middle + 16] for cell in cells]
+
+
+def cells_in(path: Path) -> list[np.ndarray]:
     grid = np.asarray(Image.open(path), dtype=int)
-    assert grid.shape == (32, 32, 3)
-    return [grid[:16, :16], grid[:16, 16:], grid[16:, :16]]
+    height, width = grid.shape[0] // 2, grid.shape[1] // 2
+    return [grid[:height, :width], grid[:height, width:], grid[height:, :width]]
 
 
 def drawn_by_diffusers(out: Path) -> list[np.ndarray]:
