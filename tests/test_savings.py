@@ -25,7 +25,7 @@ def in_this_repository(monkeypatch):
 
 def test_the_first_rows_are_published_and_the_last_ones_are_those_of_the_plan(capsys):
     report.main(['published.csv'])
-    published = {row['GPUs']: row for row in tables(capsys.readouterr().out)[0] if row['device'] == 'A100-SXM4-40GB'}
+    published = {row['GPUs']: row for row in tables(capsys.readouterr().out)[0] if row['device'] == 'A100 40GB'}
     report.main(['docs/plan.jsonl', '@recipes/plan.txt', '@recipes/prices-on-demand.txt'])
     plans = {row['GPUs']: row for row in tables(capsys.readouterr().out)[0] if row['input'] == 'latents'}
     rows = columns(TABLE, 'GPU-hours', 'dollars')
