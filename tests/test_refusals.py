@@ -118,7 +118,7 @@ ROWS = [
     ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, and the training'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights whole.safetensors', '--load_weights whole.safetensors is a single '
      'file, and no folder of a model in the layout of diffusers; if it holds the weights of a Stable Diffusion, '
-     'make one: python -c "from diffusers import StableDiffusionPipeline as P; P.from_single_file(\'whole.safetensors\')'),
+     'make one: python -c "from diffusers import StableDiffusionPipeline as P; P.from_single_file('),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --model_name whole.safetensors', '--model_name whole.safetensors is a '
      'single file'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights lora.safetensors', '--load_weights lora.safetensors is a LoRA'),
