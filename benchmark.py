@@ -25,7 +25,7 @@ from composer import Algorithm, Callback, ComposerModel, Trainer
 from composer.callbacks import LRMonitor, SpeedMonitor
 from composer.core import DataSpec
 from composer.utils import get_device
-from diffusers import DDPMScheduler, UNet2DConditionModel
+from diffusers import DDPMScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch.utils.data import Dataset
 from torchmetrics import MeanSquaredError
@@ -38,7 +38,7 @@ from sdbench.inputs.batches import NOISE, TIMESTEP, normalize
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.clock import Measurement, Trace, measure_loader
 from sdbench.models.flops import flops_of_an_image
-from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
+from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_unet, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
 from sdbench.training.checkpoints import AtomicCheckpointSaver, fetched, locked_save_folder, newest_checkpoint, resuming
 from sdbench.training.compatibility import SameRun, difference_of_models, facts_of_model, flags_to_keep
@@ -88,7 +88,7 @@ class StableDiffusion(ComposerModel):
         self.prediction_type = self.scheduler.config.prediction_type
 
         # its parts
-        self.unet = UNet2DConditionModel.from_config(files.configs['unet'])
+        self.unet = build_unet(files)
         self.vae = None
         if not latents:
             self.vae = build_vae(files, encoder_precision)
@@ -307,7 +307,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, identity:
     evaluator = build_evaluator(settings, files, held_out)
     algorithms = build_algorithms(settings, ema_state)
     callbacks = build_callbacks(settings, model, files, dataset, identity, stop, prompts, callbacks)
-    with resuming(checkpoint, settings.save_folder):
+    with resuming(checkpoint, settings.save_folder, model):
         trainer = Trainer(
             model=model,
             train_dataloader=data,

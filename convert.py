@@ -14,7 +14,7 @@ converts only what is missing: what is new in SOURCE, and what was changed there
 """
 from sdbench.flags.commands import Convert
 from sdbench.flags.parser import answer_early, parse
-from sdbench.process import begin, one_line_errors
+from sdbench.process import begin, cpu_cores, one_line_errors
 
 PROGRAM = 'convert.py'
 MOST_TABLES = 3  # that the summary names
@@ -138,8 +138,7 @@ def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part],
     if settings.ray:
         workers = RayWorkers(do, settings.ray)
     else:
-        cores = len(os.sched_getaffinity(0))
-        workers = LocalWorkers(do, min(settings.num_workers or cores, len(missing)))
+        workers = LocalWorkers(do, min(settings.num_workers or cpu_cores(), len(missing)))
     with workers:
         make_parts(workers, parts, missing, outputs[0].is_done, 'B')
 

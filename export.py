@@ -20,6 +20,7 @@ if __name__ == '__main__':
 import itertools
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -76,6 +77,10 @@ def write_folder(out: str, pipeline: StableDiffusionPipeline, made_of: dict) -> 
         folder = Path(around, 'pipeline')
         pipeline.save_pretrained(folder)
         (folder / EXPORTED).write_text(json.dumps(made_of))
+
+        # readable by whom the umask says: safetensors 0.8 lets nobody but the owner read its files
+        for path in folder.rglob('*.safetensors'):
+            shutil.copymode(folder / EXPORTED, path)
 
         # its place, which an earlier one leaves: somebody may have changed that, or drawn with it
         if os.path.exists(out):

@@ -5,7 +5,6 @@ a run in whole epochs where the run's length is in epochs, and moves an average 
 epoch. A run that is told nothing but batches has none of these cases.
 """
 import math
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from sdbench.flags.training_command import fine_tune_instead, trains_random_weig
 from sdbench.inputs.loader import BATCHES_PER_WORKER
 from sdbench.inputs.shards import number_of_samples, read_index
 from sdbench.paths import sibling_path, with_run_name
+from sdbench.process import cpu_cores
 from sdbench.records.status import fewest_batches
 
 FAULTLESS_CUDNN = 91501  # 9.15.1; before it, gradients of its attention can be NaN at lengths that no 128 divides
@@ -168,7 +168,7 @@ def best_precision(is_for_gpus: bool) -> str:
 
 def cores_of_device(devices: int) -> int:
     """Return the CPU cores that each of so many devices of this machine has for its loader."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, devices))
+    return max(1, cpu_cores() // max(1, devices))
 
 
 def with_workers(settings: Train | Encode, cores: int) -> Train | Encode:

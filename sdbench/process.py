@@ -1,12 +1,14 @@
 """The process of a command: how it starts, shows its progress and ends, a user's error in one line, without torch."""
 import contextlib
 import io
+import math
 import os
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from sdbench.errors import DataError, UserError, known_reason, one_line, redacted
@@ -44,6 +46,21 @@ def begin() -> None:
     # When the launcher that started this process is gone, no rank runs on alone.
     if os.environ.get('LOCAL_RANK'):
         end_with_parent(signal.SIGTERM)
+
+
+def cpu_cores(cgroups: str = '/sys/fs/cgroup') -> int:
+    """Return how many CPU cores this process may use: those of its affinity, or its container's quota where it is less.
+
+    Args:
+        cgroups: folder of the container's limits, as version 2 of cgroups has them (cpu.max) or version 1.
+    """
+    cores = len(os.sched_getaffinity(0))
+    for names in (['cpu.max'], ['cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us']):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or no limit: "max" in version 2
+            quota, period = map(int, ' '.join(Path(cgroups, name).read_text() for name in names).split())
+            if quota > 0:  # -1 in version 1 where there is no limit
+                cores = min(cores, math.ceil(quota / period))
+    return cores
 
 
 def end_with_parent(number: int) -> None:

@@ -193,6 +193,17 @@ def test_an_export_into_the_folder_of_another_is_done_already_or_made_anew_besid
         assert torch.equal(loaded(out, 'vae', 'text_encoder', 'tokenizer').unet.conv_in.weight, average)
 
 
+def test_every_file_of_an_export_has_the_mode_that_the_umask_gives(checkpoints, tmp_path):
+    before = os.umask(0o027)
+    try:
+        export([checkpoints, 'out'])
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / 'out').rglob('*') if path.is_file()}
+    assert 'model.safetensors' in modes
+    assert set(modes.values()) == {0o640}, modes
+
+
 @pytest.mark.parametrize('trouble', ['a full disk', 'SIGTERM'])
 def test_an_export_that_ends_in_its_middle_leaves_nothing(checkpoints, tmp_path, capfd, monkeypatch, trouble):
     def end_in_the_middle(pipeline, folder, **_):

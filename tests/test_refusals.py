@@ -3,14 +3,16 @@
 A row is a command (behind variables of its environment, if any), its flags and the words that its line must hold.
 It is run in a folder that has `shards` (24 samples), `pipeline` (of the tiny model), `prompts.txt` (one caption),
 `blank.txt`, `records.csv` (a record with a comma too many), `notes` (a folder with a file of the user's),
-`empty` (a folder) and `photo.jpg`; nothing listens at S3_ENDPOINT_URL. Refusals that need more than that stand where
-what they need is made.
+`empty` (a folder), `photo.jpg`, `whole.safetensors`, and a LoRA in `lora.safetensors` and `lora`; nothing listens at
+S3_ENDPOINT_URL. Refusals that need more than that stand where what they need is made.
 """
 import importlib
 import shlex
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from sdbench.stores import make_client
 from tests.runs import ROOT, one_error_line
@@ -64,7 +66,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --compile reduce-overhead --device_train_microbatch_size 2',
      'use --device_train_microbatch_size 4'),
     ('benchmark.py', f'{SYNTHETIC} --model_name nobody/nothing', '--model_name nobody/nothing is no folder here, and '
-     'the hub has no such repository or cannot be reached; check the name and the network'),
+     'the hub does not give a repository of that name (Cannot reach'),
     ('benchmark.py', f'{SYNTHETIC} --use_ema --max_duration 9ba --ema_start 9ba',
      '--ema_start 9ba is not before the end of the run, --max_duration 9ba'),
 
@@ -114,6 +116,16 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes is not there, or holds no whole checkpoint'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts blank.txt', 'blank.txt holds no prompt'),
     ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, and the training'),
+    ('benchmark.py', f'{SYNTHETIC} --load_weights whole.safetensors', '--load_weights whole.safetensors is a single '
+     'file, and no folder of a model in the layout of diffusers; if it holds the weights of a Stable Diffusion, '
+     'make one: python -c "from diffusers import StableDiffusionPipeline as P; P.from_single_file('),
+    ('benchmark.py', f'{SYNTHETIC} --pretrained --model_name whole.safetensors', '--model_name whole.safetensors is a '
+     'single file'),
+    ('benchmark.py', f'{SYNTHETIC} --load_weights lora.safetensors', '--load_weights lora.safetensors is a LoRA'),
+    ('benchmark.py', f'{SYNTHETIC} --load_weights lora', '--load_weights lora is a LoRA, which changes a model and is '
+     "none itself; put it into its model FOLDER: python -c"),
+    ('export.py', 'photo.jpg out', 'CHECKPOINT photo.jpg is a single file'),
+    ('evaluate.py', 'whole.safetensors shards --out out', 'MODEL whole.safetensors is a single file'),
     ('evaluate.py', 'notes shards --out out', 'notes is not there, or holds no whole checkpoint'),
     ('evaluate.py', 'pipeline shards --out out --samples 25', 'fewer than --samples 25'),
     ('WORLD_SIZE=5 evaluate.py', 'pipeline shards --out out --samples 4', '4 is fewer than the 5'),
@@ -137,6 +149,10 @@ def folder(tmp_path, monkeypatch, shards, pipeline):
     (tmp_path / 'empty').mkdir()
     (tmp_path / 'notes/mine.txt').write_text('mine')
     (tmp_path / 'photo.jpg').write_bytes(shaded(1))
+    save_file({'model.diffusion_model.out.2.bias': torch.zeros(4)}, tmp_path / 'whole.safetensors')
+    save_file({'lora_unet_mid_block.lora_up.weight': torch.zeros(4)}, tmp_path / 'lora.safetensors')
+    (tmp_path / 'lora').mkdir()
+    shutil.copy(tmp_path / 'lora.safetensors', tmp_path / 'lora/pytorch_lora_weights.safetensors')
     monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:1')
     make_client.cache_clear()
     shutil.copy(ROOT / 'published.csv', tmp_path)

@@ -52,3 +52,17 @@ def test_where_the_environment_is_not_active_one_line_says_how_it_is_made_so(mon
     line = refusal(capfd, answer_early, Report, '')
     assert line.startswith('report.py: error: ')
     assert 'source .venv/bin/activate' in line
+
+
+@pytest.mark.parametrize('files, cores', [
+    ({}, 8), ({'cpu.max': '400000 100000\n'}, 4), ({'cpu.max': '50000 100000\n'}, 1), ({'cpu.max': 'max 100000\n'}, 8),
+    ({'cpu.max': '9900000 100000\n'}, 8),
+    ({'cpu/cpu.cfs_quota_us': '250000\n', 'cpu/cpu.cfs_period_us': '100000\n'}, 3),
+    ({'cpu/cpu.cfs_quota_us': '-1\n', 'cpu/cpu.cfs_period_us': '100000\n'}, 8)])
+def test_cores_are_those_of_the_affinity_or_of_the_containers_quota_where_that_is_less(
+        files, cores, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda process: range(8))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert process.cpu_cores(str(tmp_path)) == cores

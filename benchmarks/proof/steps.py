@@ -22,6 +22,7 @@ from benchmarks.loader import write_photographs
 from benchmarks.proof.exactness import DEVICE, STEPS_TOLERANCE, compare_devices, compare_switches
 from ema import ShadowModel, compute_ema
 from sdbench.models.loading import find_model
+from sdbench.process import cpu_cores
 
 ROOT = Path(__file__).parents[2]
 GIB = 2 ** 30
@@ -78,7 +79,7 @@ def identity() -> list[dict]:
     for device in [f'cuda:{number}' for number in range(gpus)] or ['cpu']:
         rates.append({'device': device, **rates_of(torch.device(device))})
     told.append(f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}')
-    told.append(f'{len(os.sched_getaffinity(0))} CPU cores')
+    told.append(f'{cpu_cores()} CPU cores')
     return checked(True, '; '.join(told), rows=rates)
 
 

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, CLIPTextModel, PreTrainedTokenizerBase
 from sdbench.errors import UserError, one_line
 from sdbench.flags.train import TINY_MODEL
 from sdbench.models.loading import load_weights, read_configs
+from sdbench.models.names import save_older_names
 
 SAMPLER = 'DDIM'
 STEPS = 50
@@ -31,13 +32,16 @@ def build_pipeline(unet: UNet2DConditionModel, vae: AutoencoderKL, scheduler_con
         unet: as it is; nothing is copied or moved.
         vae: that decodes.
         scheduler_config: of the training's scheduler; the offset is that of Stable Diffusion's own pipelines.
-        text_encoder: None where states of it are given to each call instead of prompts.
+        text_encoder: which from here on saves the names of transformers 4; None where states of it are given to each
+            call instead of prompts.
         tokenizer: None where there is no text encoder.
     """
     scheduler = DDIMScheduler.from_config(scheduler_config, steps_offset=1, set_alpha_to_one=False, clip_sample=False)
     pipeline = StableDiffusionPipeline(vae, text_encoder, tokenizer, unet, scheduler, safety_checker=None,
                                        feature_extractor=None, requires_safety_checker=False)
     pipeline.set_progress_bar_config(disable=True)
+    if text_encoder is not None:
+        save_older_names(text_encoder)
     return pipeline
 
 

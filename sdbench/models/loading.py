@@ -1,4 +1,5 @@
 """Find a model by its name, and make its frozen parts: a folder of this package, a diffusers folder, or the hub's."""
+import contextlib
 import hashlib
 import json
 import os
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DDPMScheduler
+from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -18,6 +20,7 @@ from sdbench.errors import UserError, one_line
 from sdbench.flags.train import SD2_BASE, TINY_MODEL
 from sdbench.hub import find_or_download
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, build_tokenizer
+from sdbench.models.names import OLDER_NAMES
 
 # Random weights train as fast. These folders hold none, but those of tiny's VAE.
 BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', TINY_MODEL: Path(__file__).parent / 'tiny'}
@@ -29,7 +32,7 @@ SAMPLERS += ['DDPMParallelScheduler', 'DDIMParallelScheduler']
 # What Stable Diffusion has in these files, the first where the key is missing
 STABLE_DIFFUSION = {
     'unet': {'_class_name': ['UNet2DConditionModel'], 'in_channels': [4], 'out_channels': [4],
-             'class_embed_type': [None], 'num_class_embeds': [None], 'addition_embed_type': [None],
+             'class_embed_type': [None], 'num_class_embeds': [None], 'addition_embed_type': [None, 'text'],
              'encoder_hid_dim': [None], 'encoder_hid_dim_type': [None]},
     'vae': {'_class_name': ['AutoencoderKL'], 'in_channels': [3], 'out_channels': [3], 'latent_channels': [4],
             'shift_factor': [None, 0], 'latents_mean': [None], 'latents_std': [None]},
@@ -37,6 +40,7 @@ STABLE_DIFFUSION = {
     'scheduler': {'_class_name': SAMPLERS, 'prediction_type': ['epsilon', 'v_prediction'], 'use_flow_sigmas': [False],
                   'timestep_type': ['discrete']},
 }
+LORA = 'pytorch_lora_weights.safetensors'  # as diffusers calls the file in a folder
 # such as model.safetensors, diffusion_pytorch_model.fp16.bin, model-00001-of-00002.safetensors
 WEIGHTS = re.compile(r'(diffusion_pytorch_|pytorch_)?model(\.\w+)?(-\d+-of-\d+)?(\.\w+)?\.(safetensors|bin)')
 PRETRAINED_PARTS = ('vae', 'text_encoder')  # whose weights --pretrained takes
@@ -102,6 +106,7 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     Raises UserError if there is no such model, or it lacks the weights that `pretrained` asks for.
     """
     # the folder, with the weights that are needed
+    require_no_single_file(name, f'--model_name {name}')
     with_weights = PRETRAINED_PARTS if pretrained and name != TINY_MODEL else ()
     if name in BUILT_IN and not with_weights:
         folder = BUILT_IN[name]
@@ -117,6 +122,24 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
             raise UserError(f'--model_name {name} has no weights in its folder {part}; leave out --pretrained for '
                             'random ones')
     return ModelFiles(name, folder, configs, pretrained)
+
+
+def require_no_single_file(path: str, label: str) -> None:
+    """Raise UserError, which begins with `label`, if `path` is a file or a LoRA where a model folder is expected."""
+    is_lora = os.path.exists(os.path.join(path, LORA))
+    if path.endswith('.safetensors') and os.path.isfile(path):
+        with contextlib.suppress(SafetensorError), safe_open(path, 'pt') as tensors:
+            is_lora = any('lora' in name for name in tensors.keys())
+    if is_lora:
+        raise UserError(f'{label} is a LoRA, which changes a model and is none itself; put it into its model FOLDER: '
+                        f'python -c "from diffusers import StableDiffusionPipeline as P; p = P.from_pretrained('
+                        f"'FOLDER'); p.load_lora_weights('{path}'); p.fuse_lora(); p.unload_lora_weights(); "
+                        'p.save_pretrained(\'fused\')" and give fused')
+    if os.path.isfile(path):
+        raise UserError(f'{label} is a single file, and no folder of a model in the layout of diffusers; if it holds '
+                        'the weights of a Stable Diffusion, make one: python -c "from diffusers import '
+                        f"StableDiffusionPipeline as P; P.from_single_file('{path}').save_pretrained('model')\" and "
+                        'give model')
 
 
 def read_configs(folder: Path, label: str) -> dict[str, dict]:
@@ -155,6 +178,10 @@ def read_configs(folder: Path, label: str) -> dict[str, dict]:
         raise UserError(f'{label}: scheduler/{CONFIG_FILES["scheduler"]} has no schedule of noise that is trained '
                         f'here ({one_line(error, 300)})') from None
     require('scheduler', 'trained_betas of length', len(scheduler.betas), [len(scheduler)])
+    if scheduler.config.rescale_betas_zero_snr and scheduler.config.prediction_type == 'epsilon':
+        raise UserError(f'{label}: scheduler/{CONFIG_FILES["scheduler"]} has rescale_betas_zero_snr true and '
+                        'prediction_type epsilon: at the last timestep there is noise alone, of which the noise says '
+                        'nothing, and only NaN can be generated; use v_prediction, or rescale_betas_zero_snr false')
     return configs
 
 
@@ -184,10 +211,11 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
     files = weight_files(Path(folder))
     variant = min(files, default=None, key=str) if None not in files else None
     is_safe = any(path.suffix == '.safetensors' for path in files.get(variant, ()))
+    names = {'key_mapping': OLDER_NAMES} if cls is CLIPTextModel else {}
     try:
         # of what is pickled diffusers and transformers read tensors alone, and say much about it unless they are asked
         network, loading = cls.from_pretrained(folder, use_safetensors=is_safe, variant=variant, local_files_only=True,
-                                               output_loading_info=True)
+                                               output_loading_info=True, **names)
     except Exception as error:  # of nearly any kind, for files that are not there, damaged, or make no sense
         raise UserError(f'{label}: {folder} holds no {cls.__name__} that loads ({one_line(error, 300)}); give '
                         'another model') from None
@@ -218,6 +246,15 @@ def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
     else:
         vae = AutoencoderKL.from_config(files.configs['vae'])
     return frozen(vae, precision)
+
+
+def build_unet(files: ModelFiles) -> UNet2DConditionModel:
+    """Build the UNet with random weights. Raises UserError if diffusers cannot make it of its configuration."""
+    try:
+        return UNet2DConditionModel.from_config(files.configs['unet'])
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f'--model_name {files.name}: unet/{CONFIG_FILES["unet"]} makes no UNet '
+                        f'({one_line(error, 300)}); change it back') from None
 
 
 def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:

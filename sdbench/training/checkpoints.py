@@ -27,8 +27,9 @@ from torch.serialization import safe_globals
 from torch.torch_version import TorchVersion
 from tqdm import tqdm
 
-from sdbench.errors import DataError, UserError, disk_is_full, one_line
+from sdbench.errors import DataError, UserError, disk_is_full, one_line, plural
 from sdbench.files import atomic_write, locked
+from sdbench.models.names import use_installed_names
 from sdbench.stores import addresses_in, download, upload
 from sdbench.training.ranks import on_every_rank, on_rank_0
 
@@ -191,16 +192,19 @@ def newest_whole(folder: str, flag: str) -> str | None:
 def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu') -> dict:
     """Load a checkpoint without running code that the file may hold.
 
-    The file is mapped, so that a tensor is read when it is used, and the ranks of a host share it.
+    The file is mapped, so that a tensor is read when it is used, and the ranks of a host share it. The text encoder's
+    tensors have the names of the installed version of transformers, whichever has saved them.
 
-    Raises UserError if it holds more than tensors and plain types.
+    Raises UserError if it holds more than tensors and plain types, and KeyError or TypeError if it holds no model.
     """
     try:
         with safe_globals(PLAIN_TYPES):
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+            checkpoint = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
     except pickle.UnpicklingError:
         raise UserError(f'{path} holds more than tensors and plain types, or none, and could run code; do not use it'
                         ) from None
+    use_installed_names(checkpoint['state']['model'])
+    return checkpoint
 
 
 @contextlib.contextmanager
@@ -229,15 +233,27 @@ def fetched(name: str | None, flag: str) -> Iterator[str | None]:
 
 
 @contextlib.contextmanager
-def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
+def resuming(checkpoint: str | None, folder: str | None, model: torch.nn.Module) -> Iterator[None]:
     """Let Composer's Trainer load a checkpoint of --save_folder in this context.
 
-    Raises UserError if the checkpoint does not fit. Other errors, as of memory or a network, stay what they are.
+    Raises UserError if the checkpoint does not fit: it has all tensors of `model`, and no others. Other errors, as of
+    memory or a network, stay what they are.
     """
+    loaded = {}  # the state of the model in the checkpoint
+
+    def load(path: str, **options: Any) -> dict:
+        state = load_checkpoint(path, **options)
+        loaded.update(state['state']['model'])
+        return state
+
     try:
-        # Composer 0.32 would run what a file holds, and takes no other function
-        with patch.object(composer_checkpoint, '_torch_load_with_validation', load_checkpoint):
+        # Composer 0.32 would run what a file holds, and takes no other function. On a resume it leaves out, in silence,
+        # each tensor whose name is not in both (strict=False).
+        with patch.object(composer_checkpoint, '_torch_load_with_validation', load):
             yield
+        different = loaded.keys() ^ model.state_dict().keys()
+        if checkpoint and different:
+            raise UserError(f'{plural(len(different), "tensor")} only in one of the two, first {min(different)}')
     except (RuntimeError, KeyError, ValueError) as error:
         of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
         if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):

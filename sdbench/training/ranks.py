@@ -12,6 +12,7 @@ from composer.loggers import Logger
 from composer.utils import dist, get_device
 
 from sdbench.errors import DataError, UserError, one_line
+from sdbench.process import cpu_cores
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ENDING = b'\na signal came: the run ends with this batch; a launcher waits 30 seconds for it (Ctrl-C again: at once)\n'
@@ -36,7 +37,7 @@ def join_ranks(timeout: int) -> None:
 
     # The ranks meet.
     if dist.get_local_world_size() > 1 and 'OMP_NUM_THREADS' not in os.environ:
-        cores = len(os.sched_getaffinity(0)) // dist.get_local_world_size()
+        cores = cpu_cores() // dist.get_local_world_size()
         torch.set_num_threads(max(1, cores))  # each rank on all cores is 10 times slower on a CPU
     try:
         dist.initialize_dist(device, timeout)

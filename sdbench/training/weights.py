@@ -14,7 +14,14 @@ from sdbench.errors import UserError, one_line
 from sdbench.files import parse_json
 from sdbench.inputs.tokenizer import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
-from sdbench.models.loading import RANDOM, ModelFiles, build_vae, find_model, load_weights
+from sdbench.models.loading import (
+    RANDOM,
+    ModelFiles,
+    build_vae,
+    find_model,
+    load_weights,
+    require_no_single_file,
+)
 from sdbench.paths import EXPORTED, by_run_name
 from sdbench.training.checkpoints import fetched, load_checkpoint, newest_checkpoint
 from sdbench.training.compatibility import TOKENIZER, comparable, difference_of_models, facts_of_model
@@ -68,6 +75,8 @@ def read_trained_model(source: str, flag: str) -> TrainedModel:
     """
     # what is named, or the newest of the folder that is
     source = by_run_name(source, flag)
+    if not source.endswith('.pt'):
+        require_no_single_file(source, f'{flag} {source}')
     name = source if source.endswith('.pt') else newest_checkpoint(source, flag)
     if name is None:
         raise UserError(f'{flag} {source} is not there, or holds no whole checkpoint; give one, or the --save_folder '
@@ -169,12 +178,9 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
     else:
         trained = read_trained_model(path, '--load_weights')
         facts, weights, ema = trained.facts, trained.live, trained.ema
-        ours = model.text_encoder.state_dict()
-        for name in ours.keys() & trained.text_encoder.keys():
-            one, other = trained.text_encoder[name], ours[name]  # the same but for the rounding to half precision
-            if one.shape != other.shape or not torch.allclose(one.float(), other.cpu().float(), rtol=0.01, atol=1e-6):
-                raise UserError(f'{label} was trained with another text_encoder; give the --model_name, the '
-                                '--pretrained and, where its weights are random, the --seed of that run')
+        if not are_same_weights(trained.text_encoder, model.text_encoder.state_dict()):
+            raise UserError(f'{label} was trained with another text_encoder; give the --model_name, the --pretrained '
+                            'and, where its weights are random, the --seed of that run')
         if trained.flags.get(TOKENIZER) not in (None, hash_of_tokenizer(tokenizer or files.tokenizer)):
             print_on_rank_0(f'warning: {label} was trained with another tokenizer, whose token ids differ; --tokenizer '
                             'names the one to train with')
@@ -190,6 +196,17 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
     except RuntimeError as error:  # names what is missing, what is foreign, and what has another shape
         raise UserError(f'{label} is of another UNet than that of --model_name ({one_line(error, 300)})') from None
     return ema
+
+
+def are_same_weights(trained: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> bool:
+    """Tell whether two networks have tensors of the same names, the same but for the rounding to half precision."""
+    if trained.keys() != ours.keys():
+        return False
+    for name, other in ours.items():
+        one = trained[name]
+        if one.shape != other.shape or not torch.allclose(one.float(), other.cpu().float(), rtol=0.01, atol=1e-6):
+            return False
+    return True
 
 
 def unet_folder(path: str) -> Path | None:

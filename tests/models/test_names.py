@@ -1,0 +1,111 @@
+"""A text encoder's tensors are the same in transformers 4 and 5, whose names of them differ, wherever they are read."""
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CLIPTextModel
+
+from benchmark import main
+from evaluate import load_model
+from export import main as export
+from sdbench.models.loading import build_text_encoder, find_model, hash_of_weights
+from sdbench.models.names import PREFIX, installed_prefix
+from sdbench.training.checkpoints import load_checkpoint
+from tests.runs import TINY, assert_equal, final_state, one_error_line
+
+TRAINING = ['--use_synth_data', '--use_ema', *TINY, '--save_folder', 'kept', '--autoresume', '--max_duration']
+OTHER_PREFIX = '' if installed_prefix() else PREFIX
+
+
+def in_other_names(tensors: dict, part: str = '') -> dict:
+    """Return tensors by the names of the generation of transformers that is not installed."""
+    return {name.replace(f'{part}{installed_prefix()}', f'{part}{OTHER_PREFIX}', 1) if name.startswith(part) else name:
+            tensor for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def as_saved_by_the_other() -> Path:
+    """The checkpoint of two batches, as the other generation saves it, names of buffers in the EMA included."""
+    main([*TRAINING, '2ba'])
+    path = Path('kept/ep0-ba2-rank0.pt')
+    checkpoint = torch.load(path, weights_only=False)
+    state = checkpoint['state']
+    assert f'text_encoder.{installed_prefix()}final_layer_norm.weight' in state['model']
+    state['model'] = in_other_names(state['model'], 'text_encoder.')
+    shadow = dict(state['algorithms'])['EMA']['ema_model']
+    shadow['named_buffers_dict'] = in_other_names(shadow['named_buffers_dict'], 'text_encoder.')
+    assert f'text_encoder.{OTHER_PREFIX}final_layer_norm.weight' in state['model']
+    torch.save(checkpoint, path)
+    return path
+
+
+def text_encoder_of(model: dict) -> dict:
+    return {name: tensor for name, tensor in model.items() if name.startswith('text_encoder.')}
+
+
+def test_a_resume_keeps_the_text_encoder_of_the_other_generation(as_saved_by_the_other):
+    before = load_checkpoint(as_saved_by_the_other)['state']['model']
+    main([*TRAINING, '3ba', '--seed', '17'])
+    after = final_state('kept')
+    assert after['timestamp']['Timestamp']['batch'] == 3
+    assert_equal(text_encoder_of(after['model']), text_encoder_of(before))
+    assert len(text_encoder_of(before)) > 10
+
+
+@pytest.mark.parametrize('change', ['missing', 'foreign'])
+def test_a_resume_of_a_checkpoint_with_a_tensor_less_or_more_is_refused(as_saved_by_the_other, change, capfd):
+    checkpoint = torch.load(as_saved_by_the_other, weights_only=False)
+    model = checkpoint['state']['model']
+    bias = model.pop(f'text_encoder.{OTHER_PREFIX}final_layer_norm.bias')
+    if change == 'foreign':
+        model |= {f'text_encoder.{OTHER_PREFIX}final_layer_norm.bias': bias, 'text_encoder.foreign': bias}
+    torch.save(checkpoint, as_saved_by_the_other)
+    line = one_error_line([*TRAINING, '3ba'], capfd)
+    assert 'does not fit this run (1 tensor only in one of the two, first text_encoder.' in line
+
+
+def test_load_weights_compares_the_text_encoder_of_the_other_generation(as_saved_by_the_other, capfd):
+    start = ['--use_synth_data', *TINY, '--max_duration', '1ba', '--load_weights', str(as_saved_by_the_other)]
+    main(start)
+    words = 'was trained with another text_encoder'
+    assert words in one_error_line([*start, '--seed', '18'], capfd)  # whose random text encoder is another
+    checkpoint = torch.load(as_saved_by_the_other, weights_only=False)
+    for name in text_encoder_of(checkpoint['state']['model']):
+        del checkpoint['state']['model'][name]
+    torch.save(checkpoint, as_saved_by_the_other)
+    assert words in one_error_line(start, capfd)  # nothing to compare is no match
+
+
+def test_an_exported_pipeline_has_the_older_names_and_the_same_hash_whatever_saved_the_checkpoint(
+        as_saved_by_the_other):
+    export([str(as_saved_by_the_other), 'other'])
+    here = load_checkpoint(as_saved_by_the_other)
+    torch.save(here, 'here.pt')
+    export(['here.pt', 'here'])
+    for out in ('other', 'here'):
+        weights = load_file(f'{out}/text_encoder/model.safetensors')
+        assert all(name.startswith(PREFIX) for name in weights)
+        loaded = CLIPTextModel.from_pretrained(f'{out}/text_encoder').state_dict()
+        for name, tensor in text_encoder_of(here['state']['model']).items():
+            assert torch.equal(loaded[name.removeprefix('text_encoder.')], tensor)
+        digest = hashlib.sha256()
+        for name, tensor in sorted(weights.items()):
+            digest.update(name.encode() + tensor.numpy().tobytes())
+        evaluated, about = load_model(out)
+        assert hash_of_weights(evaluated.text_encoder) == digest.hexdigest()
+        assert about['trained_batches'] == 2  # export.json says so of weights that have its hash
+
+
+@pytest.mark.parametrize('prefix', [PREFIX, ''])
+def test_a_model_folder_of_either_generation_gives_its_text_encoder(prefix, smallest_model, tmp_path):
+    folder = shutil.copytree(smallest_model, tmp_path / 'model')
+    file = folder / 'text_encoder/model.safetensors'
+    weights = {prefix + name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
+    save_file(weights, file, {'format': 'pt'})
+    built = build_text_encoder(find_model(str(folder), pretrained=True), 'fp32').state_dict()
+    assert len(built) == len(weights)
+    for name, tensor in built.items():
+        assert torch.equal(tensor, weights[prefix + name.removeprefix(PREFIX)])

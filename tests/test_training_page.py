@@ -1,0 +1,77 @@
+"""docs/training.md: its walks run from their first command to the picture, with a small model and few batches.
+
+What a walk downloads is there: `sd15`, `sd2` and `FOLDER` are a pipeline of the tiny model, and `package` has pictures
+as the package of emojis has them. `composer` starts one process here.
+"""
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sdbench.models.loading import find_model
+from tests.forked_runs import run_program, script
+from tests.runs import ROOT
+from tests.test_docs import FENCE, call, folder, words_of  # noqa: F401
+
+PAGE = (ROOT / 'docs/training.md').read_text()
+DOWNLOADS = ('hf', 'npm', 'tar')
+SCRIPTS = {'captions.csv': 'captions.py', 'emoji-model': 'model.py'}  # what a block is saved as, by what is in it
+SMALLER = {'benchmark.py': ['--batch_size', '4', '--image_size', '64', '--max_duration', '2ba', '--lr_warmup', '1ba',
+                            '--save_interval', '2ba', '--sample_interval', '2ba', '--num_workers', '0'],
+           'convert.py': ['--num_workers', '1']}
+
+
+def blocks_of(heading: str) -> list[tuple[str, str]]:
+    """Return language and content of the blocks below a heading."""
+    return FENCE.findall(PAGE.partition(f'\n## {heading}\n')[2].partition('\n## ')[0])
+
+
+def smaller(program: str, words: list[str]) -> list[str]:
+    """Return the arguments of a command with those that make it small; a flag that needs another one has it."""
+    flags = SMALLER.get(program, [])
+    for flag, needed in (('--save_interval', '--save_folder'), ('--sample_interval', '--sample_prompts')):
+        if needed not in words and flag in flags:
+            position = flags.index(flag)
+            flags = flags[:position] + flags[position + 2:]
+    return words + flags
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('heading', ['From your photographs to a picture', 'From random weights', 'Get the weights',
+                                     'On a laptop, with the tiny model'])
+def test_a_walk_runs_to_its_end(heading, folder, pipeline, server):  # noqa: F811
+    for name in ('sd15', 'sd2', 'FOLDER'):
+        (folder / name).symlink_to(pipeline)
+    (folder / 'prompts.txt').write_text('a cat\n')
+    emojis = [{'image': f'{number}.jpg', 'name': f'EMOJI {number}', 'short_name': ''} for number in range(32)]
+    (folder / 'package/emoji.json').write_text(json.dumps(emojis))
+
+    def run(words: list[str]) -> None:
+        code, output, errors = run_program(server, folder, script, words)
+        assert code == 0, f'{words}\n{output}{errors}'
+
+    ran = 0
+    for language, content in blocks_of(heading):
+        if language == 'python':
+            names = [name for key, name in SCRIPTS.items() if key in content]
+            path = folder / (names or ['block.py'])[0]
+            path.write_text(re.sub(r"\.to\('cuda'\)", '', content))
+            if not names:
+                run([path.name])
+            continue
+        for command in content.replace('\\\n', ' ').splitlines():
+            program, arguments = call(words_of(command))
+            if program:
+                run([program, *smaller(program, arguments)])
+                ran += 1
+            elif command.startswith('python '):
+                run(words_of(command)[1:])
+            elif not command.startswith(DOWNLOADS):
+                subprocess.run(command, shell=True, cwd=folder, check=True)
+    assert ran
+    if heading == 'Get the weights':
+        assert find_model(str(folder / 'half-width')).configs['unet']['block_out_channels'] == [160, 320, 640, 640]
+    else:
+        assert Path(folder, 'my-model/model_index.json').exists()
