@@ -75,7 +75,7 @@ def test_on_latents_each_phase_of_the_whole_training_has_those_of_its_size(tmp_p
 
 @pytest.mark.parametrize('words, variables, said', [
     ([], {}, 'MODEL: is empty; give MODEL=FOLDER'),
-    (['plan'], {'PRICES': '@none.txt'}, "No such file or directory: 'none.txt'"),
+    (['plan'], {'PRICES': '@none.txt'}, '@none.txt cannot be read (No such file or directory)'),
     (['plans'], {'MODEL': 'x'}, 'sh recipes/stable-diffusion-2.sh plan ')])
 def test_the_whole_training_does_nothing_without_a_model_or_for_what_it_does_not_know(words, variables, said):
     variables = variables | {'PATH': f'{os.path.dirname(sys.executable)}:{os.defpath}'}

@@ -50,7 +50,7 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
         return []
     # a step of the run, and a forecast for each card that holds it on each number of GPUs; the cheapest card first.
     # Where the peak of a card is not known, its memory is.
-    runs, refused = runs_of(settings, index)
+    runs = [complete(dataclasses.replace(settings, dry_run=(devices,)), index) for devices in sorted(settings.dry_run)]
     print('counting memory and work of a step', file=sys.stderr, flush=True)
     estimates = [Estimate.of(run, build_model, build_optimizer) for run in runs]
     precision = runs[0].precision
@@ -79,7 +79,7 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
     if len(rows) > 1:
         sentences.append(f'What follows is of {rows[0].record["num_devices"]} x {short_name(rows[0].card.name)} alone; '
                          '--gpu and --dry_run pick others.')
-    blocks = [title(rows[0].given.settings), '\n\n'.join(tables(forecasts, refused)) + '\n' + filled(sentences),
+    blocks = [title(rows[0].given.settings), '\n\n'.join(tables(forecasts)) + '\n' + filled(sentences),
               *reasons(rows[0], build_model, build_optimizer)]
 
     # records are kept before anything is printed, which may end with the pipe that reads it
@@ -92,21 +92,6 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
     if settings.results == '-':
         print(*map(json.dumps, records), sep='\n')
     return records
-
-
-def runs_of(settings: Train, index: dict | None) -> tuple[list[Train], dict[int, str]]:
-    """Return the run on each number of GPUs, and why there can be none, by number. Raises UserError without any."""
-    runs = []
-    refused = {}
-    for devices in sorted(settings.dry_run):
-        try:
-            settings.check_batch(devices or dist.get_world_size())
-            runs.append(complete(dataclasses.replace(settings, dry_run=(devices,)), index))
-        except UserError as error:
-            refused[devices] = str(error)
-    if not runs:
-        raise UserError(next(iter(refused.values())))
-    return runs, refused
 
 
 class Forecast(NamedTuple):
@@ -217,14 +202,13 @@ def title(settings: Train) -> str:
                    f'A forecast, from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'])
 
 
-def tables(forecasts: list[list[Forecast]], refused: dict[int, str]) -> list[str]:
+def tables(forecasts: list[list[Forecast]]) -> list[str]:
     """Return the tables of a forecast: of one number of GPUs one with a row for each card, else one for each card.
 
     Args:
         forecasts: of each card that holds an image, on each number of GPUs.
-        refused: why there can be no run, by number of GPUs. It stands in the line of that number.
     """
-    numbers = {each.record['num_devices'] for own in forecasts for each in own} | set(refused)
+    numbers = {each.record['num_devices'] for own in forecasts for each in own}
     if len(numbers) == 1:
         heading = plural(*numbers, 'GPU')
         return [aligned([{heading: each.name} | each.cells() for [each] in forecasts])]
@@ -233,7 +217,7 @@ def tables(forecasts: list[list[Forecast]], refused: dict[int, str]) -> list[str
         rows = {each.record['num_devices']: each.cells(own[0]) for each in own}
         heading, *lines = aligned([{own[0].name: plural(number, 'GPU')} | cells for number, cells in rows.items()]
                                   ).splitlines()
-        line_of = {number: f'{plural(number, "GPU")}: {refused.get(number, "no room")}' for number in numbers}
+        line_of = {number: f'{plural(number, "GPU")}: no room' for number in numbers}
         line_of |= zip(rows, lines, strict=True)
         found.append('\n'.join([heading, *(line_of[number] for number in sorted(numbers))]))
     return found

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from sdbench.errors import DataError, UserError, disk_is_full, one_line
 from sdbench.files import atomic_write, locked
 from sdbench.stores import addresses_in, download, upload
+from sdbench.training.compatibility import Mismatch
 from sdbench.training.ranks import on_every_rank, on_rank_0
 
 LATEST = 'latest-rank{rank}.pt'
@@ -188,10 +189,11 @@ def newest_whole(folder: str, flag: str) -> str | None:
 
 # Loading one
 
-def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu') -> dict:
+def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu', label: str | None = None) -> dict:
     """Load a checkpoint without running code that the file may hold.
 
-    The file is mapped, so that a tensor is read when it is used, and the ranks of a host share it.
+    The file is mapped, so that a tensor is read when it is used, and the ranks of a host share it. `label` is its name
+    in error messages, where `path` is not what the user knows.
 
     Raises UserError if it holds more than tensors and plain types.
     """
@@ -199,8 +201,8 @@ def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu') -> dict:
         with safe_globals(PLAIN_TYPES):
             return torch.load(path, map_location=map_location, weights_only=True, mmap=True)
     except pickle.UnpicklingError:
-        raise UserError(f'{path} holds more than tensors and plain types, or none, and could run code; do not use it'
-                        ) from None
+        raise UserError(f'{label or path} holds more than tensors and plain types, or none, and could run code; do '
+                        'not use it') from None
 
 
 @contextlib.contextmanager
@@ -232,16 +234,17 @@ def fetched(name: str | None, flag: str) -> Iterator[str | None]:
 def resuming(checkpoint: str | None, folder: str | None) -> Iterator[str | None]:
     """Let Composer's Trainer load a checkpoint of --save_folder in this context, by the path that it gives.
 
-    Raises UserError if the checkpoint does not fit. Other errors, as of memory or a network, stay what they are.
+    Raises UserError if the checkpoint is of another run or model. Other errors stay what they are.
     """
     with fetched(checkpoint, '--save_folder') as path:
         try:
             # Composer 0.32 would run what a file holds, and takes no other function
-            with patch.object(composer_checkpoint, '_torch_load_with_validation', load_checkpoint):
+            load = partial(load_checkpoint, label=checkpoint)
+            with patch.object(composer_checkpoint, '_torch_load_with_validation', load):
                 yield path
-        except (RuntimeError, KeyError, ValueError) as error:
-            of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
-            if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
+        except (RuntimeError, Mismatch) as error:
+            is_mismatch = isinstance(error, Mismatch) or 'loading state_dict' in str(error)  # torch's, of tensors
+            if not checkpoint or not is_mismatch:
                 raise
             raise UserError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
                             'resume it as it was made, or give a new --save_folder; to start there from these '

@@ -24,6 +24,7 @@ from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
 from sdbench.training.checkpoints import RECORD, read_beside, write_beside
+from sdbench.training.progress import is_held_out
 from sdbench.training.ranks import GracefulStop, on_rank_0, print_on_rank_0
 from sdbench.training.sampling import Sampling
 
@@ -104,6 +105,10 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
         print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
 
     # what will not come of it
+    for evaluator in state.evaluators:
+        if not is_held_out(state, evaluator.dataloader.dataloader.dataset):
+            print(f'warning: --eval_remote {settings.eval_remote} is not known to be held out: not all data of this '
+                  'training is the other side of the same convert.py --held_out', file=sys.stderr)
     if (settings.save_folder or settings.eval_remote) and not settings.pretrained:
         print('warning: without --pretrained the VAE and the text encoder are random, so that the model will not draw, '
               'and its loss says nothing of one that does; give --model_name FOLDER --pretrained', file=sys.stderr)

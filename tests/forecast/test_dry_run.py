@@ -124,8 +124,8 @@ def test_gradients_go_over_the_network_where_they_leave_what_the_link_joins(card
     assert run.network_on(CARDS[card]) == pytest.approx(rate)
 
 
-def test_several_numbers_of_gpus_are_a_table_for_each_card_whose_rows_say_what_cannot_be(smallest_model, capfd):
-    argv = ['--dry_run', '64', '2', '3', '16', '--batch_size', '64', '--image_size', '32', '--model_name',
+def test_several_numbers_of_gpus_are_a_table_for_each_card(smallest_model, capfd):
+    argv = ['--dry_run', '64', '2', '16', '--batch_size', '64', '--image_size', '32', '--model_name',
             smallest_model, '--gpu', 'H100 80GB', 'B200', '--network_gbits', '10', '--training_images', '86400000']
     forecasts = benchmark.main(argv)
     lines = capfd.readouterr().out.splitlines()
@@ -137,8 +137,7 @@ def test_several_numbers_of_gpus_are_a_table_for_each_card_whose_rows_say_what_c
         [start] = [number for number, line in enumerate(lines) if line.startswith(name)]
         assert lines[start].split()[-9:] == ['images/s', 'each', 'efficiency', 'days', 'GPU-hours', 'dollars',
                                              'microbatch', 'GiB', 'taken']
-        assert lines[start + 2] == '3 GPUs: --batch_size 64 does not divide over 3 devices; use 63'
-        for record, line in zip(records, (lines[start + row] for row in (1, 3, 4)), strict=True):
+        for record, line in zip(records, lines[start + 1:start + 4], strict=True):
             _, speed, each, efficiency, days, hours, _, microbatch, _ = re.split('  +', line)
             assert number(speed) == pytest.approx(record['images_per_sec'], rel=0.01)
             assert number(each) == pytest.approx(record['images_per_sec'] / record['num_devices'], rel=0.01)
