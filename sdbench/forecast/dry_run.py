@@ -16,13 +16,14 @@ from tabulate import tabulate
 from sdbench.complete import complete
 from sdbench.costs import costs_in_words, days_to_train, gpu_hours, price_of
 from sdbench.errors import UserError, plural
-from sdbench.flags.train import ENCODERS, Train
+from sdbench.flags.train import Train
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate
 from sdbench.gpus import GIB, NETWORK_SHARE, Card, cards_named, peak_of, short_name
 from sdbench.records.figures import WIDTH, rounded
 from sdbench.records.record import append_line, make_record
 from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
+from sdbench.training.microbatch import SMALLER_MICROBATCH, changes_that_take_less, memory_advice
 
 IN_BRACKETS = (f'In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on published speeds that '
                'it had not seen.')
@@ -66,9 +67,12 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
     if not forecasts:
         asked = settings.device_train_microbatch_size
         microbatch = asked if isinstance(asked, int) else 1
+        largest = max(cards, key=lambda card: card.gib)
+        fits_with = {}
+        for change, changed in changes_that_take_less(runs[0]).items():
+            fits_with[change] = Estimate.of(changed, build_model, build_optimizer).microbatch_on(largest) is not None
         raise UserError(f'--gpu: a microbatch of {microbatch} takes {estimates[0].taken(microbatch):.1f} GiB, and the '
-                        f'largest GPU asked for has {max(card.gib for card in cards):g}; choose a GPU with more '
-                        'memory by --gpu, or use --gradient_checkpointing or a smaller image')
+                        f'largest GPU asked for has {largest.gib:g}; {memory_advice(fits_with)}')
     forecasts.sort(key=lambda own: own[0].dollars_of_an_image)
 
     # the text
@@ -174,18 +178,14 @@ class Forecast(NamedTuple):
 
 def with_one_change(settings: Train) -> dict[str, Train]:
     """Return the settings of a run with each change that may be worth it, by the change in words."""
-    half = settings.image_size // 16 * 8
     changes = {'the largest microbatch': {'device_train_microbatch_size': 'auto'},
                '--encoder_precision bf16': {'encoder_precision': 'bf16'},
-               '--half_precision_norms': {'half_precision_norms': True},
-               '--gradient_checkpointing': {'gradient_checkpointing': True},
-               'without --use_ema': {'use_ema': False},
-               'latents (encode.py)': {'encoders': ENCODERS[True]}}
-    if half >= 64:
-        changes[f'--image_size {half}'] = {'image_size': half}
+               '--half_precision_norms': {'half_precision_norms': True}}
     if settings.num_devices > 1:
         changes['--allreduce_precision bf16'] = {'allreduce_precision': 'bf16'}
     changed = {change: dataclasses.replace(settings, **flags) for change, flags in changes.items()}
+    changed |= changes_that_take_less(settings)
+    changed.pop(SMALLER_MICROBATCH, None)  # it would be slower, and the table has the largest
     return {change: other for change, other in changed.items() if other != settings}
 
 
