@@ -194,8 +194,8 @@ def test_a_run_that_no_card_holds_is_refused_with_what_would_help(capfd):
     assert line.endswith('; each of these alone is enough: --image_size 4096')
     assert benchmark.main([*argv, '--image_size', '4096'])
     line = refusal(capfd, benchmark.main, [*argv, '--gradient_checkpointing', '--image_size', '100000'])
-    assert line.endswith('; none of these alone is enough: --image_size 50000; latents (encode.py); combine them, or use '
-                         'a GPU with more memory')
+    assert line.endswith('; none of these alone is enough: --image_size 50000; latents (encode.py); combine them, or '
+                         'use a GPU with more memory')
 
 
 def test_a_compiled_run_is_forecast_faster_and_smaller_with_every_change_in_its_table(smallest_model, capfd):
