@@ -4,7 +4,6 @@
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
     python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
-from sdbench.errors import UserError
 from sdbench.flags.parser import answer_early, parse
 from sdbench.flags.train import Train
 from sdbench.process import begin, one_line_errors
@@ -41,7 +40,7 @@ from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_unet, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
 from sdbench.training.checkpoints import AtomicCheckpointSaver, fetched, locked_save_folder, newest_checkpoint, resuming
-from sdbench.training.compatibility import SameRun, difference_of_models, facts_of_model, flags_to_keep
+from sdbench.training.compatibility import Mismatch, SameRun, difference_of_models, facts_of_model, flags_to_keep
 from sdbench.training.exact_resume import ExactResume
 from sdbench.training.identity import Identity, IdentityKeeper, identify_training
 from sdbench.training.loggers import build_loggers
@@ -100,10 +99,10 @@ class StableDiffusion(ComposerModel):
         return self.facts
 
     def set_extra_state(self, facts: dict) -> None:
-        """Raise UserError if the weights that torch loads were trained as another model, or with another VAE."""
+        """Raise Mismatch if the weights that torch loads were trained as another model, or with another VAE."""
         difference = difference_of_models(facts, self.facts)
         if difference:
-            raise UserError(f'--model_name {self.facts["model_name"]} has another configuration: {difference}')
+            raise Mismatch(f'--model_name {self.facts["model_name"]} has another configuration: {difference}')
 
     def train(self, mode: bool = True) -> 'StableDiffusion':
         """Put the UNet into training mode; the frozen encoders stay in eval mode."""
@@ -235,7 +234,8 @@ def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Alg
 
 
 def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, identity: Identity,
-                    stop: GracefulStop, prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
+                    stop: GracefulStop, prompts: list[str], data_before: list[dict], more: Sequence[Callback] = ()
+                    ) -> list[Callback]:
     """Build what watches a run and keeps it alive, in the order in which Composer calls them at each event."""
     # Composer's own curves of speed. It is told the GPU's peak, which it would look up by a name that it may not know.
     window = min(10, settings.measure_batches or 10)  # batches
@@ -256,7 +256,7 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         trace,
         Progress(settings.batch_size),
         IdentityKeeper(identity),
-        SameRun(flags_to_keep(settings, files, dataset)),  # a resume with other flags is refused
+        SameRun(flags_to_keep(settings, files, dataset, data_before)),  # a resume with other flags is refused
         ExactResume(settings.seed),  # and one with these goes on exactly
         FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
         HeldOutLoss(),
@@ -297,8 +297,9 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, identity:
     # The model with its switches, and the weights that it starts from.
     model = build_model(settings, dataset.latents, files=files)
     ema_state = None
+    data_before = []  # that they were trained on
     if settings.load_weights and not checkpoint:
-        ema_state = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
+        ema_state, data_before = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
 
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
     settings = with_found_microbatch(settings, model, partial(build_optimizer, model, settings))
@@ -306,7 +307,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, identity:
     # What averages the weights, what watches the run, and the training itself.
     evaluator = build_evaluator(settings, files, held_out)
     algorithms = build_algorithms(settings, ema_state)
-    callbacks = build_callbacks(settings, model, files, dataset, identity, stop, prompts, callbacks)
+    callbacks = build_callbacks(settings, model, files, dataset, identity, stop, prompts, data_before, callbacks)
     with resuming(checkpoint, settings.save_folder, model):
         trainer = Trainer(
             model=model,
@@ -370,7 +371,8 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
             return forecast_training(settings, index, build_model, build_optimizer)
         settings = complete(settings, index)
 
-        with locked_save_folder(settings.save_folder, settings.autoresume), process_switches(settings):
+        folder = None if settings.loader_only else settings.save_folder  # the loader alone saves nothing
+        with locked_save_folder(folder, settings.autoresume), process_switches(settings):
             # The files of the model, and data that fits it.
             files = find_model(settings.model_name, settings.pretrained)
             data = build_data(settings, files, index)

@@ -96,8 +96,8 @@ def convert(settings: Convert) -> int:
         if not joined.samples:
             raise nothing_converted(joined, held_out, settings)
         if settings.held_out:
-            write_index(outputs[1], held_out, **about_side(settings, held_out, HELD_OUT_SIDE))
-        is_new = write_index(outputs[0], joined, **about_side(settings, joined, 'training'))
+            write_index(outputs[1], held_out, **about_side(settings, names, held_out, HELD_OUT_SIDE))
+        is_new = write_index(outputs[0], joined, **about_side(settings, names, joined, 'training'))
 
     # say what was made
     unread_tables = [line for line in found.left_out if line['reason'].startswith(NO_TABLE)]
@@ -120,13 +120,16 @@ def addresses_of_outputs(settings: Convert) -> list[str]:
     return [settings.out, out.rstrip('/') + HELD_OUT]
 
 
-def about_side(settings: Convert, joined: Joined, side: str) -> dict:
-    """Return what index.json says of a dataset: its captions, and the draw by which the other side has other images."""
+def about_side(settings: Convert, parts: list[str], joined: Joined, side: str) -> dict:
+    """Return what index.json says of a dataset: its captions, and the draw by which the other side has other images.
+
+    Both sides have the same `parts`, whose names depend on the files and the flags, so these tell the conversion.
+    """
     about = {}
     if not settings.sample_per_caption:
         about[CAPTIONS] = {name: number for name, number in joined.captions.items() if number}
     if settings.held_out:
-        about[DRAW] = {'share': settings.held_out, 'seed': settings.seed, 'side': side}
+        about[DRAW] = {'share': settings.held_out, 'seed': settings.seed, 'conversion': part_name(*parts), 'side': side}
     return about
 
 

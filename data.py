@@ -36,9 +36,7 @@ from sdbench.inputs.captions import CAPTIONS, draw_caption, require_names
 from sdbench.inputs.images import decode_image, decode_whole_image, resize
 from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from sdbench.inputs.shards import (
-    DRAW,
     MOMENTS,
-    are_two_sides,
     hash_of_images,
     number_of_samples,
     read_index,
@@ -254,17 +252,15 @@ class HeldOutSamples(Dataset):
         latent_size: height and width of the latents that are trained on.
         num_timesteps: of the noise schedule.
         seed: of the noise and of the timesteps.
-        is_known: whether the training is known to have none of them.
     """
 
-    def __init__(self, samples: StreamingLAIONDataset, latent_size: int, num_timesteps: int, seed: int,
-                 is_known: bool = True):
+    def __init__(self, samples: StreamingLAIONDataset, latent_size: int, num_timesteps: int, seed: int):
         self.samples = samples
+        self.index = samples.index
         self.image_size = samples.image_size
         self.latent_size = latent_size
         self.num_timesteps = num_timesteps
         self.seed = seed
-        self.is_known = is_known
 
     def __len__(self) -> int:
         return self.samples.num_samples
@@ -394,18 +390,12 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
     if number_of_samples(index) == 0:
         raise UserError(f'{flag} {remote} holds no samples')
 
-    # whether the run is known to train on none of them: random data and the other side of a draw have none
-    is_known = not settings.remote or are_two_sides(index.get(DRAW), trained_on.index.get(DRAW))
-    if not is_known and dist.get_global_rank() == 0:
-        print(f'warning: {flag} {remote} is not known to be held out: it and --remote {settings.remote} are not, by '
-              f'their {INDEX}, the two sides of one convert.py --held_out', file=sys.stderr)
-
     # its samples, each with its noise and timestep; the flags of caches hold for it as for the training
     is_cached = settings.local is not None or not is_readable_in_place(remote, index['shards'])
     images = StreamingLAIONDataset(remote, settings.local, image_size=settings.image_size, index=index, batch_size=1,
                                    cache_limit=settings.cache_limit if is_cached else None)
     timesteps = len(DDPMScheduler.from_config(files.configs['scheduler']))
-    return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, EVALUATION_SEED, is_known)
+    return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, EVALUATION_SEED)
 
 
 def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None) -> Evaluator | None:

@@ -86,6 +86,27 @@ def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Me
     return metrics, about
 
 
+def open_data(settings: Evaluate) -> dict:
+    """Return the index.json of DATA. Raises UserError if DATA does not have what is to be drawn."""
+    index = on_rank_0(partial(read_image_index, settings.data, 'DATA'))
+    number = number_of_samples(index)
+    if number < settings.samples:
+        raise UserError(f'DATA {settings.data} holds {plural(number, "sample")}, fewer than --samples '
+                        f'{settings.samples:,}; use --samples {number}, or give more')
+    if settings.caption is not None:
+        require_names([settings.caption], index, '--caption', f'DATA {settings.data}')
+    return index
+
+
+def check_only(settings: Evaluate) -> None:
+    """Raise UserError if what --check_only names would end the evaluation, so that a recipe knows before it trains."""
+    if settings.check_only == 'networks':
+        load_metrics(settings, torch.device('cpu'))
+        print(f'checked: {" ".join(filter(None, (settings.inception, settings.clip))) or "nothing is to be scored"}')
+    else:
+        print(f'checked: DATA {settings.data} holds {number_of_samples(open_data(settings)):,} samples')
+
+
 def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
     """Load the pipeline of MODEL, on the CPU in float32; also return what the record says of it.
 
@@ -258,14 +279,7 @@ def evaluate(settings: Evaluate) -> dict:
     metrics, about_metrics = load_metrics(settings, device)
     pipeline, about_model = load_model(settings.model)
     image_size = settings.image_size or pipeline.unet.config.sample_size * pipeline.vae_scale_factor
-    index = on_rank_0(partial(read_image_index, settings.data, 'DATA'))
-    number = number_of_samples(index)
-    if number < settings.samples:
-        raise UserError(f'DATA {settings.data} holds {plural(number, "sample")}, fewer than --samples '
-                        f'{settings.samples:,}; use --samples {number}, or give more')
-
-    if settings.caption is not None:
-        require_names([settings.caption], index, '--caption', f'DATA {settings.data}')
+    index = open_data(settings)
 
     # The pictures and their scores, while no other run works in --out.
     made_of = {'program': PROGRAM, 'model_sha256': about_model['model_sha256'], 'data_sha256': index_hash(index),
@@ -289,15 +303,17 @@ def evaluate(settings: Evaluate) -> dict:
     return append_record(record, evaluation_summary(record), settings.results_file)
 
 
-def main(argv: list[str] | None = None) -> dict:
-    """Read the flags, and evaluate; return the record."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Read the flags, and evaluate; return the record, or None with --check_only."""
     begin()
     settings = parse(Evaluate, __doc__, argv, PROGRAM)
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()  # they have words for each caption that is cut
         library.utils.logging.disable_progress_bar()
     stays = f'what is drawn stays in --out {settings.out}, and the same command, started again, goes on from there'
-    with one_line_errors(PROGRAM, stays):
+    with one_line_errors(PROGRAM, '' if settings.check_only else stays):
+        if settings.check_only:
+            return check_only(settings)
         precision = settings.precision or best_precision(torch.cuda.is_available())
         return evaluate(dataclasses.replace(settings, precision=precision))
 

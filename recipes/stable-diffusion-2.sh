@@ -20,6 +20,7 @@ esac
 # What is there, and where what is made goes.
 : "${SOURCE:=photos}"             # images with captions, as convert.py reads them
 : "${SOURCE_2:=}"                 # those of phase 2, such as all of at least 512 pixels; SOURCE without it
+: "${EVAL:=}"                     # those for the scores; needed with SOURCE_2, and without it held out from SOURCE
 : "${WORK:=sd2-training}"         # folder or object store for shards and checkpoints
 : "${OUT:=sd2-trained}"           # new folder of this machine for the pipeline; its pictures go to OUT/pictures
 : "${RESULTS:=results.jsonl}"     # file for the records
@@ -34,7 +35,7 @@ esac
 : "${LAUNCH:=composer}"           # what starts a program on all GPUs of this machine
 
 # How it is scored.
-: "${HELD_OUT:=0.01}"             # share of the images that are kept for it
+: "${HELD_OUT:=0.01}"             # without EVAL: share of the images of SOURCE that are kept for it
 : "${SCORES:=--inception inception.pth --clip clip}"    # flags of evaluate.py; docs/evaluating.md says how to get these
 
 # Which GPUs are planned for.
@@ -85,13 +86,31 @@ fi
 
 : "${MODEL:?is empty; give MODEL=FOLDER, with the weights of the VAE and the text encoder (docs/training.md)}"
 
-# Images with captions become shards, and some are held out.
-python convert.py "$SOURCE" "$WORK/images" --held_out "$HELD_OUT"
+# --held_out chooses an image by its bytes. A picture has other bytes at another size, so phase 2 would train on pictures
+# that phase 1 holds out. With SOURCE_2 the scores are therefore on pictures that neither phase has at any size. Only you
+# can make sure of that: set them aside before you make the two sizes.
+if [ -n "$SOURCE_2" ]; then
+    : "${EVAL:?is empty; with SOURCE_2 give EVAL=FOLDER, pictures with captions that neither SOURCE has at any size}"
+fi
+
+# What the last command needs is said before days of work: the networks now, and below how many samples there are.
+python evaluate.py "$OUT" "$WORK" --out "$OUT/pictures" $SCORES --check_only networks
+
+# Images with captions become shards, and some are for the scores alone.
 data_1=$WORK/images
 data_2=$WORK/images
+if [ -n "$EVAL" ]; then
+    python convert.py "$SOURCE" "$data_1"
+    scored=$WORK/images-eval
+    python convert.py "$EVAL" "$scored"
+else
+    python convert.py "$SOURCE" "$data_1" --held_out "$HELD_OUT"
+    scored=$WORK/images-held-out
+fi
+python evaluate.py "$OUT" "$scored" --out "$OUT/pictures" $SCORES --check_only data
 if [ -n "$SOURCE_2" ]; then
     data_2=$WORK/images-2
-    python convert.py "$SOURCE_2" "$data_2" --held_out "$HELD_OUT"
+    python convert.py "$SOURCE_2" "$data_2"
 fi
 
 # Where it is asked for, the VAE encodes them once.
@@ -112,5 +131,5 @@ $LAUNCH benchmark.py $phase_2 --model_name "$MODEL" --remote "$data_2" --save_fo
 # A pipeline of the averaged weights. Where OUT has them already, export.py says so.
 python export.py "$WORK/phase-2" "$OUT"
 
-# Pictures of the captions that were held out, and their scores.
-$LAUNCH evaluate.py "$OUT" "$WORK/images-held-out" --out "$OUT/pictures" --results "$RESULTS" $SCORES
+# Pictures of captions that no phase was trained on, and their scores.
+$LAUNCH evaluate.py "$OUT" "$scored" --out "$OUT/pictures" --results "$RESULTS" $SCORES

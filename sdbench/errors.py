@@ -78,12 +78,12 @@ def disk_is_full(error: BaseException | None) -> bool:
     return False
 
 
-def known_reason(error: BaseException, batch_flag: str = '--batch_size') -> str | None:
+def known_reason(error: BaseException, less_memory: str = 'use a smaller --batch_size or --image_size') -> str | None:
     """Return in one line why a command failed, with the remedy; None where the error was not foreseen.
 
     Args:
         error: what it ended with.
-        batch_flag: the flag that decides how much memory is needed, with its value where that is known.
+        less_memory: what to do where memory has run out.
     """
     if isinstance(error, DataError):
         return one_line(error)
@@ -92,8 +92,7 @@ def known_reason(error: BaseException, batch_flag: str = '--batch_size') -> str 
             return (f'{one_line(raised).rstrip(".")}; use fewer --num_workers where memory has run out, and a larger '
                     '/dev/shm (docker run --shm-size) where that is full')
     if is_out_of_memory(error):
-        return (f'out of memory at {batch_flag}; use a smaller one, a smaller --image_size, or, in training, '
-                '--gradient_checkpointing')
+        return f'out of memory; {less_memory}'
     if type(error).__name__ == 'FailOnRecompileLimitHit':  # of torch
         return ('--compile: a part of the model was compiled as often as torch allows, and would run uncompiled from '
                 'here on; use --no-compile')

@@ -1,13 +1,17 @@
 """Files of this machine: text that people write, files that appear whole, folders in which one run works at a time."""
 import contextlib
+import errno
 import json
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from sdbench.errors import UserError
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # as Lustre, and NFS without a lock service, can answer
 
 
 def read_text(path: str, label: str) -> str:
@@ -60,6 +64,9 @@ def parse_json(content: str | bytes, label: str) -> Any:
 def locked(path: str | os.PathLike, label: str, seconds: float = 0) -> Iterator[None]:
     """Hold the lock of a folder, which is made where it is not there; the system frees the lock of a killed process.
 
+    Where the file system has no locks, a warning says so, and nothing is locked. filelock would fall back to a lock
+    that is held as long as its file exists: a machine that is lost would keep out all others for ever.
+
     Args:
         path: of the lock, a file in the folder.
         label: its name in error messages, the flag and its value.
@@ -69,14 +76,17 @@ def locked(path: str | os.PathLike, label: str, seconds: float = 0) -> Iterator[
     """
     # the folder may be the first thing that a run makes, and a disk that others write to may refuse it
     from filelock import FileLock, Timeout
-    lock = FileLock(path, thread_local=False)
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False)
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         lock.acquire(timeout=seconds)
     except Timeout:
         raise UserError(f'{label} is in use by another run; wait until that has ended') from None
     except OSError as error:
-        raise UserError(f'{label} cannot be written to ({error.strerror}); give another') from None
+        if error.errno not in NO_LOCKS:
+            raise UserError(f'{label} cannot be written to ({error.strerror}); give another') from None
+        print(f'warning: {label} is on a file system without locks ({error.strerror}), so a second run there would not '
+              'be refused; make sure that there is only one', file=sys.stderr)
     try:
         yield
     finally:

@@ -26,14 +26,17 @@ def sibling_path(folder: str, name: str) -> str:
 def with_run_name(folder: str, name: str | None) -> str:
     """Return a --save_folder with `{run_name}` filled in, as Composer does.
 
-    Raises UserError if the run has no name.
+    Raises UserError if the run has no name, or the folder has what Composer fills in otherwise.
     """
-    if PLACEHOLDER not in folder:
-        return folder
-    name = name or os.environ.get('COMPOSER_RUN_NAME') or os.environ.get('RUN_NAME')
-    if not name:
-        raise UserError(f'--save_folder {folder} needs --run_name NAME: the same command goes on by that name')
-    return folder.replace(PLACEHOLDER, name)
+    if PLACEHOLDER in folder:
+        name = name or os.environ.get('COMPOSER_RUN_NAME') or os.environ.get('RUN_NAME')
+        if not name:
+            raise UserError(f'--save_folder {folder} needs --run_name NAME: the same command goes on by that name')
+        folder = folder.replace(PLACEHOLDER, name)
+    if re.search('[{}%]', folder):
+        raise UserError(f'--save_folder {folder} has {{, }} or % in it, which can stand for something else in the name '
+                        f'of a checkpoint; give a folder without them, or with {PLACEHOLDER} and --run_name')
+    return folder
 
 
 def by_run_name(folder: str, flag: str) -> str:

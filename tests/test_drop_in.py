@@ -82,7 +82,8 @@ def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_sig
         assert variables['trainer'].state.timestamp.batch == batches
         assert variables['stop'].interrupted == (batches == 1)
     evaluated = variables['trainer'].state.eval_metrics['eval']['MeanSquaredError'].compute()
-    assert f'batch {batches}: loss {evaluated:.4g} on the held-out samples\n' in capfd.readouterr().err
+    said = f'batch {batches}: loss {evaluated:.4g} on samples that are not known to be held out\n'
+    assert said in capfd.readouterr().err  # only benchmark.py knows what its weights were trained on
     variables['trainer'].eval()
     again = variables['trainer'].state.eval_metrics['eval']['MeanSquaredError'].compute()
     assert again == evaluated

@@ -244,12 +244,21 @@ def test_without_a_network_pictures_are_drawn_and_nothing_is_scored(tmp_path, pi
 
 
 def test_whether_a_model_was_trained_on_data_is_said_where_it_is_known():
-    index = {'shards': [], DRAW: {'share': 0.1, 'seed': 17, 'side': 'held out'}}
-    here = {IMAGES_HASH: hash_of_images(index)}
-    other_side, other_draw = ({IMAGES_HASH: 'another', DRAW: {'share': share, 'seed': 17, 'side': 'training'}}
-                              for share in (0.1, 0.2))
-    assert [was_trained_on(flags, index) for flags in (here, other_side, other_draw, {IMAGES_HASH: 'another'}, {})] == [
-        True, False, None, None, None]
+    def side(name: str, conversion: str) -> dict:
+        return {'share': 0.1, 'seed': 17, 'conversion': conversion, 'side': name}
+
+    index = {'shards': [], DRAW: side('held out', 'a')}
+    here = {IMAGES_HASH: hash_of_images(index), DRAW: index[DRAW]}
+    other_side = {IMAGES_HASH: 'b', DRAW: side('training', 'a')}
+    other_conversion = {IMAGES_HASH: 'c', DRAW: side('training', 'b')}  # the same pictures at another size, perhaps
+    older = {IMAGES_HASH: 'd', DRAW: {'share': 0.1, 'seed': 17, 'side': 'training'}}
+    without = {IMAGES_HASH: 'e', DRAW: None}
+    for phases, expected in (([here], True), ([here, other_side], True), ([other_side], False),
+                             ([other_side, other_side], False), ([other_conversion, other_side], None),
+                             ([other_side, other_conversion], None), ([without, other_side], None), ([older], None),
+                             ([{}, other_side], None), ([], False)):
+        assert was_trained_on({'data': phases}, index) is expected, phases
+    assert was_trained_on({}, index) is None  # an older checkpoint, or another program
 
 
 def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_far_it_was_trained(

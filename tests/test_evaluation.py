@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
+import convert
 from benchmark import StableDiffusion, main
 from data import StreamingLAIONDataset, open_held_out
 from ema import EMA
@@ -15,8 +17,10 @@ from sdbench.inputs.shards import IMAGES_HASH, MOMENTS, index_hash, read_index
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
+from sdbench.training.compatibility import was_trained_on
+from sdbench.training.weights import read_trained_model
 from tests.runs import SMALLEST, TINY, assert_same_training, one_error_line, settings_of
-from tests.samples import good, pillow_square, pixels, write_shards
+from tests.samples import good, pillow_square, pixels, write_photos, write_shards
 
 SIZE_64 = [*TINY, '--image_size', '64']
 TRAIN = [*SIZE_64, '--use_ema', '--ema_half_life', '2ba', '--num_workers', '0', '--save_interval', '2ba',
@@ -102,7 +106,7 @@ def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards,
     later = main([*argv, '--device_train_microbatch_size', '1', '--snr_gamma', '0.001'])
     assert (later['eval_batch'], later['eval_held_out']) == (2, False)
     said = capfd.readouterr().err
-    assert f'--eval_remote {held_out} is not known to be held out: it and --remote {shards} are not' in said
+    assert f'--eval_remote {held_out} is not known to be held out: ' in said
     assert ' on samples that are not known to be held out\n' in said
     assert 'warning: without --pretrained the VAE and the text encoder are random' in said  # --save_folder or not
     assert later['loss'] < 0.1 * record['loss']  # it has the weights
@@ -118,6 +122,35 @@ def test_held_out_samples_are_cached_in_local_and_within_the_limit_or_read_in_pl
         assert [held_out[number]['caption'] for number in range(120)] == [f'picture {100 + n}' for n in range(120)]
     copies = list((tmp_path / 'cache').glob('*/*.mds'))
     assert limit / 8 < sum(copy.stat().st_size for copy in copies) <= limit
+
+
+def test_samples_are_known_to_be_held_out_only_if_each_phase_was_on_the_other_side_of_their_conversion(tmp_path):
+    write_photos(tmp_path / 'photos', 40)
+    (tmp_path / 'larger').mkdir()
+    for path in (tmp_path / 'photos').iterdir():  # the same pictures at another size
+        if path.suffix == '.jpg':
+            Image.open(path).resize((80, 80)).save(tmp_path / 'larger' / path.name)
+        else:
+            shutil.copy(path, tmp_path / 'larger')
+    for source, out, *flags in (('photos', 'all'), ('photos', 'small', '--held_out', '0.3'),
+                                ('larger', 'large', '--held_out', '0.3')):
+        assert convert.main([source, out, *flags, '--num_workers', '1']) == 0
+
+    def is_held_out(remote: str, folder: str, *flags: str) -> bool:
+        argv = ['--remote', remote, '--eval_remote', 'small-held-out', *TINY, '--num_workers', '0', '--save_folder',
+                folder, '--autoresume', '--max_duration', '1ba', *flags]
+        return main(argv)['eval_held_out']
+
+    assert is_held_out('small', 'one')
+    assert is_held_out('small', 'two', '--load_weights', 'one')
+    assert is_held_out('small', 'two', '--max_duration', '2ba')  # a resume
+    assert not is_held_out('large', 'other-size', '--load_weights', 'one')
+    assert not is_held_out('all', 'of-all')
+    assert not is_held_out('small', 'side-of-all', '--load_weights', 'of-all')
+    assert not is_held_out('small', 'side-of-all', '--max_duration', '2ba')
+    index = read_index('small-held-out')
+    for folder, expected in (('two', False), ('side-of-all', None)):  # as evaluate.py says it
+        assert was_trained_on(read_trained_model(folder, 'MODEL').flags, index) is expected
 
 
 def test_latents_are_evaluated_on_latents(moments, tmp_path, capfd):

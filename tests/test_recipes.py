@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def commands_of(folder: Path, *argv: str, **variables: str) -> list:
 
 def test_each_command_of_the_whole_training_reads_what_the_one_before_it_has_written(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    convert, one, two, export, evaluate = commands_of(tmp_path, MODEL='sd2', SOURCE='my photos', WORK='s3://b/sd2')
+    networks, convert, samples, one, two, export, evaluate = commands_of(
+        tmp_path, MODEL='sd2', SOURCE='my photos', WORK='s3://b/sd2')
     assert (convert.source, convert.held_out) == (('my photos',), 0.01)
     assert convert.out == one.remote == two.remote
     assert one == parsed(f'@{PHASES[1]}', '--model_name', 'sd2', '--remote', convert.out, '--save_folder',
@@ -58,15 +60,19 @@ def test_each_command_of_the_whole_training_reads_what_the_one_before_it_has_wri
                          two.save_folder, '--load_weights', one.save_folder, '--results', two.results)
     assert (export.checkpoint, export.out) == (two.save_folder, evaluate.model)
     assert evaluate.data == f'{convert.out}-held-out'
+    for check, what, data in ((networks, 'networks', 's3://b/sd2'), (samples, 'data', evaluate.data)):
+        assert check == replace(evaluate, check_only=what, data=data, results=None)
     assert len({convert.out, one.save_folder, two.save_folder}) == 3
 
 
 def test_on_latents_each_phase_of_the_whole_training_has_those_of_its_size(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    convert, large, first, second, one, two, _, _ = commands_of(
-        tmp_path, MODEL='sd2', LATENTS='1', SOURCE_2='large photos', ENCODE_FLAGS='--compile --batch_size 64')
-    assert large.source == ('large photos',)
-    assert large.held_out == convert.held_out
+    _, convert, neither, samples, large, first, second, one, two, _, evaluate = commands_of(
+        tmp_path, MODEL='sd2', LATENTS='1', SOURCE_2='large photos', EVAL='other photos',
+        ENCODE_FLAGS='--compile --batch_size 64')
+    assert (large.source, neither.source) == (('large photos',), ('other photos',))
+    assert not (convert.held_out or large.held_out or neither.held_out)
+    assert samples.data == evaluate.data == neither.out
     for made, encode, train in ((convert, first, one), (large, second, two)):
         assert encode.remote == made.out
         assert (encode.out, encode.image_size) == (train.remote, train.image_size)
@@ -75,14 +81,17 @@ def test_on_latents_each_phase_of_the_whole_training_has_those_of_its_size(tmp_p
 
 @pytest.mark.parametrize('words, variables, said', [
     ([], {}, 'MODEL: is empty; give MODEL=FOLDER'),
-    (['plan'], {'PRICES': '@none.txt'}, "No such file or directory: 'none.txt'"),
+    ([], {'MODEL': 'x', 'SOURCE_2': 'large'}, 'EVAL: is empty; with SOURCE_2 give EVAL=FOLDER, pictures with captions'),
+    ([], {'MODEL': 'x', 'SCORES': '--inception none.pth'}, '--inception none.pth is not there; fetch it'),
+    (['plan'], {'GPUS': '8 48'}, '--batch_size 2048 does not divide over 48 devices; use 2016'),
+    (['plan'], {'PRICES': '@none.txt'}, '@none.txt cannot be read (No such file or directory)'),
     (['plans'], {'MODEL': 'x'}, 'sh recipes/stable-diffusion-2.sh plan ')])
 def test_the_whole_training_does_nothing_without_a_model_or_for_what_it_does_not_know(words, variables, said):
     variables = variables | {'PATH': f'{os.path.dirname(sys.executable)}:{os.defpath}'}
     done = subprocess.run(['sh', WHOLE, *words], cwd=ROOT, env=variables, text=True, capture_output=True)
     assert done.returncode != 0
     assert said in done.stdout + done.stderr
-    assert done.stderr.count('\n') <= 1
+    assert done.stderr.count('error') + done.stderr.count('is empty') <= 1
 
 
 def test_the_plan_of_the_whole_training_forecasts_its_phases_and_plans_by_their_records(tmp_path, monkeypatch):
@@ -101,11 +110,11 @@ def test_the_plan_of_the_whole_training_forecasts_its_phases_and_plans_by_their_
 
 
 def test_the_whole_training_ends_with_the_first_command_that_fails(tmp_path):
-    (tmp_path / 'python').write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/calls; test "$1" = convert.py\n')
+    (tmp_path / 'python').write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/calls; test "$1" != benchmark.py\n')
     (tmp_path / 'python').chmod(0o755)
     variables = {'PATH': f'{tmp_path}:{os.defpath}', 'MODEL': 'tiny', 'LAUNCH': 'python'}
     assert subprocess.run(['sh', WHOLE], cwd=ROOT, env=variables).returncode != 0
-    assert (tmp_path / 'calls').read_text().split() == ['convert.py', 'benchmark.py']
+    assert (tmp_path / 'calls').read_text().split() == ['evaluate.py', 'convert.py', 'evaluate.py', 'benchmark.py']
 
 
 @pytest.mark.long
@@ -117,7 +126,8 @@ def test_the_whole_training_goes_on_where_it_was_stopped_and_ends_in_a_pipeline_
                 STEPS_2='6', BATCH_SIZE='4', HELD_OUT='0.3', SCORES='--samples 4 --steps 2',
                 PHASE_FLAGS='--warmup_batches 1 --ema_half_life 5ba --save_interval 2ba --num_workers 0')
     calls = calls_of(tmp_path, 'python')
-    (_, *shards), (_, *phase_1), *_ = calls
+    shards, phase_1 = (next(argv for program, *argv in calls if program == name) for name in
+                       ('convert.py', 'benchmark.py'))
     convert.main(shards)
     with pytest.raises(SystemExit):
         main(phase_1, [Signalled(signal.SIGINT)])

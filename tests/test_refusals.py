@@ -2,9 +2,9 @@
 
 A row is a command (behind variables of its environment, if any), its flags and the words that its line must hold.
 It is run in a folder that has `shards` (24 samples), `pipeline` (of the tiny model), `prompts.txt` (one caption),
-`blank.txt`, `records.csv` (a record with a comma too many), `notes` (a folder with a file of the user's),
-`empty` (a folder), `photo.jpg`, `whole.safetensors`, and a LoRA in `lora.safetensors` and `lora`; nothing listens at
-S3_ENDPOINT_URL. Refusals that need more than that stand where what they need is made.
+`blank.txt`, `utf-16.txt` and `quote.txt` (flags), `records.csv` (a record with a comma too many), `notes` (a folder
+with a file of the user's), `empty` (a folder), `photo.jpg`, `whole.safetensors`, and a LoRA in `lora.safetensors` and
+`lora`; nothing listens at S3_ENDPOINT_URL. Refusals that need more than that stand where what they need is made.
 """
 import importlib
 import shlex
@@ -27,7 +27,9 @@ ROWS = [
     ('benchmark.py', '--use_synth_data --no-ema=4', '--no-ema is no flag; did you mean --no-use_ema?'),
     ('benchmark.py', '--use_synth_data -q', '-q is no flag; see --help'),
     ('benchmark.py', '--use_synth_data --batch 4', '--batch is no flag'),  # an abbreviation is none
-    ('benchmark.py', '@nothing.txt', "No such file or directory: 'nothing.txt'"),
+    ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read (No such file or directory)'),
+    ('benchmark.py', '@utf-16.txt', '@utf-16.txt is no text in UTF-8; save it as UTF-8'),
+    ('benchmark.py', '@quote.txt', '@quote.txt, line 2: no closing quotation'),
     ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'WORLD_SIZE of the environment is 4(x2), and no number'),
     ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 does nothing '
      'with --lr_schedule constant'),
@@ -44,7 +46,7 @@ ROWS = [
     ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu: RTX4091 is no GPU that is known here; did you '
      'mean RTX 4090 or'),
     ('benchmark.py', '--dry_run 8 x', '--dry_run: x is not a whole number above 0'),
-    ('benchmark.py', '--dry_run 7', '--batch_size 2048 does not divide over 7 devices; use 2044'),
+    ('benchmark.py', '--dry_run 8 7', '--batch_size 2048 does not divide over 7 devices; use 2044'),
     ('benchmark.py', f'{SYNTHETIC} --gpus_per_node 4', '--gpus_per_node 4 needs --dry_run'),
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size: 100 is not a multiple of 8; use 96'),
     ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a share between 0 and 1'),
@@ -54,6 +56,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --budget 9 --dollars_per_gpu_hour H100=2', '--budget 9 needs a price for CPU'),
     ('benchmark.py', f'{SYNTHETIC} --max_duration 50', '--max_duration: 50 is not a time such as 5000ba or 2ep'),
     ('benchmark.py', f'{SYNTHETIC} --compile_blocks', '--compile_blocks needs --compile'),
+    ('benchmark.py', f'{SYNTHETIC} --no-use_ema --ema_half_life 5ba', '--ema_half_life 5ba needs --use_ema'),
     ('benchmark.py', f'{SYNTHETIC} --autoresume', '--autoresume needs --save_folder'),
     ('benchmark.py', f'--use_synth_latents {TINY} --random_flip', '--random_flip mirrors images'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --load_weights notes --sample_prompts nowhere',
@@ -112,6 +115,9 @@ ROWS = [
 
     # Folders, weights, pictures and held-out samples of a training, and what is evaluated and exported
     ('benchmark.py', f'{SYNTHETIC} --save_folder notes', '--save_folder notes already holds files'),
+    ('benchmark.py', f"{SYNTHETIC} --save_folder 'x {{0}} %d'", '--save_folder x {0} %d has {, } or % in it'),
+    ('benchmark.py', f'{SYNTHETIC} --save_folder b}}', '--save_folder b} has {, } or % in it'),
+    ('benchmark.py', f'{SYNTHETIC} --save_folder {{run_name}} --run_name 100%', '--save_folder 100% has {, } or %'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes is not there, or holds no whole checkpoint'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts blank.txt', 'blank.txt holds no prompt'),
@@ -144,6 +150,8 @@ def folder(tmp_path, monkeypatch, shards, pipeline):
     (tmp_path / 'pipeline').symlink_to(pipeline)
     (tmp_path / 'prompts.txt').write_text('a cat\n')
     (tmp_path / 'blank.txt').write_text(' \n\n')
+    (tmp_path / 'utf-16.txt').write_text('--use_synth_data', encoding='utf-16')
+    (tmp_path / 'quote.txt').write_text("--use_synth_data\n--model_name 'tiny\n")
     (tmp_path / 'records.csv').write_text('device,num_devices\nx,1,618\n')
     (tmp_path / 'notes').mkdir()
     (tmp_path / 'empty').mkdir()

@@ -139,6 +139,10 @@ class Evaluate(Results):
         None, "precision of the UNet's arithmetic; all else is in float32 (default: amp_bf16 on a GPU that has it, "
         'amp_fp16 on another GPU, fp32 on a CPU)')
 
+    check_only: Literal['networks', 'data'] | None = flag(
+        None, 'check that the networks of --inception and --clip can be loaded, or that DATA has --samples captions, '
+        'and end; MODEL need not be there yet (default: draw and score)')
+
     def check(self) -> None:
         if not self.out or '://' in self.out:
             raise UserError('give --out, a folder of this machine for the pictures')

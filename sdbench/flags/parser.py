@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sdbench.errors import UserError
+from sdbench.files import read_text
 from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')
@@ -43,7 +44,7 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
         metavar: what the value is called in the help; None: as its converter has it, or else as the flag.
         bare: the value of the flag alone, where its value may be left out; a tuple where it takes several.
         needs: another flag, without which this one does nothing, so that it is refused; or several, parted by spaces,
-            one of which is enough.
+            one of which is enough. Turning off the only one also removes this one, if it was given before (`Given`).
         may_change: whether a run that resumes may have another value, where the other flags of its group must be the
             same (`SAME_ON_RESUME` of sdbench/flags/train.py).
     """
@@ -70,7 +71,7 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
     """
     parser = build_parser(cls, description, program)
     try:
-        values = vars(parser.parse_args(argv))
+        values = vars(parser.parse_args(argv, Given(cls)))
         for name, value in values.items():
             if value == '' or isinstance(value, list) and '' in value:
                 given = f'--{name}' if hasattr(cls, name) else name.upper()  # what is positional has no default
@@ -125,7 +126,7 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     program = program or Path(sys.argv[0]).name
     positionals = [name.upper() for name, field in fields.items() if 'positional' in field.metadata]
     parser = Parser(program, ' '.join([program, *positionals, '[--flag VALUE ...]', '[@FILE]']), description,
-                    formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars='@', allow_abbrev=False)
+                    formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
     # the fields of each class, in the order in which they are written
     groups = {}  # of argparse, by heading
@@ -187,6 +188,47 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
                            default=argparse.SUPPRESS, help=f'turn --{field.name} off, where a @FILE turned it on')
 
 
+class Given(argparse.Namespace):
+    """The flags that a command line has given so far.
+
+    A flag that is turned off takes with it the flags before it that need it: after `@recipes/phase-1.txt` a
+    `--no-use_ema` also removes the `--ema_half_life` of the file.
+    """
+    __slots__ = ('_needs',)  # keeps it out of `vars`, which are the flags
+
+    def __init__(self, cls: type):
+        object.__setattr__(self, '_needs', {field.name: field.metadata.get('needs') for field in
+                                            dataclasses.fields(cls)})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if value is False:
+            for other, needed in self._needs.items():
+                if needed == name:
+                    vars(self).pop(other, None)
+
+
+def with_files(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with those of each FILE in the place of its @FILE.
+
+    argparse does this too, but takes a byte order mark for a part of the first flag, and does not name a broken file.
+
+    Raises UserError, which names the file, if it cannot be read or a quotation mark in it is not closed.
+    """
+    found = []
+    for argument in arguments:
+        if not argument.startswith('@'):
+            found.append(argument)
+            continue
+        for number, line in enumerate(read_text(argument[1:], argument).splitlines(), start=1):
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError as error:
+                raise UserError(f'{argument}, line {number}: {str(error).lower()}') from None
+            found += with_files(words)
+    return found
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and knows the nearest flag to one that is none.
 
@@ -194,12 +236,12 @@ class Parser(argparse.ArgumentParser):
     What follows a # there is a comment.
     """
 
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return shlex.split(arg_line, comments=True)
-
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        """Parse as argparse does; for an argument that is no flag, name the one that may have been meant."""
-        known, unknown = self.parse_known_args(args, namespace)
+        """Parse as argparse does; for an argument that is no flag, name the one that may have been meant.
+
+        Raises UserError for a FILE that cannot be read.
+        """
+        known, unknown = self.parse_known_args(with_files(sys.argv[1:] if args is None else args), namespace)
         if unknown:
             name = unknown[0].partition('=')[0]
             nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)

@@ -182,6 +182,8 @@ class Results:
 
     def check(self) -> None:
         """Raise UserError if the file of results cannot be written: better before the run than after it."""
+        if of_launcher('RANK'):  # rank 0 alone writes it, perhaps on another machine
+            return
         if self.results is None and getattr(self, 'dry_run', None) is not None:  # such a forecast keeps no record
             return
         path = self.results_file
@@ -341,10 +343,10 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
         if sum(sources) > 1:
             raise UserError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
 
-        # a batch that divides; of several numbers of devices, a forecast says it of each
+        # a batch that divides over each number of devices
         counts = self.dry_run or (0,)
-        if len(counts) == 1:
-            self.check_batch(counts[0] or of_launcher('WORLD_SIZE') or 1)
+        for devices in counts:
+            self.check_batch(devices or of_launcher('WORLD_SIZE') or 1)
         if len(set(counts)) < len(counts):
             raise UserError(f'--dry_run {" ".join(map(str, counts))} has a number twice; leave one out')
 

@@ -15,13 +15,14 @@ from composer.utils import dist
 from sdbench.complete import complete
 from sdbench.costs import ONE_PRICE, costs_in_words, days_to_train, gpu_hours, price_of
 from sdbench.errors import UserError, plural
-from sdbench.flags.train import ENCODERS, Train
+from sdbench.flags.train import Train
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate
 from sdbench.gpus import GIB, NETWORK_SHARE, Card, cards_named, peak_of, short_name
 from sdbench.records.figures import WIDTH, days_in_words, rounded, table_of
 from sdbench.records.record import append_line, make_record
 from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
+from sdbench.training.microbatch import SMALLER_MICROBATCH, changes_that_take_less, memory_advice
 
 IN_BRACKETS = (f'In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on published speeds that '
                'it had not seen.')
@@ -49,7 +50,7 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
         return []
     # a step of the run, and a forecast for each card that holds it on each number of GPUs; the cheapest card first.
     # Where the peak of a card is not known, its memory is.
-    runs, refused = runs_of(settings, index)
+    runs = [complete(dataclasses.replace(settings, dry_run=(devices,)), index) for devices in sorted(settings.dry_run)]
     print('counting memory and work of a step', file=sys.stderr, flush=True)
     estimates = [Estimate.of(run, build_model, build_optimizer) for run in runs]
     precision = runs[0].precision
@@ -65,9 +66,12 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
     if not forecasts:
         asked = settings.device_train_microbatch_size
         microbatch = asked if isinstance(asked, int) else 1
+        largest = max(cards, key=lambda card: card.gib)
+        fits_with = {}
+        for change, changed in changes_that_take_less(runs[0]).items():
+            fits_with[change] = Estimate.of(changed, build_model, build_optimizer).microbatch_on(largest) is not None
         raise UserError(f'--gpu: a microbatch of {microbatch} takes {estimates[0].taken(microbatch):.1f} GiB, and the '
-                        f'largest GPU asked for has {max(card.gib for card in cards):g}; choose a GPU with more '
-                        'memory by --gpu, or use --gradient_checkpointing or a smaller image')
+                        f'largest GPU asked for has {largest.gib:g}; {memory_advice(fits_with)}')
     forecasts.sort(key=lambda own: own[0].dollars_of_an_image)
 
     # the text
@@ -78,7 +82,7 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
     if len(rows) > 1:
         sentences.append(f'What follows is of {rows[0].record["num_devices"]} x {short_name(rows[0].card.name)} alone; '
                          '--gpu and --dry_run pick others.')
-    blocks = [title(rows[0].given.settings), '\n\n'.join(tables(forecasts, refused)) + '\n' + filled(sentences),
+    blocks = [title(rows[0].given.settings), '\n\n'.join(tables(forecasts)) + '\n' + filled(sentences),
               *reasons(rows[0], build_model, build_optimizer)]
 
     # records are kept before anything is printed, which may end with the pipe that reads it
@@ -91,21 +95,6 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
     if settings.results == '-':
         print(*map(json.dumps, records), sep='\n')
     return records
-
-
-def runs_of(settings: Train, index: dict | None) -> tuple[list[Train], dict[int, str]]:
-    """Return the run on each number of GPUs, and why there can be none, by number. Raises UserError without any."""
-    runs = []
-    refused = {}
-    for devices in sorted(settings.dry_run):
-        try:
-            settings.check_batch(devices or dist.get_world_size())
-            runs.append(complete(dataclasses.replace(settings, dry_run=(devices,)), index))
-        except UserError as error:
-            refused[devices] = str(error)
-    if not runs:
-        raise UserError(next(iter(refused.values())))
-    return runs, refused
 
 
 class Forecast(NamedTuple):
@@ -188,18 +177,14 @@ class Forecast(NamedTuple):
 
 def with_one_change(settings: Train) -> dict[str, Train]:
     """Return the settings of a run with each change that may be worth it, by the change in words."""
-    half = settings.image_size // 16 * 8
     changes = {'the largest microbatch': {'device_train_microbatch_size': 'auto'},
                '--encoder_precision bf16': {'encoder_precision': 'bf16'},
-               '--half_precision_norms': {'half_precision_norms': True},
-               '--gradient_checkpointing': {'gradient_checkpointing': True},
-               'without --use_ema': {'use_ema': False},
-               'latents (encode.py)': {'encoders': ENCODERS[True]}}
-    if half >= 64:
-        changes[f'--image_size {half}'] = {'image_size': half}
+               '--half_precision_norms': {'half_precision_norms': True}}
     if settings.num_devices > 1:
         changes['--allreduce_precision bf16'] = {'allreduce_precision': 'bf16'}
     changed = {change: dataclasses.replace(settings, **flags) for change, flags in changes.items()}
+    changed |= changes_that_take_less(settings)
+    changed.pop(SMALLER_MICROBATCH, None)  # it would be slower, and the table has the largest
     return {change: other for change, other in changed.items() if other != settings}
 
 
@@ -216,14 +201,13 @@ def title(settings: Train) -> str:
                    f'A forecast, from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'])
 
 
-def tables(forecasts: list[list[Forecast]], refused: dict[int, str]) -> list[str]:
+def tables(forecasts: list[list[Forecast]]) -> list[str]:
     """Return the tables of a forecast: of one number of GPUs one with a row for each card, else one for each card.
 
     Args:
         forecasts: of each card that holds an image, on each number of GPUs.
-        refused: why there can be no run, by number of GPUs. It stands in the line of that number.
     """
-    numbers = {each.record['num_devices'] for own in forecasts for each in own} | set(refused)
+    numbers = {each.record['num_devices'] for own in forecasts for each in own}
     if len(numbers) == 1:
         heading = plural(*numbers, 'GPU')
         return [aligned([{heading: each.name} | each.cells() for [each] in forecasts])]
@@ -232,7 +216,7 @@ def tables(forecasts: list[list[Forecast]], refused: dict[int, str]) -> list[str
         rows = {each.record['num_devices']: each.cells(own[0]) for each in own}
         heading, *lines = aligned([{own[0].name: plural(number, 'GPU')} | cells for number, cells in rows.items()]
                                   ).splitlines()
-        line_of = {number: f'{plural(number, "GPU")}: {refused.get(number, "no room")}' for number in numbers}
+        line_of = {number: f'{plural(number, "GPU")}: no room' for number in numbers}
         line_of |= zip(rows, lines, strict=True)
         found.append('\n'.join([heading, *(line_of[number] for number in sorted(numbers))]))
     return found

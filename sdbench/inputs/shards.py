@@ -13,7 +13,7 @@ from sdbench.stores import download
 
 MOMENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
 IMAGES_HASH = 'images_sha256'  # among the facts of latents in their index.json: `index_hash` of the images
-DRAW = 'draw'  # in the index.json of each side of convert.py --held_out: its `share`, `seed` and `side`
+DRAW = 'draw'  # in the index.json of each side of convert.py --held_out: its `share`, `seed`, `conversion` and `side`
 HELD_OUT_SIDE = 'held out'
 MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any format in inputs.images; other columns are ignored
 LATENT_COLUMNS = {'caption': 'str'}  # and MOMENTS, whose type has the size in it
@@ -83,13 +83,14 @@ def hash_of_images(index: dict) -> str:
 
 
 def are_two_sides(draw: dict | None, other: dict | None) -> bool:
-    """Tell whether two datasets, by what their index.json says of a DRAW, are the two sides of one.
+    """Tell whether two datasets, by what their index.json says of a DRAW, are the two sides of one conversion.
 
-    Such have no image in common, whatever they were made of: the draw is by an image's bytes and the seed.
+    The sides of two conversions can have a picture in common, although share and seed are the same: at another size it
+    has other bytes, and the draw is by the bytes.
     """
-    if not draw or not other or draw['side'] == other['side']:
+    if not draw or not other or 'conversion' not in draw:  # older versions did not write it
         return False
-    return (draw['share'], draw['seed']) == (other['share'], other['seed'])
+    return draw['conversion'] == other.get('conversion') and draw['side'] != other['side']
 
 
 def check_shard(shard: dict, latents: bool, label: str) -> None:

@@ -31,6 +31,7 @@ from sdbench.errors import DataError, UserError, disk_is_full, one_line, plural
 from sdbench.files import atomic_write, locked
 from sdbench.models.names import use_installed_names
 from sdbench.stores import addresses_in, download, upload
+from sdbench.training.compatibility import Mismatch
 from sdbench.training.ranks import on_every_rank, on_rank_0
 
 LATEST = 'latest-rank{rank}.pt'
@@ -189,11 +190,12 @@ def newest_whole(folder: str, flag: str) -> str | None:
 
 # Loading one
 
-def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu') -> dict:
+def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu', label: str | None = None) -> dict:
     """Load a checkpoint without running code that the file may hold.
 
     The file is mapped, so that a tensor is read when it is used, and the ranks of a host share it. The text encoder's
-    tensors have the names of the installed version of transformers, whichever has saved them.
+    tensors have the names of the installed version of transformers, whichever has saved them. `label` is its name in
+    error messages, where `path` is not what the user knows.
 
     Raises UserError if it holds more than tensors and plain types, and KeyError or TypeError if it holds no model.
     """
@@ -201,8 +203,8 @@ def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu') -> dict:
         with safe_globals(PLAIN_TYPES):
             checkpoint = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
     except pickle.UnpicklingError:
-        raise UserError(f'{path} holds more than tensors and plain types, or none, and could run code; do not use it'
-                        ) from None
+        raise UserError(f'{label or path} holds more than tensors and plain types, or none, and could run code; do '
+                        'not use it') from None
     use_installed_names(checkpoint['state']['model'])
     return checkpoint
 
@@ -236,13 +238,13 @@ def fetched(name: str | None, flag: str) -> Iterator[str | None]:
 def resuming(checkpoint: str | None, folder: str | None, model: torch.nn.Module) -> Iterator[None]:
     """Let Composer's Trainer load a checkpoint of --save_folder in this context.
 
-    Raises UserError if the checkpoint does not fit: it has all tensors of `model`, and no others. Other errors, as of
-    memory or a network, stay what they are.
+    Raises UserError if the checkpoint is of another run or model: it has all tensors of `model`, and no others. Other
+    errors stay what they are.
     """
     loaded = {}  # the state of the model in the checkpoint
 
     def load(path: str, **options: Any) -> dict:
-        state = load_checkpoint(path, **options)
+        state = load_checkpoint(path, label=checkpoint, **options)
         loaded.update(state['state']['model'])
         return state
 
@@ -253,10 +255,10 @@ def resuming(checkpoint: str | None, folder: str | None, model: torch.nn.Module)
             yield
         different = loaded.keys() ^ model.state_dict().keys()
         if checkpoint and different:
-            raise UserError(f'{plural(len(different), "tensor")} only in one of the two, first {min(different)}')
-    except (RuntimeError, KeyError, ValueError) as error:
-        of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
-        if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
+            raise Mismatch(f'{plural(len(different), "tensor")} only in one of the two, first {min(different)}')
+    except (RuntimeError, Mismatch) as error:
+        is_mismatch = isinstance(error, Mismatch) or 'loading state_dict' in str(error)  # torch's, of tensors
+        if not checkpoint or not is_mismatch:
             raise
         raise UserError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
                         'resume it as it was made, or give a new --save_folder; to start there from these '

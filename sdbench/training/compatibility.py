@@ -15,6 +15,7 @@ from sdbench.models.loading import ModelFiles
 
 # Weights are in a checkpoint, so that shards, models and tokenizers may move to another address.
 DATASET = 'dataset'  # the hash of the index of --remote
+DATA = 'data'  # all that the weights were trained on: of each dataset IMAGES_HASH and DRAW
 TOKENIZER = 'tokenizer_sha256'  # `hash_of_tokenizer`
 
 WITHOUT_EFFECT = {'sample_size', 'dtype', 'torch_dtype', 'architectures', 'transformers_version'}  # on the arithmetic
@@ -70,32 +71,46 @@ def difference_of_models(before: dict, now: dict) -> str | None:
     return None
 
 
-def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:
-    """Return what a checkpoint says of its run: its flags, without passwords, and what tokenizer and data were."""
+def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset, data_before: list[dict]) -> dict:
+    """Return what a checkpoint says of its run: its flags, without passwords, and what tokenizer and data were.
+
+    `data_before` is the DATA of the weights that the run starts from.
+    """
     # what must be the same on a resume, and where model and tokenizer were, which a later command may look up
     flags = {field.name: getattr(settings, field.name) for field in SAME_ON_RESUME}
     flags['model_name'] = settings.model_name
     flags['tokenizer'] = settings.tokenizer
     flags[TOKENIZER] = hash_of_tokenizer(settings.tokenizer or files.tokenizer)
 
-    # what the data was, wherever it lies then
+    # what the data was, wherever it lies then; random images are no data
     flags['remote'] = None
+    flags[DATA] = [*data_before]
     if settings.remote:
         flags['remote'] = redacted(settings.remote)
         flags[DATASET] = index_hash(dataset.index)
-        flags[IMAGES_HASH] = hash_of_images(dataset.index)
-        flags[DRAW] = dataset.index.get(DRAW)
+        flags[DATA].append({IMAGES_HASH: hash_of_images(dataset.index), DRAW: dataset.index.get(DRAW)})
     return flags
 
 
-def was_trained_on(flags: dict, index: dict) -> bool | None:
-    """Tell whether a run was trained on images of an index.json; None: that is not known.
+def data_of(flags: dict) -> list[dict]:
+    """Return what weights were trained on, phase by phase, from `flags_to_keep`. An empty entry is unknown data."""
+    return flags.get(DATA, [{}])  # weights of another program or an older version do not say
 
-    It was on all of these, or on none, where they are the other side of the draw of its own.
+
+def was_trained_on(flags: dict, index: dict) -> bool | None:
+    """Tell whether weights were trained on the images of an index.json; None: that is not known.
+
+    They were if one phase of their training was on this dataset. They were not if each phase was on one side of a
+    conversion, and this dataset is the other side of that conversion. All else is not known.
     """
-    if flags.get(IMAGES_HASH) == hash_of_images(index):
+    data = data_of(flags)
+    if any(phase.get(IMAGES_HASH) == hash_of_images(index) for phase in data):
         return True
-    return False if are_two_sides(flags.get(DRAW), index.get(DRAW)) else None
+    return False if all(are_two_sides(phase.get(DRAW), index.get(DRAW)) for phase in data) else None
+
+
+class Mismatch(UserError):
+    """A checkpoint is of another run or model than the one that loads it."""
 
 
 class SameRun(Callback):
@@ -112,7 +127,7 @@ class SameRun(Callback):
         return {'flags': self.flags}
 
     def load_state_dict(self, state: dict) -> None:
-        """Raise UserError if a flag of the run that is resumed, its data or its tokenizer was another.
+        """Raise Mismatch if a flag of the run that is resumed, its data or its tokenizer was another.
 
         A flag that a checkpoint does not hold is a newer one, and had its default.
         """
@@ -123,17 +138,28 @@ class SameRun(Callback):
         for field in SAME_ON_RESUME:
             flag = field.name
             was = before.get(flag, field.default)
-            if was != now[flag]:
+            if comparable_value(flag, was) != comparable_value(flag, now[flag]):
                 remedy = ''
                 if flag in TIMES and was is not None:  # another --max_duration makes it another number of batches
                     remedy = f'; give --{flag} {was}'
-                raise UserError(f'--{flag} was {was}, and is {now[flag]} now{remedy}')
+                raise Mismatch(f'--{flag} was {was}, and is {now[flag]} now{remedy}')
 
         # data and tokenizer, by what they hold: they may have moved
         if before.get(DATASET) != now.get(DATASET):
-            raise UserError(f'the data of --remote has changed since: the hash of its index was '
-                            f'{str(before.get(DATASET))[:12]}, and is {str(now.get(DATASET))[:12]} now')
+            raise Mismatch(f'the data of --remote has changed since: the hash of its index was '
+                           f'{str(before.get(DATASET))[:12]}, and is {str(now.get(DATASET))[:12]} now')
         if before.get(TOKENIZER) != now[TOKENIZER]:
             name = now['tokenizer'] or now['model_name']
-            raise UserError(f'the tokenizer of {name} gives other token ids; give that of the run by --tokenizer, '
-                            'such as what export.py makes of the checkpoint')
+            raise Mismatch(f'the tokenizer of {name} gives other token ids; give that of the run by --tokenizer, '
+                           'such as what export.py makes of the checkpoint')
+
+        # what the weights were trained on before, which the command of a resume need not say again
+        now[DATA] = data_of(before)
+
+
+def comparable_value(flag: str, value: Any) -> Any:
+    """Return a flag's value as a resume compares it: caption weights as chances, since order and scale do nothing."""
+    if flag != 'caption_weights':
+        return value
+    weights = {name: weight for name, weight in dict(value).items() if weight}
+    return {name: round(weight / sum(weights.values()), 9) for name, weight in weights.items()}

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from composer import ComposerModel
@@ -15,16 +16,45 @@ from composer.core import get_precision_context
 from composer.utils import dist, get_device
 
 from sdbench.errors import UserError, is_out_of_memory, plural
-from sdbench.flags.train import Train
+from sdbench.flags.train import ENCODERS, Train
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.training.ranks import print_on_rank_0
 
 SPARE_SHARE = 1 / 32  # of a GPU's memory, kept free for the fragmentation of a long run and for NCCL's channels
+SMALLER_MICROBATCH = 'a smaller --device_train_microbatch_size'  # a change that takes less memory
 
 # Errors of CUDA's libraries that find no memory for handles and workspaces, and of kernels whose 32-bit indices do not
 # reach that many elements. For a single image they have another cause, and are raised.
 TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse32BitIndexMath'
+
+
+def changes_that_take_less(settings: Train) -> dict[str, Train]:
+    """Return the settings of a run with each change that takes less memory, by the change in words.
+
+    What was given already is not among them. The first two take time and change nothing of what is learned.
+    """
+    half = settings.image_size // 16 * 8
+    changes = {}
+    if settings.device_train_microbatch_size != 'auto':
+        changes[SMALLER_MICROBATCH] = {'device_train_microbatch_size': 1}
+    changes['--gradient_checkpointing'] = {'gradient_checkpointing': True}
+    changes['without --use_ema'] = {'use_ema': False}
+    if half >= 64:
+        changes[f'--image_size {half}'] = {'image_size': half}
+    changes['latents (encode.py)'] = {'encoders': ENCODERS[True]}  # last: `run_as` does not bring the VAE back
+    changed = {change: dataclasses.replace(settings, **flags) for change, flags in changes.items()}
+    return {change: other for change, other in changed.items() if other != settings}
+
+
+def memory_advice(fits_with: dict[str, bool]) -> str:
+    """Say what to do where memory is too small, by whether each change of `changes_that_take_less` is enough."""
+    enough = [change for change, fits in fits_with.items() if fits]
+    if enough:
+        return f'each of these alone is enough: {"; ".join(enough)}'
+    if fits_with:
+        return f'none of these alone is enough: {"; ".join(fits_with)}; combine them, or use a GPU with more memory'
+    return 'use a GPU with more memory'
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
@@ -59,19 +89,36 @@ def with_found_microbatch(settings: Train, model: ComposerModel,
 
     # each size on all ranks, until one has no room for it
     get_device().module_to_device(model)
-    copies = int(settings.use_ema) + int(settings.num_devices > 1)  # the average, and the buckets of DDP
 
-    def fits_on_all(size: int) -> bool:
+    def fits_on_all(settings: Train, size: int) -> bool:
+        copies = int(settings.use_ema) + int(settings.num_devices > 1)  # the average, and the buckets of DDP
         fits_here = fits(model, size, settings.precision, copies, build_optimizer)
         return all(dist.all_gather_object(fits_here))
 
     with torch.compiler.set_stance('force_eager'):
-        largest = largest_that_fits(settings.microbatch_sizes, fits_on_all)
-    if largest is None:
-        raise UserError(f'not even one image of --image_size {model.image_size} fits into the memory of this device; '
-                        'use --gradient_checkpointing, a smaller image, or a smaller --batch_size')
+        largest = largest_that_fits(settings.microbatch_sizes, partial(fits_on_all, settings))
+        if largest is None:
+            # The run ends here, so the model may change for the trials of what takes less.
+            fits_with = {}
+            for change, changed in changes_that_take_less(settings).items():
+                run_as(model, changed)
+                fits_with[change] = fits_on_all(changed, 1)
+            raise UserError(f'not even one image of --image_size {settings.image_size} fits into the memory of this '
+                            f'device; {memory_advice(fits_with)}')
     print_on_rank_0(f'{plural(largest, "image")} at once: the most that fit')
     return dataclasses.replace(settings, device_train_microbatch_size=largest)
+
+
+def run_as(model: ComposerModel, settings: Train) -> None:
+    """Let a model run at the image size of other settings, with checkpointing or without, and on latents: for good."""
+    model.latent_size = model.latent_size * settings.image_size // model.image_size
+    model.image_size = settings.image_size
+    if settings.gradient_checkpointing:
+        model.unet.enable_gradient_checkpointing()
+    else:
+        model.unet.disable_gradient_checkpointing()
+    if settings.latents:
+        model.vae = None
 
 
 def fits(model: ComposerModel, size: int, precision: str, copies: int,

@@ -5,9 +5,11 @@ import sys
 from composer import Callback
 from composer.core import State
 from composer.utils import dist
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from sdbench.process import progress_bar
+from sdbench.training.compatibility import SameRun, was_trained_on
 from sdbench.training.spending import Spending
 
 METRIC = 'MeanSquaredError'  # of an evaluation; Composer logs it as metrics/eval/MeanSquaredError
@@ -50,6 +52,17 @@ class Progress(Callback):
             self.bar.close()
 
 
+def is_held_out(state: State, samples: Dataset) -> bool:
+    """Tell whether the samples of an evaluation are known to be held out from all that the weights were trained on.
+
+    In a program without SameRun, which keeps what they were trained on, that is never known.
+    """
+    for callback in state.callbacks:
+        if isinstance(callback, SameRun):
+            return was_trained_on(callback.flags, samples.index) is False
+    return False
+
+
 class HeldOutLoss(Callback):
     """Says the loss on held-out samples at each evaluation on rank 0, and remembers what the record says of them."""
 
@@ -62,7 +75,7 @@ class HeldOutLoss(Callback):
         loss = float(state.eval_metrics[state.dataloader_label][METRIC].compute())  # over all ranks
         batch = state.timestamp.batch.value
         samples = state.dataloader.dataset
-        is_known = getattr(samples, 'is_known', False)  # a program's own may be any dataset
+        is_known = is_held_out(state, samples)
         kept = loss if math.isfinite(loss) else None
         self.found['evaluations'].append([state.timestamp.sample.value, kept])
         self.found |= {'eval_loss': kept, 'eval_batch': batch, 'eval_samples': len(samples),

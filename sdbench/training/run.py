@@ -26,6 +26,8 @@ from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
 from sdbench.training.checkpoints import RECORD, read_beside, write_beside
+from sdbench.training.microbatch import changes_that_take_less
+from sdbench.training.progress import is_held_out
 from sdbench.training.ranks import GracefulStop, on_rank_0, print_on_rank_0
 from sdbench.training.sampling import Sampling
 
@@ -56,10 +58,11 @@ def require_memory_of_cpu(settings: Train) -> None:
     needed = math.ceil(14.5 + average + 2 * at_once * (settings.image_size / 512) ** 2)
     there = int(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9)
 
+    smaller = 'a smaller --device_train_microbatch_size, or ' if at_once > 1 else ''
     takes = (f'there is no GPU, and on a CPU Stable Diffusion 2 takes {needed:,} GB of memory for '
              f'{plural(at_once, "image")} at once, and this machine has {there} GB')
     if needed > there:
-        raise UserError(f'{takes}; give a smaller --device_train_microbatch_size, or the tiny model: {TINY_COMMAND}')
+        raise UserError(f'{takes}; give {smaller}the tiny model: {TINY_COMMAND}')
     print_on_rank_0(f'warning: {takes}; each of {settings.batch_size:,} images of a batch takes seconds; the tiny '
                     f'model takes less: {TINY_COMMAND}')
 
@@ -109,6 +112,10 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
     caution = caution_about_steps(settings, state.train_dataloader.dataset.num_samples)
     if caution and not checkpoint:
         print(f'warning: {caution}', file=sys.stderr)
+    for evaluator in state.evaluators:
+        if not is_held_out(state, evaluator.dataloader.dataloader.dataset):
+            print(f'warning: --eval_remote {settings.eval_remote} is not known to be held out: not all data of this '
+                  'training is the other side of the same convert.py --held_out', file=sys.stderr)
     if (settings.save_folder or settings.eval_remote) and not settings.pretrained:
         print('warning: without --pretrained the VAE and the text encoder are random, so that the model will not draw, '
               'and its loss says nothing of one that does; give --model_name FOLDER --pretrained', file=sys.stderr)
@@ -133,6 +140,15 @@ def make_up(settings: Train, trainer: Trainer) -> None:
             callback.draw_if_due(state, trainer.logger)
 
 
+def less_memory(settings: Train) -> str:
+    """Say what to do where the memory of a device has run out in a training; what was given already is left out."""
+    advice = 'use a GPU with more memory'
+    changes = changes_that_take_less(settings)
+    if changes:
+        advice = f'use {", or ".join(changes)}; --dry_run with the same flags says which of these fit'
+    return f'--device_train_microbatch_size {settings.device_train_microbatch_size} is too large; {advice}'
+
+
 def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]:
     """Train to the end, and return how that was.
 
@@ -152,7 +168,7 @@ def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]
                 trainer.fit()
     except Exception as error:
         trainer.engine.close()  # without the other ranks, which may be gone; here W&B sees that the run has failed
-        reason = known_reason(error, f'--device_train_microbatch_size {trainer.state.device_train_microbatch_size}')
+        reason = known_reason(error, less_memory(settings))
         if reason is None:  # nobody foresaw it: its traceback says where it was
             traceback.print_exception(error)
             reason = f'{type(error).__name__}: {one_line(error, 500)}'

@@ -24,7 +24,7 @@ from sdbench.models.loading import (
 )
 from sdbench.paths import EXPORTED, by_run_name
 from sdbench.training.checkpoints import fetched, load_checkpoint, newest_checkpoint
-from sdbench.training.compatibility import TOKENIZER, comparable, difference_of_models, facts_of_model
+from sdbench.training.compatibility import TOKENIZER, comparable, data_of, difference_of_models, facts_of_model
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
 
 EXTRA_STATE = '_extra_state'  # what torch calls a module's own in its state
@@ -150,7 +150,7 @@ def with_prefix_removed(tensors: dict[str, torch.Tensor], prefix: str) -> dict[s
 # A training that starts from it: --load_weights
 
 def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tokenizer: str | None = None
-                         ) -> dict | None:
+                         ) -> tuple[dict | None, list[dict]]:
     """Put the weights of --load_weights into the UNet of `model`. The rest of the training is that of a new run.
 
     Args:
@@ -159,7 +159,8 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         files: of that model.
         tokenizer: of --tokenizer, in the place of the model's own.
 
-    Returns the state of the EMA that the checkpoint holds, for its `load_state_dict`; None if there is none.
+    Returns the state of the EMA that the checkpoint holds, for its `load_state_dict`, or None if there is none; and
+    what the weights were trained on, as `data_of` returns it.
 
     Raises UserError if there is nothing of the kind, or it does not fit this model.
     """
@@ -173,11 +174,11 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         if scheduler.is_file():
             configs['scheduler'] = DDPMScheduler.from_config(parse_json(scheduler.read_bytes(), str(scheduler))).config
         facts = {'configs': comparable(**configs)}
-        weights, ema = unet.state_dict(), None
+        weights, ema, flags = unet.state_dict(), None, {}
     # or in a checkpoint, with whose text encoder and tokens the training should go on.
     else:
         trained = read_trained_model(path, '--load_weights')
-        facts, weights, ema = trained.facts, trained.live, trained.ema
+        facts, weights, ema, flags = trained.facts, trained.live, trained.ema, trained.flags
         if not are_same_weights(trained.text_encoder, model.text_encoder.state_dict()):
             raise UserError(f'{label} was trained with another text_encoder; give the --model_name, the --pretrained '
                             'and, where its weights are random, the --seed of that run')
@@ -195,7 +196,7 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         model.unet.load_state_dict(weights)
     except RuntimeError as error:  # names what is missing, what is foreign, and what has another shape
         raise UserError(f'{label} is of another UNet than that of --model_name ({one_line(error, 300)})') from None
-    return ema
+    return ema, data_of(flags)
 
 
 def are_same_weights(trained: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> bool:

@@ -33,14 +33,26 @@ def test_each_kind_of_flag_takes_what_its_type_says():
     assert (report.records, report.extrapolate) == (('a.jsonl', 'b.jsonl'), (64, 128))
 
 
-def test_a_file_of_flags_stands_for_what_it_holds_and_flags_behind_it_decide(tmp_path):
+@pytest.mark.parametrize('encoding', ['utf-8', 'utf-8-sig'])  # as editors on Windows write it
+def test_a_file_of_flags_stands_for_what_it_holds_and_flags_behind_it_decide(tmp_path, encoding):
     path = tmp_path / 'flags.txt'
     text = ("# a comment, with an apostrophe's end\n\n--use_synth_data --batch_size 2  # two\n"
             "--model_name 'B o#' --adam_betas 0.9 0.95\n")
-    path.write_bytes(text.replace('\n', '\r\n').encode())  # as editors on Windows write it
+    path.write_bytes(text.replace('\n', '\r\n').encode(encoding))
     settings = train(f'@{path}', '--batch_size', '3', '--adam_betas', '0.8', '0.9')
     assert (settings.use_synth_data, settings.batch_size, settings.model_name) == (True, 3, 'B o#')
     assert settings.adam_betas == (0.8, 0.9)
+
+
+def test_a_flag_that_is_turned_off_takes_with_it_what_needs_it_and_was_given_before():
+    plain = train('--use_synth_data')
+    assert train('--use_synth_data', '--use_ema', '--ema_half_life', '5ba', '--no-use_ema') == plain
+    assert train('--use_synth_data', '--compile', 'reduce-overhead', '--no-compile_blocks', '--no-compile') == plain
+    recipe = f'@{ROOT / "recipes/phase-1.txt"}'
+    without = train(recipe, '--no-use_ema', '--use_synth_data', '--save_folder', 'kept')
+    assert (without.use_ema, without.ema_half_life, without.batch_size) == (False, None, 2048)
+    again = train(recipe, '--no-use_ema', '--use_ema', '--use_synth_data', '--save_folder', 'kept')
+    assert (again.use_ema, again.ema_half_life) == (True, None)
 
 
 @pytest.mark.parametrize('program', COMMANDS)

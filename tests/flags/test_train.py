@@ -10,6 +10,7 @@ from sdbench.costs import TRAINING_IMAGES
 from sdbench.errors import UserError
 from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
+from sdbench.flags.train import Train
 from sdbench.process import one_line_errors
 from tests.runs import TINY, settings_of
 
@@ -123,3 +124,12 @@ def test_a_users_error_is_one_line_with_its_status_and_a_bug_of_ours_keeps_its_t
     assert capsys.readouterr().err == f'x.py: error: {line}\n'
     with pytest.raises(ValueError, match='not enough values'), one_line_errors('x.py'):
         [_] = []
+
+
+def test_that_results_can_be_written_is_asked_on_rank_0_alone_which_writes_them(monkeypatch):
+    argv = [*SYNTHETIC, '--results', 'nowhere/results.jsonl']
+    monkeypatch.setenv('RANK', '1')
+    assert parse(Train, '', argv).results == 'nowhere/results.jsonl'
+    monkeypatch.setenv('RANK', '0')
+    with pytest.raises(SystemExit):
+        parse(Train, '', argv)

@@ -1,5 +1,7 @@
 """A run that is killed, at whatever moment, goes on as if nothing had happened, from whole and harmless checkpoints."""
+import errno
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -10,6 +12,7 @@ from composer import Callback
 
 from benchmark import main
 from export import main as export
+from sdbench.errors import UserError
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.training.checkpoints import (
     LOCK_FILE,
@@ -90,6 +93,7 @@ class ReadOnlyUntil(Callback):
             self.store.is_read_only = False
 
 
+LOADER_ONLY = ['--use_synth_data', *TINY, '--results', '-', '--loader_only', '--save_folder']
 SAVING_IN_S3 = ['--use_synth_data', *TINY, '--max_duration', '3ba', '--save_folder', 's3://bucket/runs/1',
                 '--save_interval', '1ba']
 
@@ -271,5 +275,47 @@ def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(tmp_
         with pytest.raises(ValueError, match=f'{tmp_path} is in use by another run'), \
                 locked_save_folder(str(tmp_path), autoresume=False):
             pass
+        main([*LOADER_ONLY, str(tmp_path)])  # which saves nothing there
     with locked_save_folder(str(tmp_path), autoresume=False), locked_save_folder(None, autoresume=False):
         pass
+
+
+@pytest.mark.parametrize('number', [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_where_a_file_system_has_no_locks_a_warning_says_so_and_the_run_goes_on(tmp_path, monkeypatch, capfd, number):
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr('fcntl.flock', flock)
+    (tmp_path / LOCK_FILE).write_text('4711\nnode-1\n')  # of a machine that is lost
+    with locked_save_folder(str(tmp_path), autoresume=False), locked_save_folder(str(tmp_path), autoresume=False):
+        said = capfd.readouterr().err
+    assert f'warning: --save_folder {tmp_path} is on a file system without locks ({os.strerror(number)})' in said
+
+
+def test_caption_weights_may_have_another_order_and_scale_on_a_resume_and_no_other_chances(several_captions, capfd):
+    argv = ['--remote', several_captions, *TINY, '--num_workers', '0', '--save_folder', 'kept', '--autoresume']
+    main([*argv, '--max_duration', '1ba', '--caption_weights', 'short=0.1', 'long=0.3'])
+    resumed = main([*argv, '--max_duration', '2ba', '--caption_weights', 'long=6', 'short=2'])
+    assert resumed['first_batch'] == 1
+    line = one_error_line([*argv, '--max_duration', '3ba', '--caption_weights', 'long=6', 'short=3'], capfd)
+    assert 'does not fit this run (--caption_weights was' in line
+
+
+class Faulty(Callback):
+    """Has an error of its own when it is resumed."""
+
+    def state_dict(self):
+        return {'a': 1}
+
+    def load_state_dict(self, state):
+        raise self.error
+
+
+@pytest.mark.parametrize('error', [KeyError('a'), ValueError('not enough values to unpack'),
+                                   UserError('--remote has another fault')])
+def test_an_error_on_a_resume_that_is_no_mismatch_is_not_said_to_be_one(error, monkeypatch, capfd):
+    argv = ['--use_synth_data', *TINY, '--save_folder', 'kept', '--autoresume', '--max_duration']
+    main([*argv, '1ba'], [Faulty()])
+    monkeypatch.setattr(Faulty, 'error', error, raising=False)
+    with pytest.raises(SystemExit if isinstance(error, UserError) else type(error)):
+        main([*argv, '2ba'], [Faulty()])
+    assert 'does not fit this run' not in capfd.readouterr().err

@@ -80,11 +80,30 @@ def search_on_a_cpu(patch: pytest.MonkeyPatch, limit: int, where: str = 'backwar
     patch.setattr(benchmark, 'build_model', build_limited_model)
 
 
-def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, capfd):
+def test_where_not_even_one_image_fits_one_line_says_so(monkeypatch, capfd):
     search_on_a_cpu(monkeypatch, limit=0)
     line = one_error_line(['--use_synth_data', *TINY], capfd)
-    assert 'not even one image of --image_size 16 fits' in line
-    assert '--gradient_checkpointing' in line
+    assert 'not even one image of --image_size 16 fits into the memory of this device; none of these alone is' in line
+
+
+@pytest.mark.parametrize('flags, room, advice', [
+    ('', 27, 'each of these alone is enough: --gradient_checkpointing; --image_size 64; latents (encode.py)'),
+    ('--gradient_checkpointing', 19, 'each of these alone is enough: --image_size 64; latents (encode.py)'),
+    ('--gradient_checkpointing --use_ema', 25, 'each of these alone is enough: without --use_ema; latents (encode.py)'),
+    ('--use_ema --gradient_checkpointing', 9, 'none of these alone is enough: without --use_ema; --image_size 64; '
+     'latents (encode.py); combine them, or use a GPU with more memory'),
+    ('--gradient_checkpointing --image_size 64 --use_synth_latents', 0, 'device; use a GPU with more memory')])
+def test_where_not_even_one_image_fits_what_was_not_given_is_tried_and_what_is_enough_is_said(monkeypatch, capfd, flags,
+                                                                                            room, advice):
+    def fits(model, size, precision, copies, build_optimizer):
+        activations = model.image_size // (16 if model.unet.is_gradient_checkpointing else 8)
+        return 10 * copies + 12 * (model.vae is not None) + activations <= room
+
+    search_on_a_cpu(monkeypatch, limit=0)
+    monkeypatch.setattr('sdbench.training.microbatch.fits', fits)
+    source = [] if 'latents' in flags else ['--use_synth_data']
+    line = one_error_line([*source, *TINY, '--image_size', '128', *flags.split()], capfd)
+    assert line.endswith(advice), line
 
 
 def searching_rank(limit: int, where: str, argv: list[str]) -> None:

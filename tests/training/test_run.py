@@ -20,7 +20,8 @@ def test_out_of_memory_says_the_microbatch_what_to_try_and_where_the_record_is_a
         benchmark.main(['--use_synth_data', *TINY, '--device_train_microbatch_size', '2'])
     output, errors = capfd.readouterr()
     assert exit.value.code == 1
-    assert 'out of memory at --device_train_microbatch_size 2; use a smaller one' in errors
+    assert 'out of memory; --device_train_microbatch_size 2 is too large; use a smaller ' in errors
+    assert ', or --gradient_checkpointing, or latents (encode.py); --dry_run with the same flags says which' in errors
     assert output.split() == ['record', 'appended', 'to', 'results.jsonl']
 
 

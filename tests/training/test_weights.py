@@ -83,13 +83,14 @@ def test_weights_come_from_a_file_a_folder_a_unet_a_pipeline_and_a_store(first_p
     for place in (*of_checkpoints, 'alone', 'pipeline'):
         for weight in model.unet.parameters():
             torch.nn.init.zeros_(weight)
-        found = load_initial_weights(place, model, find_model(SMALLEST))
+        found, data = load_initial_weights(place, model, find_model(SMALLEST))
         for name, weight in model.unet.state_dict().items():
             assert torch.equal(weight, expected[f'unet.{name}']), place
         if place in of_checkpoints:
             assert_equal(dict(found['ema_model']['named_parameters_dict']), dict(average))
         else:
             assert found is None
+        assert data == ([] if place in of_checkpoints else [{}])  # random images, and what is not known
     assert cut.exists()
 
 
