@@ -11,10 +11,11 @@ import pandas as pd
 
 from benchmark import build_model, build_optimizer
 from benchmarks.waterfall import draw
+from sdbench.complete import complete
 from sdbench.costs import TRAINING_IMAGES, Prices, gpu_hours, price_of
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from sdbench.forecast.dry_run import Forecast, runs_of
+from sdbench.forecast.dry_run import Forecast
 from sdbench.forecast.trace import Estimate
 from sdbench.gpus import CARDS, cards_named, short_name
 
@@ -57,8 +58,8 @@ def hours_of(plan: Plan) -> float:
 
 def forecast(flags: str, gpus: int, card: str) -> dict:
     """Return the record of a dry run. The card is no flag, because all cards share a trace."""
-    runs, _ = runs_of(parse(Train, '', [*flags.split(), '--dry_run', str(gpus)], 'benchmark.py'), None)
-    estimate = Estimate.of(runs[0], build_model, build_optimizer)
+    run = complete(parse(Train, '', [*flags.split(), '--dry_run', str(gpus)], 'benchmark.py'), None)
+    estimate = Estimate.of(run, build_model, build_optimizer)
     if estimate.microbatch_on(CARDS[card]) is None:
         sys.exit(f'{short_name(card)} has no room for a step of {flags}; give a GPU with more memory')
     return Forecast.of(estimate, CARDS[card]).record

@@ -61,6 +61,10 @@ class Spending(Callback):
         if self._dollars_before is None:
             self._dollars_before = self._hours_before * (self.price or 0)
 
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if self.budget is not None and self._dollars_before >= self.budget:
+            self._stop.end()  # so that a cluster that starts the command again and again pays for no more batches
+
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the curves, and end the training where the money is spent."""
         spent = self.so_far()

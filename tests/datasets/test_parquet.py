@@ -112,7 +112,7 @@ def test_a_file_that_is_cut_or_garbled_is_damaged_and_its_whole_rows_are_kept(tm
 
 def test_a_file_without_rows_or_without_the_columns_is_left_out_and_says_so(tmp_path, capsys):
     path = write_parquet(tmp_path / 'in/urls.parquet', {'url': CAPTIONS, 'text': CAPTIONS})
-    lacks = 'no image for --image_column among its columns url, text'
+    lacks = 'no image for --image_column among its columns url, text; give --image_column NAME'
     line = one_error_line([tmp_path / 'in', tmp_path / 'out'], capsys, convert.main)
     assert f'; the first is {path}: {lacks}' in line
     hub_file(tmp_path / 'in/x.parquet')

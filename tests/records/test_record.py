@@ -63,7 +63,7 @@ def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_i
     *lines, last = lines_of(capfd.readouterr().out)
     assert json.loads(last) == record
     assert not results.exists()
-    assert [line.split()[0] for line in lines] == ['trained', 'loss', 'checkpoint', 'next', 'images/s']
+    assert [line.split()[0] for line in lines] == ['trained', 'loss', 'checkpoint', 'next', 'images/s', 'wait']
     assert lines[2:4] == [f'checkpoint      in {kept}', f'next            python export.py {kept} {kept}-model']
 
 

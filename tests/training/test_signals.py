@@ -69,6 +69,9 @@ def test_a_training_ends_where_its_budget_is_spent_and_counts_what_it_has_cost_w
     output, errors = capfd.readouterr()
     assert 'after batch 1, for --budget 1 is spent; a checkpoint is in kept' in output
     assert ', $' in [line for line in errors.splitlines() if ' left' in line][-1]
+    with pytest.raises(SystemExit):  # started again, it trains no further batch
+        main([*argv, '1'])
+    assert json.loads(results.read_text().splitlines()[-1])['trained_batches'] == 1
     whole = main([*argv, '1e9', '--dollars_per_gpu_hour', '1'])  # as of a cheaper GPU
     assert (whole['status'], whole['first_batch'], whole['trained_batches']) == ('complete', 1, 3)
     assert whole['dollars'] > 1  # what was spent stays spent, at the price of then
