@@ -1,7 +1,9 @@
 """README.md: its tables are what the commands that it names print today."""
 import json
+import math
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,15 +14,27 @@ import report
 import sdbench.forecast.dry_run
 from benchmarks.forecast.fit import Fitted, predict
 from benchmarks.forecast.points import read_points
+from benchmarks.measured import measured_table
+from sdbench.flags.train import Train
+from sdbench.flags.training_command import (
+    FEWEST_FROM_RANDOM,
+    FINE_TUNING_BATCH,
+    IMAGES_PER_SEC,
+    fine_tuning_time,
+    training_command,
+)
 from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR
 from sdbench.forecast.trace import UNCOUNTED_SHARE
 from sdbench.gpus import cards_named
+from sdbench.records.summary import run_summary
 from tests.runs import ROOT
+from tests.test_docs import blocks
 from tests.test_report import columns, tables
 
 PAGE = (ROOT / 'README.md').read_text()
 COSTS = PAGE.partition('## What Stable Diffusion 2 costs')[2]
-MEMORY = PAGE.partition('How much memory does it take?')[2]
+MEMORY = (ROOT / 'docs/speed.md').read_text().partition('How much memory does it take?')[2]
+PUBLISHED = tables(PAGE.partition('## Coming from the original')[2])[0]
 CARDS = {'24 GB': 'RTX4090', '40 GB': 'A100-SXM4-40GB', '48 GB': 'L40S', '80 GB': 'H100-80GB', '141 GB': 'NVIDIA-H200'}
 
 
@@ -54,9 +68,56 @@ def test_what_it_takes_without_the_compiler_is_what_its_plan_says(monkeypatch, c
     h100, a100 = plan['8 x H100 80GB'], plan['8 x A100 80GB']
     trained = sum(float(a100[part].removesuffix(' days')) for part in ('train 256', 'train 512'))
     of_h100 = f'{h100["days"]} days and {h100["cost"]}'
-    assert f'Without its compiler 8 H100 take {of_h100}.' in ' '.join(PAGE.split())
+    assert f'Without the compiler, 8 H100 take {of_h100}.' in ' '.join(PAGE.split())
     assert (f'on demand {of_h100} of 8 H100, and {a100["days"]} days of 8 A100 80GB, of which the training takes '
             f'{trained:.2f}.') in ' '.join((ROOT / 'docs/planning.md').read_text().split())
+
+
+def test_the_measured_speeds_are_what_the_records_say():
+    shown, = (tables(PAGE.partition('## Measured so far')[2])[:1])
+    assert shown == tables(measured_table(ROOT / 'results'))[0]
+
+
+def test_the_summary_is_that_of_a_run_on_a_gpu():
+    lines = (ROOT / 'results/1xH100-torch-2.11.jsonl').read_text().splitlines()
+    [record] = [record for record in map(json.loads, lines) if record.get('compile')]
+    flags = {field.name: record[field.name] for field in fields(Train) if field.name in record}
+    settings = Train(**{name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()})
+    [shown] = [block for block in blocks(ROOT / 'README.md', '') if block.startswith('images/s')]
+    assert set(shown.splitlines()) <= set(run_summary(record, settings).splitlines())
+
+
+def test_the_published_rows_are_those_of_the_report(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    report.main(['published.csv'])
+    rows = {row['GPUs']: row for row in tables(capsys.readouterr().out)[0] if row['device'] == 'A100 40GB'}
+    for gpus, *figures in columns(PUBLISHED, 'A100 40GB', 'images/s', 'days', 'cost at $2 per GPU-hour'):
+        assert figures == [rows[gpus][key] for key in ('images/s', 'days', 'cost')]
+
+
+def test_the_fractions_of_the_forecast_follow_from_the_plan_and_from_the_largest_error(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    report.main(['docs/plan.jsonl', '@recipes/plan.txt', '@recipes/prices-on-demand.txt', '--max_dollars', '16000'])
+    text = ' '.join(capsys.readouterr().out.split())
+    needed = re.search(r'8 x H100 80GB on latents, [^;]*so at least ([0-9.]+) of the forecast', text)[1]
+    page = ' '.join(PAGE.split())
+    assert f'less than {needed} of the forecast, because 8 H100 would then cost more than $16,000' in page
+    assert f'Below {math.floor(100 / (1 + LARGEST_ERROR)) / 100}' in PAGE
+
+
+def test_fine_tuning_is_the_command_that_convert_prints():
+    command = training_command('photos-mds', 3000, 'sd15', True)
+    [shown] = [program(line) for line in re.findall(r'^composer (?:[^\n]*\\\n)*[^\n]*$', PAGE, re.MULTILINE)
+               if 'sd15' in line]
+    assert shown == shlex.split(command)[2:]
+    assert f'roughly {fine_tuning_time(3000).replace("min", "minutes")}, by the forecast' in ' '.join(PAGE.split())
+    assert f'Below about {FEWEST_FROM_RANDOM:,} images you fine-tune' in PAGE
+
+
+@pytest.mark.long
+def test_the_time_of_fine_tuning_is_that_of_a_dry_run():
+    [forecast] = benchmark.main(['--dry_run', '1', '--gpu', 'H100-80GB', '--batch_size', str(FINE_TUNING_BATCH)])
+    assert forecast['images_per_sec'] == pytest.approx(IMAGES_PER_SEC, rel=0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +185,6 @@ def test_the_error_beside_each_published_row_is_that_of_its_forecast():
     rows = read_points()
     published = rows[rows['device'].eq('A100-SXM4-40GB') & rows['by'].eq('mosaicml/diffusion-benchmark')]
     errors = predict(published, Fitted(CONSTANTS, IN_A_GRAPH)) / published['measured'] - 1
-    shown = dict(columns(tables(PAGE.partition('## Published speeds')[2])[0], 'GPUs', 'forecast'))
-    assert len(errors) == len(shown) - 1 == 5  # all but that of 256, which its source has extrapolated
-    for devices, error in zip(published['num_devices'], errors, strict=True):
-        assert shown[f'{devices:.0f}'] == f'{100 * error:+.1f} %'
+    shown = dict(columns(PUBLISHED, 'A100 40GB', 'forecast'))
+    errors = dict(zip(published['num_devices'].astype(int).astype(str), errors, strict=True))
+    assert shown == {devices: f'{100 * errors[devices]:+.1f} %' for devices in shown}

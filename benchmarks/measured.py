@@ -1,0 +1,56 @@
+"""Print the README's table of speeds that were measured on GPUs, from the records in a folder.
+
+    python -m benchmarks.measured [results]
+
+A row is the fastest reliable run on random images of 512 pixels with EMA, for each GPU model, GPU count and recipe.
+"""
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from sdbench.gpus import short_name
+from sdbench.records.figures import rounded, table_of
+from sdbench.records.read import MEASURED, read_all
+from sdbench.records.setup import MODEL_SETTINGS
+from sdbench.records.status import FORECAST
+from sdbench.report.markdown import settings_in_words
+from sdbench.report.plans import SAME_SETUP
+
+RECIPES = ('fastest.txt', 'defaults', 'original.txt')  # in the order of a table
+# A run with its recipe's flags may state these as well: the microbatch was smaller than the largest, blocks were
+# compiled one by one, or the default of an earlier version is stated.
+FREE = ('device_train_microbatch_size', 'compile_blocks', 'channels_last', 'use_ema', 'network')
+
+
+def recipe_in_words(row: pd.Series) -> str:
+    """Return the recipe of a run, 'defaults' where it gives no switch, or the settings of another run."""
+    words = settings_in_words(row, [key for key in MODEL_SETTINGS if key not in FREE], with_defaults=False)
+    return words or 'defaults'
+
+
+def measured_table(folder: Path) -> str:
+    """Return the table of all records below a folder."""
+    records = pd.DataFrame(read_all([str(path) for path in sorted(folder.rglob('*.jsonl'))]))
+    records['recipe'] = [recipe_in_words(row) for _, row in records.iterrows()]
+    alike = {'stage': 'train', 'input': 'images', 'image_size': '512', 'dataset': 'synthetic', 'use_ema': 'yes'}
+    records = records[(records[list(alike)] == pd.Series(alike)).all(axis='columns')]
+    forecasts = records[records['status'] == FORECAST].drop_duplicates(SAME_SETUP, keep='last')
+    runs = records[(records['status'] == MEASURED) & records['recipe'].isin(RECIPES)]
+    runs = runs.merge(forecasts, 'left', on=SAME_SETUP, suffixes=('', '_forecast'))
+    runs = runs.sort_values('images_per_sec', ascending=False).drop_duplicates(['device', 'num_devices', 'recipe'])
+    rows = []
+    for (device, gpus), of_gpu in runs.groupby(['device', 'num_devices']):
+        of_gpu = of_gpu.set_index('recipe')[['images_per_sec', 'images_per_sec_forecast']]
+        for recipe in (name for name in RECIPES if name in of_gpu.index):
+            speed, forecast = of_gpu.loc[recipe]
+            row = {'GPU': f'{gpus} x {short_name(device)}', 'recipe': recipe, 'images/s': rounded(speed, 1),
+                   "over the original's recipe": '', 'forecast': '' if pd.isna(forecast) else rounded(forecast, 1)}
+            if 'original.txt' in of_gpu.index:
+                row["over the original's recipe"] = f'{speed / of_gpu.loc["original.txt", "images_per_sec"]:.1f} x'
+            rows.append(row)
+    return table_of(rows, ['GPU', 'recipe'])
+
+
+if __name__ == '__main__':
+    print(measured_table(Path(*sys.argv[1:] or ['results'])))
