@@ -13,6 +13,7 @@ import convert
 from benchmark import StableDiffusion, main
 from data import StreamingLAIONDataset, open_held_out
 from ema import EMA
+from sdbench.inputs.batches import NOISE, TIMESTEP
 from sdbench.inputs.shards import IMAGES_HASH, MOMENTS, index_hash, read_index
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import find_model
@@ -111,6 +112,16 @@ def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards,
     assert 'warning: without --pretrained the VAE and the text encoder are random' in said  # --save_folder or not
     assert later['loss'] < 0.1 * record['loss']  # it has the weights
     assert later['eval_loss'] == pytest.approx(record['eval_loss'], rel=1e-5)
+
+
+def test_the_noise_of_an_evaluation_is_the_same_whatever_the_seed_of_the_training_is(shards, held_out):
+    files = find_model(SMALLEST)
+    noises = []
+    for seed in (17, 18):
+        settings = settings_of('--remote', shards, *SIZE_64, '--eval_remote', held_out, '--seed', seed)
+        sample = open_held_out(settings, files, StreamingLAIONDataset(shards))[3]
+        noises.append((sample[NOISE].tolist(), int(sample[TIMESTEP])))
+    assert noises[0] == noises[1]
 
 
 def test_held_out_samples_are_cached_in_local_and_within_the_limit_or_read_in_place(tmp_path, shards):

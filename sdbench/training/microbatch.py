@@ -105,7 +105,7 @@ def with_found_microbatch(settings: Train, model: ComposerModel,
                 fits_with[change] = fits_on_all(changed, 1)
             raise UserError(f'not even one image of --image_size {settings.image_size} fits into the memory of this '
                             f'device; {memory_advice(fits_with)}')
-    print_on_rank_0(f'{plural(largest, "image")} at once: the most that fit')
+    print_on_rank_0(f'microbatch: {plural(largest, "image")}, the largest that fits in GPU memory')
     return dataclasses.replace(settings, device_train_microbatch_size=largest)
 
 
