@@ -65,7 +65,8 @@ def require_named(devices: Iterable[str], prices: Prices) -> None:
     devices = list(devices)
     for words, dollars in prices:
         if words and not names_of_cards(words) and not any(is_named(device, words) for device in devices):
-            raise UserError(f'--dollars_per_gpu_hour {words}={dollars:g}: {unknown_gpu(words)}, and no record has it')
+            raise UserError(f'--dollars_per_gpu_hour {words}={dollars:g}: no record has this GPU, and '
+                            f'{unknown_gpu(words)}')
 
 
 def costs_in_words(prices: Iterable[tuple[str, float]]) -> str:

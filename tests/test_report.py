@@ -575,7 +575,7 @@ def test_a_gpu_that_no_document_describes_has_the_price_of_its_own_name(write, c
     report.main([path, *prices])
     assert 'a GPU-hour $3 for H800, $1 for A100 80GB MIG 3g.40gb' in capfd.readouterr().out
     line = one_error_line([path, '--dollars_per_gpu_hour', 'H10=3'], capfd, report.main)
-    assert '--dollars_per_gpu_hour H10=3: H10 is no GPU that is known here; did you mean' in line
+    assert '--dollars_per_gpu_hour H10=3: no record has this GPU, and H10 is no GPU that is known here; did you' in line
 
 
 def test_one_price_for_several_gpus_is_said_to_rank_them_by_speed(printed, write):
@@ -767,6 +767,9 @@ def test_plans_within_dollars_and_days_are_kept_or_the_nearest_is_named_with_wha
     assert kept == ['8 x L4', '8 x H100 PCIe']
     assert 'No plan is within $200 and 9 days; see "Within a budget"' in text
     assert 'The nearest: 8 x L4, 96% of $200 and 111% of 9 days.' in text
+    assert 'Measured, and over a limit: 8 x H100 PCIe on' not in text
+    _, text = plans('--max_dollars', '200')
+    assert 'Measured, and over a limit: 8 x H100 PCIe, 960% of a limit.' in text
     latents = write({'encoders': 'text_in_loop', 'images_per_sec': 200})
     text = printed(latents, '--phase', '86400000@512', '--max_days', 6)
     assert '83% of 6 days, without encoding at 512 px.' in ' '.join(text.split())
@@ -777,8 +780,8 @@ def test_a_plan_within_a_limit_says_what_its_range_and_which_fraction_of_the_for
     forecast = FORECAST | {'images_per_sec': 1000, 'images_per_sec_least': 500, 'images_per_sec_most': 1500}
     path = write(forecast, {'image_size': 256, 'images_per_sec': 1000, 'model_name': 'sd2'})
     flags = ('--phase', '259200000@512', '--phase', '86400000@256', '--max_days', '5')
-    assert ('8 x H200, 80% of 5 days, 140% at the slow end of its range, so at least 0.75 of the forecast speed is '
-            'needed.') in ' '.join(printed(path, *flags).split())
+    assert ('8 x H200, 80% of 5 days, 140% at the slow end of its range, so at least 0.75 of the forecast speed of '
+            'train 512 is needed.') in ' '.join(printed(path, *flags).split())
 
 
 def test_the_one_plan_within_a_limit_says_by_which_setting_it_is_no_other(printed, write):
