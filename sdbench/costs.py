@@ -9,7 +9,7 @@ from sdbench.gpus import cards_named, short_name, unknown_gpu, words_in
 TRAINING_IMAGES = 2_867_200_000  # 1,400,000 steps of 2048 images: Stable Diffusion 2 base, as published
 DOLLARS_PER_GPU_HOUR = 2.0
 SECONDS_PER_DAY = 86_400
-ONE_PRICE = ('With one price for every GPU, the cheapest is the one that needs the fewest GPU-hours; '
+ONE_PRICE = ('Every GPU has the same price here, so the cheapest is the one that needs the fewest GPU-hours; '
              'recipes/prices-on-demand.txt has a price for each.')
 
 Prices = tuple[tuple[str | None, float], ...]  # the words of a GPU's name, or None for all GPUs, and dollars an hour

@@ -17,6 +17,9 @@ def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
     """
     if os.path.isdir(name):
         return Path(name)
+    if '/' not in name:  # not a repository
+        raise UserError(f'{flag} {name} is no folder here; to download a model into it, see "Get the weights" in '
+                        'docs/training.md')
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
     try:

@@ -189,7 +189,7 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(graphs,
     argv = [*SMALL, '--remote', shards, '--out', 'out', '--model_name', model_folder, '--pretrained']
     plain, compiled = (Encoder(complete_encoding(parse(Encode, '', [*argv, *flags])), on_gpu=False)
                        for flags in ([], ['--compile']))
-    shard = ImageShard(read_index(shards)['shards'][0], 0)
+    shard = ImageShard(read_index(shards)['shards'][0], 0, False)
     for number in (4, 3, 1, 0, 2):
         batch = {'image': torch.randint(256, (number, 3, 16, 16), dtype=torch.uint8), 'number': range(number)}
         for one, other in zip(plain.moments_of(batch, shard), compiled.moments_of(batch, shard), strict=True):

@@ -458,7 +458,7 @@ def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
     assert '8 x H200 at 512 px was measured, but corrects no plan' in text
     assert ('python benchmark.py --dry_run 8 --gpu H200 --batch_size 512 --model_name sd2 --results '
             'forecasts.jsonl') in text
-    assert left_out(*compiled, smoke, FORECAST | smoke) == '8 x H200, measured not compiled, as no plan on this GPU is'
+    assert left_out(*compiled, smoke, FORECAST | smoke) == '8 x H200, measured not compiled, unlike the plans for it'
     assert left_out(*plan, smoke, FORECAST | smoke) == ''
 
 
@@ -580,8 +580,8 @@ def test_a_gpu_that_no_document_describes_has_the_price_of_its_own_name(write, c
 
 def test_one_price_for_several_gpus_is_said_to_rank_them_by_speed(printed, write):
     path = write({}, {'device': 'NVIDIA B200'})
-    assert 'With one price for every GPU' in printed(path)
-    assert 'With one price for every GPU' not in printed(path, '--dollars_per_gpu_hour', 'H200=3', 'B200=5')
+    assert 'Every GPU has the same price here' in printed(path)
+    assert 'Every GPU has the same price here' not in printed(path, '--dollars_per_gpu_hour', 'H200=3', 'B200=5')
 
 
 @pytest.mark.parametrize('records, argv, reason', [
@@ -797,4 +797,4 @@ def test_a_forecast_that_is_within_a_limit_is_to_be_measured_first(printed, writ
     for run, is_said in (({}, False), (FORECAST, True)):
         for days, is_within in ((6, True), (4, False)):
             text = printed(write(run | {'images_per_sec': 200}), '--phase', '86400000@512', '--max_days', days)
-            assert ('Measure first what is within by little' in text) == (is_said and is_within)
+            assert ('Measure plans close to a limit first' in text) == (is_said and is_within)

@@ -311,7 +311,7 @@ def with_range(figures: list[float], text_of: Callable[[float], str] = rounded) 
 
 def filled(sentences: list[str]) -> str:
     """Return each sentence in lines of its own."""
-    return '\n'.join(textwrap.fill(sentence, WIDTH) for sentence in sentences)
+    return '\n'.join(textwrap.fill(sentence, WIDTH, break_on_hyphens=False) for sentence in sentences)
 
 
 def aligned(rows: list[dict]) -> str:

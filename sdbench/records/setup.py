@@ -1,7 +1,7 @@
 """The setup of a record: the settings that decide its speed, and the command that forecasts the same setup.
 
-Whoever groups records, pairs a measurement with its forecast, names a network or repeats a setup asks here, so that all
-of them agree on what the same setup is. Nothing here needs torch.
+Reports, plans and the commands that a run prints use these functions to decide whether two records have the same setup.
+Nothing here needs torch.
 """
 import json
 import math
@@ -74,7 +74,7 @@ for field in fields(Train):
 
 
 def learns(record: dict) -> bool:
-    """Tell whether a record is of a training with a length of its own: neither a measurement nor a forecast."""
+    """Tell whether a record is of a real training (--max_duration), not of a measurement or a forecast."""
     by_default = record.get('by_default', ())
     is_measurement = 'max_duration' in by_default or ('max_duration' not in record and 'measure_batches' in record)
     return record['stage'] == 'train' and record['status'] != FORECAST and not is_measurement
@@ -88,7 +88,7 @@ def setup_of(record: dict) -> dict[str, str]:
     them: '' on one machine, within one NVLink domain, and where the number of machines is not known.
 
     Args:
-        record: its values as `read_value` returns them; it has a `stage`, a `status` and a `device`.
+        record: its values as `read_value` returns them. It must contain `stage`, `status` and `device`.
     """
     if record['stage'] == 'train' and 'command' in record:
         record = DEFAULTS | record

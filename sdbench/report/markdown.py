@@ -35,10 +35,7 @@ SUBJECTS = [
 
 
 def differing(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
-    """Return the keys in which rows differ: of several values, or, within a stage, stated by some rows alone.
-
-    '' is a setting that a row does not state.
-    """
+    """Return the keys with several values, and those that only some rows of a stage state; '' means not stated."""
     stated = rows[list(keys)].replace('', None).nunique()
     in_a_stage = rows.groupby('stage')[list(keys)].nunique().max()  # '' is a value
     return [key for key in keys if in_a_stage[key] > 1 or stated[key] > 1]
@@ -63,7 +60,7 @@ def recipe_of(row: pd.Series) -> str | None:
 
 
 def usual_value(row: pd.Series, key: str) -> str | None:
-    """Return the value of a setting that needs no mention: that of a run on GPUs by default. None where it has none."""
+    """Return the value that a setting has by default on GPUs and that needs no mention; None if it is always told."""
     if key == 'channels_last':
         return text_of(row['compile'] not in ('', 'no'))
     default = USUAL.get(key, DEFAULTS.get(key))
@@ -98,15 +95,15 @@ def settings_in_words(row: pd.Series, keys: Sequence[str], with_defaults: bool =
 
 
 def names_of_lines(firsts: pd.DataFrame, keys: Sequence[str], apart: str = 'stage') -> list[str]:
-    """Return a name for each line of a picture, by the settings in which those lines differ that state them.
+    """Return a name for each line of a figure, from the settings in which the lines differ.
 
-    Where two lines would have the same name, all are named by what some state and others do not, too. The number of a
-    `training` is in no name.
+    If two lines would have the same name, the names also include settings that only some lines state. The number of a
+    `training` is never in a name.
 
     Args:
-        firsts: a row of each line.
-        keys: of the settings.
-        apart: a key by which lines are told apart elsewhere.
+        firsts: one row for each line.
+        keys: the settings that may be in a name.
+        apart: a key that already distinguishes lines, for example by color.
     """
     keys = [key for key in keys if key != 'training']
     named = [key for key in keys if firsts[key].replace('', None).nunique() > 1]

@@ -91,7 +91,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
             statuses = ' and '.join(dict.fromkeys(runs['status']))
             left_out.append(f'{gpus_of(first)}, {statuses}, no speed at {" and ".join(missing)} px')
         elif (first['device'], first['compile']) not in correctable:
-            left_out.append(f'{gpus_of(first)}, measured {how_compiled(first["compile"])}, as no plan on this GPU is')
+            left_out.append(f'{gpus_of(first)}, measured {how_compiled(first["compile"])}, unlike the plans for it')
     if not plans:
         raise UserError(f'--phase: no GPU count has reliable records of one setting at {" and ".join(sizes)} '
                         'px; measure or forecast each size with the same flags')
@@ -444,8 +444,9 @@ def within_limits(plans: pd.DataFrame, apart: list[str], max_dollars: float | No
 
     # how sure that is
     if any(part.status != MEASURED for parts in kept['parts'] for part in parts):
-        sentences.append(f'Measure first what is within by little: forecasts were off by up to {LARGEST_ERROR:.0%} on '
-                         'published speeds that they had not seen, and may be by more where none is like them.')
+        sentences.append(f'Measure plans close to a limit first: forecasts were off by up to {LARGEST_ERROR:.0%} on '
+                         'published speeds that were not used to fit them, and errors may be larger for setups unlike '
+                         'any published one.')
     return plans if kept.empty else kept, sentences
 
 

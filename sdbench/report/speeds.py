@@ -79,7 +79,7 @@ def with_days(rows: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[
     images = settings.training_images or TRAINING_IMAGES
     days = days_to_train(rows['images_per_sec'], images).where(has_days)
     if days.notna().any():
-        sentences.append(f'Days: those of {images:,} images (--training_images).')
+        sentences.append(f'Days: to train on {images:,} images (--training_images).')
     if settings.days is not None:
         rows['images_in_days'] = (rows['images_per_sec'] * settings.days * SECONDS_PER_DAY).where(has_days)
         sentences.append(f'The last column is how many images {settings.days:g} days buy.')

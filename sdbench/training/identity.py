@@ -33,11 +33,12 @@ class Identity(NamedTuple):
 def identify_training(settings: Train, checkpoint: str | None) -> Identity:
     """Return the identity in a checkpoint, or a new one, whose name is written to --save_folder for people to read.
 
-    The name begins with --run_name, or else as in the checkpoint, or else with the last part of --save_folder.
+    The name begins with --run_name, or else with the beginning that the checkpoint kept, or else with the last part of
+    --save_folder.
 
     Args:
-        settings: of the run.
-        checkpoint: path of the one to resume from; None: the training starts.
+        settings: the settings of the run.
+        checkpoint: the path of the checkpoint to resume from; None if the training starts.
 
     Raises OSError if the name cannot be written.
     """
