@@ -166,6 +166,14 @@ def unknown_gpu(words: str) -> str:
     return f'{words} is no GPU that is known here; {remedy}'
 
 
+def full_name(device: str) -> str:
+    """Return torch's name of a GPU that is named with or without its maker; any other name stays as it is."""
+    for name in CARDS:
+        if words_in(device) in (words_in(name), words_in(name.removeprefix('NVIDIA '))):
+            return name
+    return device
+
+
 def cards_named(names: tuple[str, ...]) -> list[Card]:
     """Return the cards of some names: the card that has just this name, or else all that have its words in theirs.
 

@@ -116,7 +116,7 @@ def test_the_fit_leaves_out_the_row_that_its_source_extrapolated_and_says_how_go
     assert [row['text'] for row in table[6:8]] == [
         'microbatch 4; extrapolated', 'microbatch 4; extrapolated; 2 images a GPU: a smaller microbatch']
     text = ' '.join(text.split())
-    assert 'needs three GPU counts: A100-SXM4-80GB, microbatch 4; A100-SXM4-80GB, microbatch 32' in text
+    assert 'needs three GPU counts: A100 80GB, microbatch 4; A100 80GB, microbatch 32' in text
     n, seconds = np.array([8, 16, 32, 64, 128]), 2048 / np.array([128.2, 254.0, 485.7, 912.2, 1618.4])
     (a, b), *_ = np.linalg.lstsq(np.stack([1 / n, n**0], axis=1) / seconds[:, None], np.ones(5), rcond=None)
     assert f'step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of 2,048 images, fitted on 8, 16, 32, 64, 128' in text
@@ -163,7 +163,7 @@ def test_records_of_different_settings_are_rows_of_one_table_with_the_setting_as
     other = {'versions': {'torch': '2.11.0', 'diffusers': '0.39.0'}, 'encoders': 'text_in_loop'}
     text = printed(write(one, other))
     assert columns(tables(text)[0], 'settings') == [('torch 2.7.0',), ('on latents, torch 2.11.0',)]
-    assert text.split('\n\n')[1] == 'All rows: stage train, device H200, image_size 512, diffusers 0.39.0'
+    assert text.split('\n\n')[1] == 'All rows: stage train, device NVIDIA H200, image_size 512, diffusers 0.39.0'
 
 
 def test_gpus_on_fewer_nodes_are_another_row_and_enter_the_fit_alone(printed, write):
@@ -231,6 +231,34 @@ def test_a_training_that_was_resumed_is_one_row_up_to_its_end(printed, write):
     assert columns(table, 'GPUs', 'images/s', 'batches') == [('8', '800.0', '80'), ('16', '1.00', '80')]
 
 
+def test_each_setup_of_a_training_has_a_row_also_one_that_failed_and_the_last_failure_is_told(printed, write):
+    part = LEARNED | {'training_id': '12e345678901', 'first_batch': 0}
+    failed = part | {'status': 'failed', 'error': 'NCCL timeout', 'num_devices': 16, 'images_per_sec': None}
+    text = printed(write(failed, part | {'first_batch': 100, 'trained_batches': 200}))
+    assert [(row['GPUs'], row['images/s'], row['batches']) for row in tables(text)[0]] == [
+        ('8', '800.0', '200'), ('16', '', '200')]
+    text = printed(write(part, failed | {'num_devices': 8}))
+    [row] = tables(text)[0]
+    assert (row['images/s'], row['text']) == ('800.0', 'last part failed: NCCL timeout')
+    other = part | {'training_id': '34e5678901234'}  # both would be infinite as numbers
+    assert len(tables(printed(write(part, other)))[0]) == 2
+
+
+def test_a_gpu_named_with_and_without_its_maker_is_one(printed, write):
+    path = write(*({'device': f'{maker}H100 80GB HBM3', 'images_per_sec': speed}
+                   for maker, speed in (('', 300.0), ('NVIDIA ', 500.0))))
+    assert [row['images/s'] for row in tables(printed(path))[0]] == ['400.0']
+
+
+def test_efficiency_over_one_machine_does_not_depend_on_the_order_of_networks(printed, write):
+    runs = [{'num_nodes': 1}] + [{'num_nodes': 2, 'num_devices': 16, 'network_gbits': gbits, 'images_per_sec': speed}
+                                 for gbits, speed in ((100, 1200.0), (400, 1500.0))]
+    assert 'efficiency' not in tables(printed(write(*runs)))[0][0]
+    for run in runs[1:]:
+        [table] = tables(printed(write(runs[0], run)))
+        assert [row['efficiency'] for row in table] == ['100.0 %', f'{run["images_per_sec"] / 16:.1f} %']
+
+
 def test_a_loss_that_is_not_known_to_be_of_held_out_samples_is_compared_with_no_other(printed, write):
     doubtful = LEARNED | {'eval_loss': 0.1, 'eval_held_out': False}
     text = printed(write(LEARNED | {'eval_held_out': True}, doubtful))
@@ -246,6 +274,14 @@ def test_no_table_is_wider_than_120_characters_and_each_setting_and_note_is_ther
                          ('original.txt, batch of 64; images/s not reliable: speed changed by -11.3%', '20.5')):
         assert words in [row['text'] for row in table if row['images/s'] == speed]
     learned = LEARNED | {'data_wait_fraction': 0.1, 'peak_memory_gib': 70.0, 'mfu': 0.3, 'eval_samples': 300}
+    eager = ROOT / 'docs/plan-eager.jsonl'
+    for argv in ([ROOT / 'docs/plan.jsonl', eager, f'@{ROOT}/recipes/plan.txt'],
+                 [*sorted((ROOT / 'results').glob('*.jsonl')), '--phase', '1000000@512']):
+        assert max(len(line) for line in printed(*argv).splitlines() if line.startswith('|')) <= 120
+    long = EVALUATION | {'model': 'runs/' + 60 * 'x', 'inception_sha256': 'a' * 8}
+    scores = tables(printed(write(long, long | {'model': 'runs/' + 60 * 'y'})))[-1]
+    assert {(row['guidance'], row['FID'], row['CLIP score']) for row in scores} == {
+        ('1.50', '95.50', '14.00'), ('4.00', '70.00', '15.00')}
     text = printed(write(learned, learned | {'device': 'B200', 'lr_warmup': '10000ba', 'weight_decay': 0.01,
                                              'load_weights': 's3://a-bucket/with/a/long/name/and/more/of/it'}))
     assert max(map(len, text.splitlines())) <= 120
@@ -390,8 +426,8 @@ def test_what_was_measured_and_forecast_alike_corrects_the_forecasts_that_are_co
     corrected = [row for table in tables(text) for row in table]  # the cheapest first
     assert columns(plain, 'train 256', 'train 512') == [('7 h 30 min', '1.00 days'), ('7 h 30 min', '1.00 days')]
     assert columns(corrected, 'train 256', 'train 512') == [('7 h 30 min', '1.00 days'), ('8 h 49 min', '1.11 days')]
-    assert ('Forecasts for the H200 (compiled) are multiplied by 0.85, as measured on 8 x H200 on latents at 512 px '
-            'and 8 x H200 on images at 512 px.') in ' '.join(text.split())
+    assert ('Forecasts for the H200 (compiled, on one machine) are multiplied by 0.85, as measured on 8 x H200 on '
+            'latents at 512 px and 8 x H200 on images at 512 px.') in ' '.join(text.split())
     assert 'forecast of train 256, corrected.' in text
 
 
@@ -456,7 +492,7 @@ def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
     assert left_out(*plan, smoke) == ''
     text = ' '.join(printed(write(*plan, smoke), *SIZES).split())
     assert '8 x H200 at 512 px was measured, but corrects no plan' in text
-    assert ('python benchmark.py --dry_run 8 --gpu H200 --batch_size 512 --model_name sd2 --results '
+    assert ("python benchmark.py --dry_run 8 --gpu 'NVIDIA H200' --batch_size 512 --model_name sd2 --results "
             'forecasts.jsonl') in text
     assert left_out(*compiled, smoke, FORECAST | smoke) == '8 x H200, measured not compiled, unlike the plans for it'
     assert left_out(*plan, smoke, FORECAST | smoke) == ''
@@ -470,8 +506,7 @@ def test_a_plan_has_a_column_for_what_plans_differ_in_and_no_price_of_another_ca
                    *SIZES, '--dollars_per_gpu_hour', 'A100=3')
     [table] = tables(text)
     assert len(table) == 8
-    assert {*columns(table, 'compile')} == {('yes',), ('no',)}
-    assert not {'use_ema', 'num_nodes'} & table[0].keys()  # as many GPUs are on as many machines
+    assert {row['settings'] for row in table} == {'compile', 'no compile'}  # as many GPUs are on as many machines
     assert {row['cost'] for row in table if 'RTX' in row['GPUs']} == {''}
     assert 'a GPU-hour $3 for A100 80GB, no price for RTX 6000 Ada Generation (--dollars_per_gpu_hour)' in text
 
@@ -789,7 +824,7 @@ def test_the_one_plan_within_a_limit_says_by_which_setting_it_is_no_other(printe
                  {'images_per_sec': 200, 'allreduce_precision': 'bf16'})
     text = printed(path, '--phase', '86400000@512', '--max_days', '6')
     [row] = tables(text)[0]
-    assert (row['days'], row['allreduce_precision']) == ('5.00', 'bf16')
+    assert (row['days'], row['GPUs']) == ('5.00', '8 x H200')
     assert 'allreduce precision bf16, 83% of 6 days.' in ' '.join(text.split())
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sdbench.costs import Prices
 from sdbench.errors import UserError
+from sdbench.gpus import full_name
 from sdbench.records.figures import OF_A_RUN
 from sdbench.records.setup import SPEED_SETTINGS, learns, read_value, setup_of, text_of
 from sdbench.records.status import COMPLETE, FORECAST, why_unreliable
@@ -103,9 +104,11 @@ def rows_of(record: dict) -> list[dict]:
         return []
     stated = {'stage': 'train', 'status': COMPLETE, 'extrapolated': False}
     for key, value in record.items():
-        known = read_value(value)
+        known = value if key == 'training_id' else read_value(value)  # digits of an id are no number
         if known is not None:
             stated[key] = known
+    if 'device' in stated:
+        stated['device'] = full_name(str(stated['device']))
     if stated['stage'] == 'evaluate':
         return score_rows(stated)
     return [speed_row(stated)]
@@ -132,6 +135,7 @@ def speed_row(record: dict) -> dict:
     row = setup_of(record)
     if record.get('eval_held_out') is False:
         row['eval_remote'] += TRAINED_ON[None]
+    row['training_id'] = record.get('training_id', '')  # so that equal figures of two trainings are two rows
     row['date'] = moment(record['date']) if 'date' in record else ''
     commit, dash, dirty = text_of(record.get('git_commit')).partition('-')
     row['git_commit'] = commit[:8] + dash + dirty
@@ -176,8 +180,8 @@ def join_trainings(rows: list[dict]) -> list[dict]:
     """Join the rows of each training: one for each setup that it ran in, with the training result of its last record.
 
     Records with the same `training_id` are one training, and a record without one is a training of its own. Of a setup
-    the last part with a reliable speed counts. A resumed part without one has no row, unless nothing else ran in its
-    setup. Each row has the number of its `training`.
+    the last part with a reliable speed counts, or else its last part. If the training ended without completing, the
+    note of its last part says so. Each row has the number of its `training`.
     """
     trainings = {}  # rows by training, in the order of the records
     for place, row in enumerate(rows):
@@ -190,12 +194,14 @@ def join_trainings(rows: list[dict]) -> list[dict]:
         kept = {}  # part by its setup
         for part in parts:
             setup = tuple(part.get(key) for key in (*SPEED_SETTINGS, 'num_devices', 'num_nodes'))
-            if part['status'] == MEASURED or (part is last and setup not in kept):
+            if part['status'] == MEASURED or setup not in kept or kept[setup]['status'] != MEASURED:
                 kept[setup] = part
         result = {key: last['record'].get(key) for key in WHOLE_TRAINING}
         for part in kept.values():
             if part is not last:
                 [part] = rows_of(part['record'] | result)
+                if last['status'] not in (*WITH_FIGURES, UNRELIABLE):
+                    part['notes'] = '; '.join(filter(None, [part['notes'], f'last part {last["notes"]}']))
             joined.append(part | {'training': place})
     return joined
 

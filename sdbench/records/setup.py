@@ -50,6 +50,8 @@ def read_value(value: Any) -> Any:
             value = json.loads(text)
         except ValueError:
             return text
+        if isinstance(value, float) and math.isinf(value):  # such as a hash, 12e3456789
+            return text
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, float) and value.is_integer():
@@ -109,6 +111,8 @@ def setup_of(record: dict) -> dict[str, str]:
         without_effect.append('compile_blocks')
     if not learns(record):
         without_effect += LEARNING_SETTINGS
+    if record['status'] == FORECAST:
+        without_effect += VERSIONS
     if record['stage'] == 'loader':
         without_effect += MODEL_SETTINGS
     return {key: '' if key in without_effect else text_of(stated.get(key)) for key in (*SETTINGS, 'num_nodes')}

@@ -13,7 +13,7 @@ from sdbench.flags.parser import build_parser
 from sdbench.flags.train import Train
 from sdbench.gpus import short_name
 from sdbench.records.figures import COLUMNS, WIDTH, cell, table_of
-from sdbench.records.setup import DEFAULTS, SETTINGS, text_of
+from sdbench.records.setup import DEFAULTS, SETTINGS, UNSTATED_NETWORK, VERSIONS, text_of
 
 RECIPES = Path(__file__).parents[2] / 'recipes'
 NAMED_RECIPES = ('fastest.txt', 'original.txt')
@@ -25,6 +25,7 @@ IN_WORDS = {'stage': '{}', 'device': '{}', 'device_train_microbatch_size': 'micr
             'git_commit': 'commit {}'}
 USUAL = {'stage': 'train', 'input': 'images', 'precision': 'amp_bf16', 'encoder_precision': 'bf16'}
 TEXTS = ('run', 'device', 'settings', 'date', 'notes')  # columns of text, which stand to the left
+FIGURE_LABELS = ('GPUs', 'devices')  # of the tables of speeds: a number, which stands to the right
 # The figures of a table that would be too wide are split by subject.
 SUBJECTS = [
     ('images_per_sec', 'images_per_sec_per_device', 'scaling_efficiency', 'speed_over_first', 'days',
@@ -38,7 +39,7 @@ def differing(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     """Return the keys with several values, and those that only some rows of a stage state; '' means not stated."""
     stated = rows[list(keys)].replace('', None).nunique()
     in_a_stage = rows.groupby('stage')[list(keys)].nunique().max()  # '' is a value
-    return [key for key in keys if in_a_stage[key] > 1 or stated[key] > 1]
+    return [key for key in keys if stated[key] > 1 or (in_a_stage[key] > 1 and key not in VERSIONS)]
 
 
 @functools.cache
@@ -63,6 +64,8 @@ def usual_value(row: pd.Series, key: str) -> str | None:
     """Return the value that a setting has by default on GPUs and that needs no mention; None if it is always told."""
     if key == 'channels_last':
         return text_of(row['compile'] not in ('', 'no'))
+    if key == 'network':
+        return UNSTATED_NETWORK
     default = USUAL.get(key, DEFAULTS.get(key))
     return text_of(default) if isinstance(default, (bool, str)) else None  # a number is always told
 
@@ -89,6 +92,8 @@ def settings_in_words(row: pd.Series, keys: Sequence[str], with_defaults: bool =
         if value in ('yes', 'no'):
             name = IN_WORDS.get(key, name)
             words.append(name if value == 'yes' else f'no {name}')
+        elif key == 'device':
+            words.append(short_name(value))
         elif value != '' and pd.notna(value):
             words.append(IN_WORDS.get(key, f'{name} {{}}').format(value))
     return ', '.join(words)
@@ -135,8 +140,8 @@ def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
 
     # one table, or one for each subject, which repeats the labels
     labels = [heading for heading in cells if heading in TEXTS[:-1] or heading == headings['num_devices']]
-    subjects = [[*labels, *(headings.get(key, key) for key in keys_of_subject)] for keys_of_subject in SUBJECTS]
-    return fitting_tables(cells, subjects)
+    subjects = [[headings.get(key, key) for key in keys_of_subject] for keys_of_subject in SUBJECTS]
+    return fitting_tables(cells, labels, subjects)
 
 
 def labels_of(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
@@ -158,22 +163,30 @@ def labels_of(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     return labels
 
 
-def fitting_tables(cells: pd.DataFrame, subjects: Sequence[Sequence[str]]) -> list[str]:
-    """Return cells as Markdown tables of at most WIDTH columns, and lines below them for the text that has no room.
+def fitting_tables(cells: pd.DataFrame, labels: Sequence[str], subjects: Sequence[Sequence[str]]) -> list[str]:
+    """Return cells as Markdown tables of at most WIDTH characters, and lines below them for text that has no room.
 
-    It is one table where that fits, or else one for each of `subjects`, which are lists of columns. While one is still
-    too wide, the rows are numbered, and the widest column of text moves below the tables.
+    It is one table where that fits, or else one for each subject. While one is still too wide, the rows are numbered,
+    and the widest column of text moves below the tables.
+
+    Args:
+        cells: text of all columns.
+        labels: columns that each table repeats.
+        subjects: lists of other columns. Those in no list are a subject of their own.
     """
-    whole = table_text(cells, TEXTS)
+    texts = [heading for heading in cells if heading in TEXTS or heading in labels and heading not in FIGURE_LABELS]
+    whole = table_text(cells, texts)
     if width_of(whole) <= WIDTH:
         return [whole]
+    known = {heading for subject in subjects for heading in subject}
+    others = [heading for heading in cells if heading not in known and heading not in labels]
     moved = []
     while True:
         tables = []
-        for subject in subjects:
-            part = cells[[heading for heading in cells if heading in ('run', *subject)]]
-            if (part.drop(columns=[*TEXTS, 'GPUs', 'devices'], errors='ignore') != '').any(axis=None):
-                tables.append(table_text(part, TEXTS))
+        for subject in [*subjects, others]:
+            part = cells[[heading for heading in cells if heading in ('run', *labels, *subject)]]
+            if (part.drop(columns=[*labels, *TEXTS], errors='ignore') != '').any(axis=None):
+                tables.append(table_text(part, texts))
         movable = [heading for heading in cells if heading in TEXTS and heading != 'run']
         if not movable or max(map(width_of, tables)) <= WIDTH:
             break

@@ -19,9 +19,9 @@ from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.gpus import short_name
 from sdbench.records.figures import WIDTH, cell, days_in_words, rounded
 from sdbench.records.read import MEASURED
-from sdbench.records.setup import SPEED_SETTINGS, VERSIONS, forecast_command
+from sdbench.records.setup import SPEED_SETTINGS, UNSTATED_NETWORK, VERSIONS, forecast_command
 from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
-from sdbench.report.markdown import differing, settings_in_words, table_text
+from sdbench.report.markdown import differing, fitting_tables, settings_in_words
 from sdbench.report.speeds import UNKNOWN
 
 # Settings that a plan has one of, whatever its phases, its data and its libraries are.
@@ -199,12 +199,10 @@ def find_corrections(trained: pd.DataFrame, correctable: set[tuple[str, str]]) -
         factor = alike['ratio'].median()
         corrections[device, compile, network] = factor
         sources = [f'{gpus_of(pair)} at {pair["image_size"]} px' for _, pair in alike.iterrows()]
-        how = how_compiled(compile)
-        if network:
-            how += f', over {network}'
+        how = f'{how_compiled(compile)}, {f"over {network}" if network else "on one machine"}'
         sentences.append(f'Forecasts for the {short_name(device)} ({how}) are multiplied by {factor:.2f}, as measured '
-                         f'on {" and ".join(dict.fromkeys(sources))}. Other GPUs are not corrected, so compare them '
-                         'with this one only after measuring both.')
+                         f'on {" and ".join(dict.fromkeys(sources))}. No other forecast is corrected by this, so '
+                         'compare plans only after measuring both.')
 
     # Say what corrects nothing, and how it would.
     for _, run in pairs[pairs['ratio'].isna()].drop_duplicates(SAME_SETUP).iterrows():
@@ -371,6 +369,8 @@ def speed_of_encoding(run: pd.Series, records: pd.DataFrame, size: str) -> tuple
 def told_apart_by(plans: pd.DataFrame) -> list[str]:
     """Return the settings by which plans of as many GPUs of a kind are told apart."""
     keys = differing(plans, [key for key in PLANNED if key != 'device'])
+    if 'network' in keys and {*plans['network']} <= {'', UNSTATED_NETWORK}:
+        keys.remove('network')  # it follows from the number of machines
     if plans.groupby('num_devices')['num_nodes'].nunique().max() > 1:  # as many GPUs on another number of machines
         keys.append('num_nodes')
     return keys
@@ -381,7 +381,8 @@ def plan_blocks(plans: pd.DataFrame, apart: list[str]) -> list[str]:
     others = [key for key in apart if key != 'input']
     rows = []
     for _, plan in plans.iterrows():
-        row = {'GPUs': f'{plan["num_devices"]} x {short_name(plan["device"])}'} | plan[['input', *others]].to_dict()
+        row = {'GPUs': f'{plan["num_devices"]} x {short_name(plan["device"])}', 'input': plan['input'],
+               'settings': settings_in_words(plan, others)}
         for key, days in plan['record'].items():
             if key.startswith('days_'):
                 row[key.removeprefix('days_').replace('_', ' ')] = days_in_words(days, ' days')
@@ -390,11 +391,11 @@ def plan_blocks(plans: pd.DataFrame, apart: list[str]) -> list[str]:
         rows.append(row)
 
     # what is encoded stands before what is trained, and the sums last
-    texts = ['GPUs', 'input', *others]
+    labels = ['GPUs', 'input', 'settings']
     sums = ['days', 'GPU-hours', 'cost']
     cells = pd.DataFrame(rows, index=plans.index).fillna('')
-    parts = sorted(column for column in cells if column not in (*texts, *sums))
-    blocks = [table_text(cells[[*texts, *parts, *sums]], texts)]
+    parts = sorted(column for column in cells if column not in (*labels, *sums))
+    blocks = fitting_tables(cells[[*labels, *parts, *sums]], labels, [sums, parts])
     for note, noted in plans[plans['notes'] != ''].groupby('notes', sort=False):
         whose = 'All of these'
         if len(noted) < len(plans):
@@ -413,9 +414,9 @@ def within_limits(plans: pd.DataFrame, apart: list[str], max_dollars: float | No
     # what share of each limit a plan takes, and of the limit that it is nearest to
     shares = {}
     if max_dollars is not None:
-        shares[f'${max_dollars:,g}'] = plans['cost_usd'] / max_dollars
+        shares[f'${rounded(max_dollars)}'] = plans['cost_usd'] / max_dollars
     if max_days is not None:
-        shares[f'{max_days:g} days'] = plans['days'] / max_days
+        shares[f'{max_days:g} {"day" if max_days == 1 else "days"}'] = plans['days'] / max_days
     if not shares:
         return plans, []
     shares = pd.DataFrame(shares)

@@ -54,11 +54,12 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
 
 
 def numbers_of_settings(rows: pd.DataFrame) -> pd.Series:
-    """Return a number for each setting. Runs on one machine, which use no network, count with those on several."""
+    """Return a number for each setting. Runs on one machine, without a network, count with those over one network."""
     network = rows['network'].replace('', None)
     others = rows[SETTINGS].drop(columns='network')
-    network = network.fillna(network.groupby([others[key] for key in others], sort=False).transform('first')).fillna('')
-    return others.assign(network=network).groupby(SETTINGS, sort=False).ngroup()
+    alike = network.groupby([others[key] for key in others], sort=False)
+    only_one = alike.transform('first').where(alike.transform('nunique') == 1)
+    return others.assign(network=network.fillna(only_one).fillna('')).groupby(SETTINGS, sort=False).ngroup()
 
 
 def with_days(rows: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
@@ -177,9 +178,10 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
         # how well the fit meets what was measured
         residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
         worst = residuals.abs().argmax()
+        of_what = f'a batch of {plural(batch, "image")}' if first['batch_size'] else 'each image'
         sentences.append(
-            f'{which or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of '
-            f'{plural(batch, "image")}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
+            f'{which or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for {of_what}, '
+            f'fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
             f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
     if too_few:
         sentences.append(f'Not extrapolated, since the fit needs three GPU counts: {"; ".join(too_few)}.')

@@ -77,8 +77,6 @@ class HeldOutLoss(Callback):
         samples = state.dataloader.dataset
         is_known = is_held_out(state, samples)
         kept = loss if math.isfinite(loss) else None
-        if self.found['eval_batch'] == batch:  # a resume evaluates the batch of its checkpoint once more
-            self.found['evaluations'].pop()
         self.found['evaluations'].append([state.timestamp.sample.value, kept])
         self.found |= {'eval_loss': kept, 'eval_batch': batch, 'eval_samples': len(samples),
                        'eval_held_out': is_known}

@@ -27,9 +27,10 @@ from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNME
 from sdbench.records.summary import run_summary
 from sdbench.training.checkpoints import RECORD, read_beside, write_beside
 from sdbench.training.microbatch import changes_that_take_less
-from sdbench.training.progress import is_held_out
+from sdbench.training.progress import HeldOutLoss, is_held_out
 from sdbench.training.ranks import GracefulStop, on_rank_0, print_on_rank_0
 from sdbench.training.sampling import Sampling
+from sdbench.training.spending import Spending
 
 # what Composer warns of where nothing is wrong: the smaller last batch of an evaluation, a resume at an epoch's end
 COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
@@ -130,10 +131,18 @@ def is_recorded(folder: str, batches: int) -> bool:
 def make_up(settings: Train, trainer: Trainer) -> None:
     """Evaluate and draw what is due after the batch of the checkpoint, before a training goes on from there.
 
-    A signal or a crash may have come before it. Where it was done already, it comes out as it did.
+    A signal or a crash may have come before it. An evaluation that the checkpoint already has is not made again, and
+    nothing is done where the money is spent.
     """
     state = trainer.state
-    if state.evaluators and is_due(state.timestamp.batch.value, settings.eval_interval, settings.max_duration):
+    batch = state.timestamp.batch.value
+    evaluated = None
+    for callback in state.callbacks:
+        if isinstance(callback, Spending) and callback.was_spent:
+            return
+        if isinstance(callback, HeldOutLoss):
+            evaluated = callback.found['eval_batch']
+    if state.evaluators and batch != evaluated and is_due(batch, settings.eval_interval, settings.max_duration):
         trainer.eval()
     for callback in state.callbacks:
         if isinstance(callback, Sampling):

@@ -52,6 +52,11 @@ class Spending(Callback):
             dollars = self._dollars_before + hours * self.price
         return {'gpu_hours': self._hours_before + hours, 'dollars': dollars}
 
+    @property
+    def was_spent(self) -> bool:
+        """Tell whether the runs that this one resumes have spent the budget."""
+        return self.budget is not None and self._dollars_before >= self.budget
+
     def state_dict(self) -> dict:
         return self.so_far() | {'device': self._device}
 
@@ -62,7 +67,7 @@ class Spending(Callback):
             self._dollars_before = self._hours_before * (self.price or 0)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        if self.budget is not None and self._dollars_before >= self.budget:
+        if self.was_spent:
             self._stop.end()  # so that a cluster that starts the command again and again pays for no more batches
 
     def batch_end(self, state: State, logger: Logger) -> None:
