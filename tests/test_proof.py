@@ -42,6 +42,7 @@ def test_every_measurement_is_one_of_its_own_that_the_benchmark_takes(as_on_a_gp
 
 @pytest.mark.long
 def test_a_proof_goes_on_where_it_was_and_its_page_names_what_failed_and_what_was_not_run(tmp_path, monkeypatch):
+    pytest.importorskip('itables', reason='needs itables: pip install itables')
     wrong_size = ('benchmark.py', '--use_synth_data', '--image_size', '63')
     hangs = ('-c', 'import time; time.sleep(1000)')
     steps = {'hangs': hangs, 'wrong size': wrong_size, 'later': check('life')}
@@ -50,7 +51,7 @@ def test_a_proof_goes_on_where_it_was_and_its_page_names_what_failed_and_what_wa
     prove(tmp_path, CPU, minutes=0.01)  # so that no second step begins
     records = (tmp_path / 'records.jsonl').read_text()
     assert [json.loads(line)['step'] for line in records.splitlines()] == ['hangs']
-    page = (tmp_path / 'proof.md').read_text()
+    page = (tmp_path / 'proof.html').read_text()
     assert 'no end within 1 s' in page
     assert 'Not run yet: wrong size, later.' in page
 
@@ -59,7 +60,7 @@ def test_a_proof_goes_on_where_it_was_and_its_page_names_what_failed_and_what_wa
     prove(tmp_path, CPU, math.inf)
     added = (tmp_path / 'records.jsonl').read_text().removeprefix(records)
     assert [json.loads(line)['step'] for line in added.splitlines()] == ['wrong size']
-    page = (tmp_path / 'proof.md').read_text()
+    page = (tmp_path / 'proof.html').read_text()
     assert 'benchmark.py: error: argument --image_size: 63 is not a multiple of 8' in page
     assert 'Not run yet' not in page
 
