@@ -76,8 +76,12 @@ def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_
     flags = ['--use_synth_data', '--model_name', SMALLEST, '--image_size', '16', '--batch_size', '64']
     [found] = benchmark.main([*flags, '--dry_run', '8', '--gpu', A100])
 
+    pages = []
+
     def run(command: list[str], **_) -> subprocess.CompletedProcess:
-        if '--dry_run' in command:
+        if 'report.py' in command:
+            pages.append(command[2:])
+        elif '--dry_run' in command:
             benchmark.main(command[command.index('benchmark.py') + 1:])
         else:
             command = f'benchmark.py {shlex.join(flags)} --device_train_microbatch_size auto --results results.jsonl'
@@ -91,3 +95,4 @@ def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_
     rows = pd.DataFrame(read_records(str(tmp_path / 'results.jsonl')))
     corrections, _ = find_corrections(rows, {*zip(rows['device'], rows['compile'], strict=True)})
     assert len(corrections) == 1
+    assert pages == [[str(tmp_path / 'results.jsonl'), '--html', str(tmp_path / 'results.html')]]

@@ -92,20 +92,20 @@ def write_page(path: Path, verdict: str, answers: Sequence[str], figures: Sequen
     path.write_text(''.join(char if char.isprintable() or char == '\n' else ' ' for char in page), encoding='utf-8')
 
 
-def rows_of_html(table: Table) -> Iterable[tuple[str, bool, list[tuple[str, str | None]]]]:
-    """Yield of each row its mark, whether it is doubtful, and of each cell the text and the number to sort by."""
+def rows_of_html(table: Table) -> Iterable[tuple[str, bool, list[str]]]:
+    """Yield of each row its mark, whether it is doubtful, and its cells as text."""
     marks = table.marks or [''] * len(table.cells)
     doubtful = table.doubtful or [False] * len(table.cells)
     for mark, is_doubtful, (_, row) in zip(marks, doubtful, table.cells.iterrows(), strict=True):
         cells = []
         for heading, value in row.items():
             if heading not in table.decimals:
-                cells.append((value, None))
+                cells.append(value)
             elif pd.isna(value):
-                cells.append(('', ''))
+                cells.append('')
             else:
                 decimals = table.decimals[heading]
-                cells.append((f'{value:,.0f}' if decimals is None else rounded(value, decimals), repr(float(value))))
+                cells.append(f'{value:,.0f}' if decimals is None else rounded(value, decimals))
         yield mark, is_doubtful, cells
 
 
