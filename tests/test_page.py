@@ -12,7 +12,7 @@ from tests.browser import CHROMIUM, browser
 from tests.runs import ROOT, one_error_line
 
 PUBLISHED = ROOT / 'published.csv'
-HTML = '<script>alert("a stranger\'s")</script><img src="https://example.com/a.png">'
+HTML = '<script>alert("a stranger\'s")</script><img src="https://example.com/$^{$.png">'
 H200 = {'device': 'NVIDIA H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0, 'program': HTML,
         'date': '2026-01-02'}
 DOUBTFUL = H200 | {'num_devices': 16, 'drift': 0.5}
@@ -89,6 +89,20 @@ def test_the_verdict_of_trainings_names_the_one_with_the_lowest_loss_and_its_set
     assert '<h1>Lowest eval loss: 8 x H200, 0.2500 eval loss' in body
     assert '<li>Settings: learning rate 0.001.</li>' in body
     assert 'images seen 200\neval loss 0.2500\ndollars 2.00\n2026-01-02' in '\n'.join(hovers_of(body))
+
+
+def test_the_verdict_of_evaluations_names_the_lowest_fid_and_not_the_checkpoint_that_cost_least(page):
+    first = {'stage': 'evaluate', 'model': 'kept/ep0-ba1000-rank0.pt', 'trained_batches': 1000, 'images_seen': 100,
+             'training': {'gpu_hours': 1.0, 'device': 'NVIDIA H200'},
+             'scores': [{'guidance': 4, 'fid': 70.0, 'clip_score': 15.0}]}
+    later = first | {'model': 'kept/ep0-ba2000-rank0.pt', 'trained_batches': 2000, 'images_seen': 200,
+                     'training': {'gpu_hours': 2.0, 'device': 'NVIDIA H200'},
+                     'scores': [{'guidance': 4, 'fid': 30.0, 'clip_score': 25.0}]}
+    body = body_of(page(first, later))
+    assert '<h1>Lowest FID: kept, guidance 4, 30.00 FID, 25.00 CLIP score, $4.00</h1>' in body
+    assert 'heapest' not in body
+    only_clip = first | {'scores': [{'guidance': 4, 'clip_score': 15.0}]}
+    assert '<h1>kept, guidance 4, 15.00 CLIP score, $2.00</h1>' in body_of(page(only_clip))
 
 
 @pytest.mark.long

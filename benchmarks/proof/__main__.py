@@ -243,7 +243,7 @@ def prove(folder: Path, machine: Machine, minutes: float) -> None:
     missing = all_steps(machine)
     for record in records:
         missing.pop(record['step'], None)
-    command = shlex.join(sys.argv)
+    command = shlex.join(['python', '-m', 'benchmarks.proof', *sys.argv[1:]])
     write_proof(folder, records, missing, command)
     while missing and time.monotonic() - start < 60 * minutes:
         name = next(iter(missing))

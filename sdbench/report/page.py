@@ -23,7 +23,7 @@ from sdbench.records.versions import git_commit
 from sdbench.report.markdown import differing, labels_of, settings_in_words, usual_value
 from sdbench.report.plans import CORRECTED, FORECAST_ERROR, gpus_of
 
-FIRST_FIGURES = ('num_devices', 'cost_usd', 'days', 'images_per_sec')  # those that a telephone shows without scrolling
+FIRST_FIGURES = ('num_devices', 'cost_usd', 'days', 'images_per_sec')  # a telephone shows these without scrolling
 SAME_WORK = ('model_name', 'image_size', 'input')
 # What a row is marked for: its figure is the lowest of all rows that agree in some settings.
 MARKS = (('cheapest', 'cost_usd', SAME_WORK), ('fastest', 'days', SAME_WORK),
@@ -88,7 +88,7 @@ def write_page(path: Path, verdict: str, answers: Sequence[str], figures: Sequen
         tables=[(table, list(rows_of_html(table))) for table in tables],
         date=datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M UTC'), commit=git_commit(),
         style=(bundle / 'dt_bundle.css').read_text(), library=library)
-    # Records come from strangers: whoever prints the page to a terminal finds no commands for it.
+    # Records come from strangers, and somebody may print the page to a terminal, which would obey control characters.
     path.write_text(''.join(char if char.isprintable() or char == '\n' else ' ' for char in page), encoding='utf-8')
 
 
@@ -121,7 +121,7 @@ def table_of_rows(rows: pd.DataFrame, keys: Sequence[str], caption: str) -> Tabl
     if 'input' in rows:
         cells['input'] = rows['input']
 
-    # figures by their headings: those that decide, then the settings, then all others
+    # the figures that decide, then the settings, then all other figures
     marks = marks_of(rows)
     decimals = {}
     for key in dict.fromkeys((*FIRST_FIGURES, *COLUMNS)):
@@ -151,14 +151,14 @@ def nearest_to_limits(rows: pd.DataFrame) -> pd.Index:
 
 
 def marks_of(rows: pd.DataFrame) -> list[str]:
-    """Return what each row is marked for; '' for most. A row is compared with those of the same work alone."""
+    """Return what each row is marked for; '' for most. Only rows of the same work are compared."""
     marks = {row: {} for row in rows.index}  # by the work that it is the best at, in words
     for row in nearest_to_limits(rows):
         marks[row][''] = ['nearest to the limits']
     for mark, column, keys in MARKS:
         known = rows[rows[column].notna()] if column in rows else rows[:0]
-        if len(known) < 2:
-            continue
+        if len(known) < 2 or (keys == SAME_WORK and (rows['stage'] == 'evaluate').all()):
+            continue  # a checkpoint is not better because it came earlier
         keys = [key for key in keys if key in known] if (rows['stage'] != 'plan').all() else []
         work = pd.DataFrame([{key: row[key] or usual_value(row, key) for key in keys} for _, row in known.iterrows()],
                             known.index)
@@ -172,16 +172,18 @@ def marks_of(rows: pd.DataFrame) -> list[str]:
 
 
 def verdict_on(rows: pd.DataFrame, table: Table) -> tuple[str, list[str]]:
-    """Return what rows come to in a line, and in sentences the other marked rows, how sure that is and what is next.
+    """Return what rows come to in a line, and in sentences the other marked rows, how sure that is and what to do.
 
     The verdict names the plan that is nearest to the limits where none is within them, or the training that learned
-    best where their losses compare, or else the cheapest row, or the fastest, or the one with the lowest FID.
+    best where their losses compare, or else the row with the lowest FID, the lowest cost, the fewest days, or the
+    highest speed or CLIP score.
     """
-    keys = ['cost_usd', 'days', 'fid']
+    keys = ['fid', 'cost_usd', 'days']
     if 'eval_loss' in rows and len(rows[rows['eval_loss'].notna()].drop_duplicates(OF_LOSSES)) == 1:
         keys.insert(0, 'eval_loss')
+    of_speed = 'images_per_sec' if 'images_per_sec' in rows else 'clip_score'
     by = next((key for key in keys if key in rows and rows[key].notna().any()), None)
-    best = rows.loc[rows[by].idxmin()] if by else rows.loc[rows['images_per_sec'].fillna(0).idxmax()]
+    best = rows.loc[rows[by].idxmin()] if by else rows.loc[rows[of_speed].fillna(0).idxmax()]
     for row in nearest_to_limits(rows):
         best = rows.loc[row]
     marks = dict(zip(rows.index, table.marks, strict=True))
@@ -202,8 +204,8 @@ def how_sure(best: pd.Series, by: str | None) -> list[str]:
     if best['stage'] == 'evaluate':
         return [f'How sure: {best["notes"]}.'] if best['notes'] else []
     if by == 'eval_loss':
-        return [f'How sure: the loss is that of --eval_remote after batch {best["eval_batch"]:,.0f}; another seed may '
-                'change the order of close ones.', 'First score the images of the best ones with evaluate.py.']
+        return [f'How sure: the loss was evaluated on --eval_remote after batch {best["eval_batch"]:,.0f}; another '
+                'seed may change the order of close ones.', 'First score the images of the best ones with evaluate.py.']
     statuses = {part.status for part in best['parts']} if best['stage'] == 'plan' else {best['status']}
     if statuses == {MEASURED}:
         on = ' on synthetic data' if best['dataset'] == 'synthetic' else ''
@@ -221,8 +223,8 @@ def how_sure(best: pd.Series, by: str | None) -> list[str]:
 def described(row: pd.Series, mark: str) -> str:
     """Return a row in words: what it is marked for, its GPUs or its model, and its figures."""
     words = [gpus_of(row)] if 'num_devices' in row else [row['model'], f'guidance {row["guidance"]:g}']
-    for key, unit in (('eval_loss', ' eval loss'), ('fid', ' FID'), ('cost_usd', ''), ('days', ' days'),
-                      ('images_per_sec', ' images/s')):
+    for key, unit in (('eval_loss', ' eval loss'), ('fid', ' FID'), ('clip_score', ' CLIP score'),
+                      ('cost_usd', ''), ('days', ' days'), ('images_per_sec', ' images/s')):
         value = row.get(key, math.nan)
         if not math.isnan(value):
             words.append(days_in_words(value, unit) if key == 'days' else cell(key, value) + unit)

@@ -42,10 +42,19 @@ SVG = 'http://www.w3.org/2000/svg'
 
 def save(figure: Any, path: str) -> None:
     """Write a figure to a file, whose suffix is its format."""
+    keep_dollars(figure)
     if path.lower().endswith('.svg'):
         Path(path).write_text(svg_of(figure))
     else:
         figure.savefig(path, dpi=160)
+
+
+def keep_dollars(figure: Any) -> None:
+    """Keep matplotlib from reading what stands between two dollar signs as TeX, which a name in a record may have."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
 
 
 def set_hover(artist: Any, texts: Iterable[str]) -> None:
@@ -59,6 +68,7 @@ def svg_of(figure: Any) -> str:
     """Return a figure as SVG, in which text stays text and points have the texts that `set_hover` gave them."""
     from matplotlib import rc_context
 
+    keep_dollars(figure)
     file = io.StringIO()
     fonts = ['DejaVu Sans', 'Verdana', 'Arial']  # a reader's machine has one of them
     with rc_context({'svg.fonttype': 'none', 'font.sans-serif': fonts}):
