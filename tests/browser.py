@@ -1,10 +1,10 @@
 """Chromium without a window, driven by its DevTools protocol: opens a page, and keeps what it requests and logs."""
-import base64
 import contextlib
 import json
-import re
 import shutil
 import subprocess
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,33 +67,24 @@ class Browser:
         methods = ('Runtime.consoleAPICalled', 'Runtime.exceptionThrown', 'Log.entryAdded')
         return [event['params'] for event in self.events if event['method'] in methods]
 
-    def screenshot(self, path: Path, width: int, dark: bool, height: int | None = None) -> None:
-        """Write a picture of the whole page at a width in pixels, or of its first `height` pixels."""
-        scheme = [{'name': 'prefers-color-scheme', 'value': 'dark' if dark else 'light'}]
-        self.call('Emulation.setEmulatedMedia', features=scheme)
-        self.call('Emulation.setDeviceMetricsOverride', width=width, height=height or 800, deviceScaleFactor=1,
-                  mobile=width < 600)
-        whole = height is None
-        picture = self.call('Page.captureScreenshot', captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(picture['data']))
-
 
 @contextlib.contextmanager
-def browser(folder: Path) -> Iterator[Browser]:
-    """Start Chromium with a new profile in a folder."""
+def browser(profile: Path) -> Iterator[Browser]:
+    """Start Chromium with a new profile, whose folder this makes."""
     from websockets.sync.client import connect
 
-    command = [CHROMIUM, *FLAGS, f'--user-data-dir={folder}', 'about:blank']
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    command = [CHROMIUM, *FLAGS, f'--user-data-dir={profile}', 'about:blank']
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        address = next(filter(None, (re.search('ws://[^ ]+', line) for line in process.stderr)))[0].strip()
-        with connect(address, max_size=None) as socket:
-            of_chromium = Browser.__new__(Browser)
-            of_chromium.socket, of_chromium.events, of_chromium.calls = socket, [], 0
-            targets = of_chromium.call('Target.getTargets')['targetInfos']
-            [tab] = [target['targetId'] for target in targets if target['type'] == 'page']
-        port = address.split('/devtools/')[0]
-        with connect(f'{port}/devtools/page/{tab}', max_size=None) as socket:
+        # Chromium writes its port to a file; each tab has an address of its own
+        written = profile / 'DevToolsActivePort'
+        while not written.exists() or not written.read_text().strip():
+            assert process.poll() is None, f'{CHROMIUM} ended with status {process.returncode}'
+            time.sleep(0.02)
+        port = written.read_text().split()[0]
+        with urllib.request.urlopen(f'http://127.0.0.1:{port}/json/list', timeout=SECONDS) as answer:
+            [tab] = [target for target in json.load(answer) if target['type'] == 'page']
+        with connect(tab['webSocketDebuggerUrl'], max_size=None) as socket:
             yield Browser(socket)
     finally:
         process.terminate()
