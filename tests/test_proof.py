@@ -42,6 +42,7 @@ def test_every_measurement_is_one_of_its_own_that_the_benchmark_takes(as_on_a_gp
 
 @pytest.mark.long
 def test_a_proof_goes_on_where_it_was_and_its_page_names_what_failed_and_what_was_not_run(tmp_path, monkeypatch):
+    pytest.importorskip('itables', reason='needs itables: pip install itables')
     wrong_size = ('benchmark.py', '--use_synth_data', '--image_size', '63')
     hangs = ('-c', 'import time; time.sleep(1000)')
     steps = {'hangs': hangs, 'wrong size': wrong_size, 'later': check('life')}
@@ -50,7 +51,7 @@ def test_a_proof_goes_on_where_it_was_and_its_page_names_what_failed_and_what_wa
     prove(tmp_path, CPU, minutes=0.01)  # so that no second step begins
     records = (tmp_path / 'records.jsonl').read_text()
     assert [json.loads(line)['step'] for line in records.splitlines()] == ['hangs']
-    page = (tmp_path / 'proof.md').read_text()
+    page = (tmp_path / 'proof.html').read_text()
     assert 'no end within 1 s' in page
     assert 'Not run yet: wrong size, later.' in page
 
@@ -59,7 +60,7 @@ def test_a_proof_goes_on_where_it_was_and_its_page_names_what_failed_and_what_wa
     prove(tmp_path, CPU, math.inf)
     added = (tmp_path / 'records.jsonl').read_text().removeprefix(records)
     assert [json.loads(line)['step'] for line in added.splitlines()] == ['wrong size']
-    page = (tmp_path / 'proof.md').read_text()
+    page = (tmp_path / 'proof.html').read_text()
     assert 'benchmark.py: error: argument --image_size: 63 is not a multiple of 8' in page
     assert 'Not run yet' not in page
 
@@ -75,8 +76,12 @@ def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_
     flags = ['--use_synth_data', '--model_name', SMALLEST, '--image_size', '16', '--batch_size', '64']
     [found] = benchmark.main([*flags, '--dry_run', '8', '--gpu', A100])
 
+    pages = []
+
     def run(command: list[str], **_) -> subprocess.CompletedProcess:
-        if '--dry_run' in command:
+        if 'report.py' in command:
+            pages.append(command[2:])
+        elif '--dry_run' in command:
             benchmark.main(command[command.index('benchmark.py') + 1:])
         else:
             command = f'benchmark.py {shlex.join(flags)} --device_train_microbatch_size auto --results results.jsonl'
@@ -90,3 +95,4 @@ def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_
     rows = pd.DataFrame(read_records(str(tmp_path / 'results.jsonl')))
     corrections, _ = find_corrections(rows, {*zip(rows['device'], rows['compile'], strict=True)})
     assert len(corrections) == 1
+    assert pages == [[str(tmp_path / 'results.jsonl'), '--html', str(tmp_path / 'results.html')]]

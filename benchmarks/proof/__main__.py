@@ -6,7 +6,7 @@
 
 Each step is a process of its own with a limit of time, and its result is appended to FOLDER/records.jsonl at once. The
 same command goes on with the steps that have none; another commit or other libraries need another FOLDER. At the end
-FOLDER/proof.md has a table of each part, and FOLDER is what to send in. Without a GPU, or with --tiny, the tiny model
+FOLDER/proof.html has a table of each part, and FOLDER is what to send in. Without a GPU, or with --tiny, the tiny model
 takes the place of Stable Diffusion 2.
 """
 import argparse
@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.proof.page import write_page
+from benchmarks.proof.page import write_proof
 from sdbench.errors import UserError
 from sdbench.flags.train import SD2_BASE
 from sdbench.gpus import CARDS
@@ -221,7 +221,7 @@ def lines_of(path: Path) -> list[dict]:
 
 
 def prove(folder: Path, machine: Machine, minutes: float) -> None:
-    """Run the steps that have no record, as long as there are minutes to begin one, and write proof.md of all records.
+    """Run the steps without a record, as long as there are minutes to begin one, and write proof.html of all records.
 
     Raises UserError if the records are of another machine, commit or library: a page is of one of each.
     """
@@ -243,7 +243,8 @@ def prove(folder: Path, machine: Machine, minutes: float) -> None:
     missing = all_steps(machine)
     for record in records:
         missing.pop(record['step'], None)
-    write_page(folder, records, missing)
+    command = shlex.join(['python', '-m', 'benchmarks.proof', *sys.argv[1:]])
+    write_proof(folder, records, missing, command)
     while missing and time.monotonic() - start < 60 * minutes:
         name = next(iter(missing))
         began = time.monotonic()
@@ -253,9 +254,9 @@ def prove(folder: Path, machine: Machine, minutes: float) -> None:
         with open(path, 'a') as file:
             print(*map(json.dumps, new), sep='\n', file=file)
         records += new
-        write_page(folder, records, missing)
+        write_proof(folder, records, missing, command)
         say(f'{name}: {new[-1].get("error") or "done"} in {about["step_seconds"]:.0f} s; {len(missing)} to go')
-    say(f'{folder}/proof.md has what holds; send in the folder {folder}')
+    say(f'{folder}/proof.html has what holds; send in the folder {folder}')
 
 
 def smoke(machine: Machine) -> int:
@@ -276,6 +277,10 @@ def smoke(machine: Machine) -> int:
                                stdout=subprocess.DEVNULL)
     if len(speeds) == 2:
         print(comparison(speeds, machine.gib))
+    page = RESULTS.with_suffix('.html')
+    if subprocess.run([sys.executable, 'report.py', str(RESULTS), '--html', str(page)], cwd=ROOT,
+                      stdout=subprocess.DEVNULL).returncode == 0:
+        print(f'As a page: {page}')
     print('To try other flags: source .venv/bin/activate, then repeat the command with them')
     if machine.gpus:
         print(f'A plan that these speeds correct: {PLAN_COMMAND.format(RESULTS.name)}')

@@ -190,6 +190,9 @@ class Report:
     quality: str | None = flag(None, 'file for a picture of the scores of evaluate.py: FID against CLIP score, and '
                                'both against the images of the training (default: no picture)', metavar='FILE')
     csv: str | None = flag(None, 'CSV file for the rows of all tables, unrounded (default: none)', metavar='FILE')
+    html: str | None = flag(None, 'HTML file for the whole report with its figures: a page to send, which needs no '
+                            'network and whose tables can be sorted and filtered; needs itables (default: none)',
+                            metavar='FILE')
 
     def check(self) -> None:
         if self.compare and self.extrapolate:
@@ -202,7 +205,9 @@ class Report:
                 raise UserError(f'--phase shows plans alone, and --{name} is not of a plan; leave one of them out')
         if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
             raise UserError(f'--csv {self.csv} would overwrite the records; give another file')
-        for name, suffixes in (('csv', ('.csv',)), ('figure', PICTURES), ('learned', PICTURES), ('quality', PICTURES)):
+        suffixes_of = {'csv': ('.csv',), 'html': ('.html',), 'figure': PICTURES, 'learned': PICTURES,
+                       'quality': PICTURES}
+        for name, suffixes in suffixes_of.items():
             path = getattr(self, name)
             if path and not path.lower().endswith(suffixes):
                 raise UserError(f'--{name} {path} does not end in {" or ".join(suffixes)}; name such a file')

@@ -161,6 +161,13 @@ COLUMNS = {
 OF_A_RUN = tuple(key for key, column in COLUMNS.items() if column.of_a_run)
 
 
+def heading_with_unit(key: str, device: str) -> str:
+    """Return the heading of a column whose cells have no unit, such as 'peak memory (GiB)'."""
+    heading = COLUMNS[key].heading.format(device)
+    unit = COLUMNS[key].cell.replace('{}', '').strip()
+    return f'{heading} ({unit})' if unit else heading
+
+
 def cell(key: str, value: float) -> str:
     """Return the text of a number in its column; '' where it is NaN."""
     _, template, decimals, _ = COLUMNS[key]

@@ -125,7 +125,7 @@ def in_common(rows: pd.DataFrame, keys: Sequence[str]) -> str:
         value = rows[key].max()  # '' where a row does not state it
         if key not in columns and value not in ('', 'no'):
             settings.append(f'{key} {value}')
-    return textwrap.fill(f'All rows: {", ".join(settings)}', WIDTH) if settings else ''
+    return f'All rows: {", ".join(settings)}' if settings else ''
 
 
 def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:

@@ -1,25 +1,29 @@
-"""Draw the pictures of a report: days over GPUs, GPU-hours of plans, what was learned, and scores of evaluations.
+"""Draw the figures of a report: days over GPUs, GPU-hours of plans, what was learned, and scores of evaluations.
 
-matplotlib is imported only when there is something to draw.
+matplotlib is imported only when there is something to draw. A function that finds nothing to draw raises UserError.
 """
+import io
+import json
 import math
 import textwrap
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from sdbench.costs import Prices, days_to_train, price_of
+from sdbench.costs import SECONDS_PER_DAY, Prices, days_to_train, price_of
 from sdbench.errors import UserError
 from sdbench.gpus import short_name
-from sdbench.records.figures import cell
+from sdbench.records.figures import cell, days_in_words, rounded
 from sdbench.records.read import EVALUATED, EXTRAPOLATED, MEASURED, OF_LOSSES, WITH_FIGURES
 from sdbench.records.setup import SETTINGS, VERSIONS
 from sdbench.records.status import FORECAST
 from sdbench.report.markdown import differing, names_of_lines, settings_in_words, settings_of_recipes
-from sdbench.report.plans import CORRECTED
+from sdbench.report.plans import CORRECTED, PartOfPlan, gpus_of
 from sdbench.report.speeds import one_of_each_number
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
@@ -27,22 +31,78 @@ MARKERS = 'os^Dv<>ph*P'
 LINE_INCHES = 0.2  # of text
 CAPTION_CHARACTERS = 130
 TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen', 'loss': 'eval loss',
-          'dollars': 'dollars'}
+          'dollars': 'dollars', 'guidance': 'guidance'}
+DECIMALS = {'fid': 2, 'clip_score': 2, 'images_seen': 0, 'loss': 4, 'dollars': 2, 'guidance': 1}
 PANEL_INCHES = 4.8
 BIG_TEXT = 14  # points, in a picture that is shown at half its size
 HATCHES = {FORECAST: '///', CORRECTED: 'xxx', MEASURED: None}  # of a part of a plan
 PANEL_CHARACTERS = 60  # of a line of text above or below a panel
+SVG = 'http://www.w3.org/2000/svg'
 
 
-def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
-    """Write a picture of days over the number of GPUs, both logarithmic, with a line for each setting.
+def save(figure: Any, path: str) -> None:
+    """Write a figure to a file, whose suffix is its format."""
+    keep_dollars(figure)
+    if path.lower().endswith('.svg'):
+        Path(path).write_text(svg_of(figure))
+    else:
+        figure.savefig(path, dpi=160)
+
+
+def keep_dollars(figure: Any) -> None:
+    """Keep matplotlib from reading what stands between two dollar signs as TeX, which a name in a record may have."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+
+
+def set_hover(artist: Any, texts: Iterable[str]) -> None:
+    """Set the texts that the points of a line, or a bar, show on hover in an SVG file. `svg_of` reads them."""
+    texts = list(texts)
+    if texts:  # a line without points has none
+        artist.set_gid(json.dumps(texts))
+
+
+def svg_of(figure: Any) -> str:
+    """Return a figure as SVG, in which text stays text and points have the texts that `set_hover` gave them."""
+    from matplotlib import rc_context
+
+    keep_dollars(figure)
+    file = io.StringIO()
+    fonts = ['DejaVu Sans', 'Verdana', 'Arial']  # a reader's machine has one of them
+    with rc_context({'svg.fonttype': 'none', 'font.sans-serif': fonts}):
+        figure.savefig(file, format='svg', metadata={'Date': None})
+    ElementTree.register_namespace('', SVG)
+    ElementTree.register_namespace('xlink', 'http://www.w3.org/1999/xlink')
+    root = ElementTree.fromstring(file.getvalue())
+    for group in list(root.iter(f'{{{SVG}}}g')):
+        name = group.attrib.pop('id', '')  # nothing refers to a group, and a page may have several figures
+        if name.startswith('['):
+            points = list(group.iter(f'{{{SVG}}}use')) or [group]  # each point of a line, or the bar
+            for point, text in zip(points, json.loads(name), strict=True):
+                ElementTree.SubElement(point, f'{{{SVG}}}title').text = text
+    return ElementTree.tostring(root, encoding='unicode')
+
+
+def words_of_point(row: pd.Series, name: str) -> str:
+    """Return what a point of days or a part of a plan is: GPUs, speed, days, dollars, status and date."""
+    speed = f'{rounded(row["images_per_sec"], 1)} images/s'
+    if pd.notna(row['images_per_sec_least']):
+        speed += f' ({rounded(row["images_per_sec_least"], 1)} to {rounded(row["images_per_sec_most"], 1)})'
+    days = days_in_words(row['days'], ' days') if pd.notna(row['days']) else ''
+    words = [gpus_of(row), name, speed, days, cell('cost_usd', row['cost_usd']), row['status'], row['date'][:10]]
+    return '\n'.join(filter(None, words))
+
+
+def draw_days(rows: pd.DataFrame, training_images: int) -> Any:
+    """Draw days over the number of GPUs, both logarithmic, with a line for each setting.
 
     Each GPU model has one color. Points that were measured are filled. Those that were extrapolated or forecast are
     hollow, a forecast with its range where it is known. A cross marks GPUs on which a run failed or was not reliable. A
     dashed line shows what each setting would reach if its speed grew as its GPUs do.
 
     Args:
-        path: of the picture, whose suffix is its format.
         rows: the table of trainings; those without days are only marked.
         training_images: images of a training, which the days are for.
 
@@ -54,11 +114,11 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     doubtful = rows[~rows['status'].isin(WITH_FIGURES)]
     rows = rows[rows['days'].notna()]
     if rows.empty:
-        raise UserError(f'--figure {path}: no training in these records has days; of the model tiny, '
-                        '--training_images asks for them')
+        raise UserError('no training in these records has days; of the model tiny, --training_images asks for them')
     rows = rows.assign(is_forecast=rows['status'] == FORECAST, is_extrapolated=rows['status'] == EXTRAPOLATED)
     rows = one_of_each_number(rows.sort_values('is_extrapolated', kind='stable'), ['is_forecast', 'setting'])
-    rows['days'] = days_to_train(rows['images_per_sec'], training_images)
+    days = days_to_train(rows['images_per_sec'], training_images)
+    rows = rows.assign(days=days, cost_usd=rows['cost_usd'] * days / rows['days'])
     lines = [points for _, points in rows.groupby(['is_forecast', 'setting'], sort=False)]
     lines.sort(key=lambda points: -points['days'].iloc[0])  # the legend stands in the order of the lines
 
@@ -89,7 +149,7 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
         axes.plot([], [], 'x', color='red', label='a run here failed or was not reliable')
     axes.plot([], [], '--', color='black', linewidth=0.8, label='ideal: twice the GPUs, half the days')
     set_axes_of_days(axes, rows, training_images)
-    figure.savefig(path, dpi=160)
+    return figure
 
 
 def names_of_days(lines: list[pd.DataFrame]) -> list[str]:
@@ -129,7 +189,9 @@ def mark_doubtful(axes: Any, points: pd.DataFrame, doubtful: pd.DataFrame, train
         if days is None and run['images_per_sec'] > 0:
             days = days_to_train(run['images_per_sec'], training_images)
         if days is not None:
-            axes.plot([run['num_devices']], [days], 'x', color='red', markersize=9, markeredgewidth=2, zorder=3)
+            [cross] = axes.plot([run['num_devices']], [days], 'x', color='red', markersize=9, markeredgewidth=2,
+                                zorder=3)
+            set_hover(cross, [f'{gpus_of(run)}\n{run["notes"]}\n{run["date"][:10]}'.strip()])
 
 
 def set_axes_of_days(axes: Any, rows: pd.DataFrame, training_images: int) -> None:
@@ -157,21 +219,23 @@ def draw_line_of_days(axes: Any, points: pd.DataFrame, label: str, color: str, m
     # filled if measured, else hollow
     is_measured = points['status'] == MEASURED
     face = color if is_measured.any() else 'white'
-    axes.plot(gpus, days, f'{marker}-', color=color, markerfacecolor=face, linewidth=1.2, label=label)
-    axes.plot(gpus[~is_measured], days[~is_measured], marker, color=color, markerfacecolor='white')
+    words = pd.Series([words_of_point(point, label) for _, point in points.iterrows()], points.index)
+    [line] = axes.plot(gpus, days, f'{marker}-', color=color, markerfacecolor=face, linewidth=1.2, label=label)
+    set_hover(line, words)
+    [hollow] = axes.plot(gpus[~is_measured], days[~is_measured], marker, color=color, markerfacecolor='white')
+    set_hover(hollow, words[~is_measured])
 
     # days are in inverse proportion to the speed
     axes.vlines(gpus, days * speeds / points['images_per_sec_most'],
                 days * speeds / points['images_per_sec_least'], color=color, linewidth=1.2, zorder=1)
 
 
-def draw_plan(path: str, plans: pd.DataFrame, apart: list[str], title: str) -> None:
-    """Write a picture of plans: a bar of GPU-hours for each, in its parts, with the dollars at its end.
+def draw_plan(plans: pd.DataFrame, apart: list[str], title: str) -> Any:
+    """Draw plans: a bar of GPU-hours for each, in its parts, with the dollars at its end.
 
     What was forecast is hatched, crosswise where a measurement corrected it, and what was measured is full.
 
     Args:
-        path: of the picture.
         plans: the table of plans.
         apart: the settings by which they are told apart.
         title: what is planned.
@@ -184,7 +248,7 @@ def draw_plan(path: str, plans: pd.DataFrame, apart: list[str], title: str) -> N
     # the first plan stands at the top
     plans = plans[plans['total_gpu_hours'].notna()]
     if plans.empty:
-        raise UserError(f'--figure {path}: a plan on CPUs has no GPU-hours')
+        raise UserError('a plan on CPUs has no GPU-hours')
     names = []
     for _, plan in plans.iterrows():
         how = wrapped(settings_in_words(plan, apart), 40)
@@ -201,10 +265,13 @@ def draw_plan(path: str, plans: pd.DataFrame, apart: list[str], title: str) -> N
             hours = part.days * 24 * plan.num_devices
             hatch = HATCHES[part.status]
             face = 'white' if hatch else color
-            axes.barh(position, hours, left=start, height=0.6, color=face, edgecolor=color, hatch=hatch, linewidth=1.5)
+            bar = axes.barh(position, hours, left=start, height=0.6, color=face, edgecolor=color, hatch=hatch,
+                            linewidth=1.5)
+            set_hover(bar[0], [words_of_part(plan, part)])
             start += hours
         cost = cell('cost_usd', plan.cost_usd)
-        axes.annotate(f' {cost or "no price"}', (start, position), va='center', fontsize=BIG_TEXT)
+        axes.annotate(cost or 'no price', (start, position), (5, 0), textcoords='offset points', va='center',
+                      fontsize=BIG_TEXT)
 
     # axes and legend, in letters that can be read at half the size
     axes.set_yticks(range(len(plans)), names, fontsize=BIG_TEXT)
@@ -221,17 +288,28 @@ def draw_plan(path: str, plans: pd.DataFrame, apart: list[str], title: str) -> N
             marks.append(Patch(facecolor='white' if hatch else 'black', edgecolor='black', hatch=hatch, label=status))
     figure.legend(handles=marks, loc='outside upper left', ncols=4, frameon=False, fontsize=BIG_TEXT)
     figure.supxlabel(wrapped(title, CAPTION_CHARACTERS * 9 // BIG_TEXT), x=0.01, ha='left', fontsize=BIG_TEXT)
-    figure.savefig(path, dpi=160)
+    return figure
 
 
-def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
-    """Write a picture of the loss on --eval_remote over images seen, and over dollars where these are known.
+def words_of_part(plan: Any, part: PartOfPlan) -> str:
+    """Return what a bar of a plan is: GPUs, part, speed, days with their range, dollars, status and date."""
+    speeds = [part.images / days / SECONDS_PER_DAY for days in (part.days, part.most, part.least)]
+    figures = dict(zip(('images_per_sec', 'images_per_sec_least', 'images_per_sec_most'), speeds, strict=True))
+    if part.most == part.least:
+        figures['images_per_sec_least'] = math.nan  # measured or corrected: it has no range
+    row = pd.Series({'device': plan.device, 'num_devices': plan.num_devices, 'input': plan.input, 'days': part.days,
+                     'cost_usd': part.days * 24 * plan.num_devices * plan.price, 'status': part.status,
+                     'date': part.date} | figures)
+    return words_of_point(row, f'{part.name} {part.size} px')
+
+
+def draw_learned(records: pd.DataFrame, prices: Prices) -> Any:
+    """Draw the loss on --eval_remote over images seen, and over dollars where these are known.
 
     A training is one line, with the runs that resumed one another, and its dollars grow as its images do. Those whose
     losses cannot be compared are in panels of their own.
 
     Args:
-        path: of the picture.
         records: the rows of all records.
         prices: of GPUs, instead of those of the records.
 
@@ -245,7 +323,7 @@ def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
             rows.append(training.to_dict() | {'images_seen': images, 'loss': loss, 'dollars': images * dollars,
                                               'save_folder': str(training['record'].get('save_folder', ''))})
     if not rows:
-        raise UserError(f'--learned {path}: no training in these records was evaluated; --eval_remote does it')
+        raise UserError('no training in these records was evaluated; --eval_remote does it')
     rows = pd.DataFrame(rows)
     panels = []
     for _, comparable in rows.groupby(OF_LOSSES, sort=False):
@@ -253,7 +331,7 @@ def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
         for across in ('images_seen', 'dollars'):
             if comparable[across].notna().any():
                 panels.append(Panel(comparable, across, 'loss', [*SETTINGS, 'save_folder', 'training'], title))
-    draw_panels(path, panels, 'No panel of dollars: no run was on a GPU.' if rows['on_cpu'].all() else '')
+    return draw_panels(panels, 'No panel of dollars: no run was on a GPU.' if rows['on_cpu'].all() else '')
 
 
 def dollars_an_image(training: pd.Series, prices: Prices) -> float:
@@ -272,15 +350,14 @@ def dollars_an_image(training: pd.Series, prices: Prices) -> float:
     return dollars / (record['trained_batches'] * record['batch_size'])
 
 
-def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
-    """Write a picture of a table of scores.
+def draw_quality(rows: pd.DataFrame, caption: str) -> Any:
+    """Draw a table of scores.
 
     One panel shows FID against CLIP score, a line for each checkpoint over its guidance scales. Two show FID and CLIP
     score against the images of the training, a line for each model and guidance scale. Scores that differ in one of
     their settings in EVALUATED are never on one line. The notes of the scores stand below.
 
     Args:
-        path: of the picture.
         rows: the table.
         caption: text below the panels.
 
@@ -291,8 +368,8 @@ def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
         panels.append(Panel(rows, 'images_seen', score, [*EVALUATED, 'guidance']))
     panels = [panel for panel in panels if len(rows.dropna(subset=[panel.across, panel.up]))]
     if not panels:
-        raise UserError(f'--quality {path}: no evaluation has both scores, or the images of its training')
-    draw_panels(path, panels, '\n'.join([caption, *filter(None, rows['notes'].unique())]))
+        raise UserError('no evaluation has both scores, or the images of its training')
+    return draw_panels(panels, '\n'.join([caption, *filter(None, rows['notes'].unique())]))
 
 
 class Panel(NamedTuple):
@@ -312,8 +389,8 @@ class Panel(NamedTuple):
     title: str = ''
 
 
-def draw_panels(path: str, panels: list[Panel], caption: str) -> None:
-    """Write a picture of panels, with a caption below them."""
+def draw_panels(panels: list[Panel], caption: str) -> Any:
+    """Draw panels side by side, with a caption below them."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -330,8 +407,9 @@ def draw_panels(path: str, panels: list[Panel], caption: str) -> None:
             label = [name]
             if across == 'clip_score':
                 label.append('guidance ' + ', '.join(f'{scale:g}' for scale in points['guidance']))
-            axes.plot(points[across], points[up], marker='o', markersize=4, color=color,
-                      label=wrapped(', '.join(filter(None, label)), PANEL_CHARACTERS))
+            [line] = axes.plot(points[across], points[up], marker='o', markersize=4, color=color,
+                               label=wrapped(', '.join(filter(None, label)), PANEL_CHARACTERS))
+            set_hover(line, [words_of_result(point, name, (across, up)) for _, point in points.iterrows()])
 
         # axes, and the legend below them
         axes.set_title(wrapped(title, PANEL_CHARACTERS), fontsize=9)
@@ -346,7 +424,17 @@ def draw_panels(path: str, panels: list[Panel], caption: str) -> None:
             most_lines = max(most_lines, '\n'.join(labels).count('\n') + 1)
         axes.spines[['top', 'right']].set_visible(False)
     figure.set_size_inches(PANEL_INCHES * max(1.4, len(panels)), PANEL_INCHES + LINE_INCHES * most_lines)
-    figure.savefig(path, dpi=160)
+    return figure
+
+
+def words_of_result(row: pd.Series, name: str, keys: Sequence[str]) -> str:
+    """Return what a point of a panel is: GPUs, the name of its line, its figures, and the date of its record."""
+    gpus = gpus_of(row) if 'num_devices' in row else row['model']  # of a training, or of an evaluation
+    figures = [f'{TITLES[key]} {rounded(row[key], DECIMALS[key])}' for key in keys]
+    for key in ('guidance', 'dollars'):
+        if key not in keys and pd.notna(row.get(key)):
+            figures.append(f'{TITLES[key]} {rounded(row[key], DECIMALS[key])}')
+    return '\n'.join(filter(None, [gpus, name, *figures, str(row['record'].get('date', ''))[:10]]))
 
 
 def colors_of(lines: int) -> Sequence:

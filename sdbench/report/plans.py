@@ -35,6 +35,8 @@ MILESTONE_IMAGES = 4_020_000  # at a batch of 2,048, until the FID of MLPerf's r
 MILESTONE_SIZE = '512'  # pixels
 MOST_CHECKS = 4  # plans for which the time until then is said
 RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
+FORECAST_ERROR = (f'Forecasts were off by up to {LARGEST_ERROR:.0%} on published speeds that were not used to fit them, '
+                  'and errors may be larger for setups unlike any published one.')
 Corrections = dict[tuple[str, str, str], float]  # by GPU, --compile and network, what forecasts are multiplied by
 
 
@@ -49,6 +51,7 @@ class PartOfPlan(NamedTuple):
         least: the fewest days that they may take; NaN where the forecast is not tested.
         most: the most days.
         status: of the record that the speed is from, or CORRECTED.
+        date: of that record; '' where it does not say.
     """
     name: str
     size: str
@@ -57,6 +60,7 @@ class PartOfPlan(NamedTuple):
     least: float
     most: float
     status: str
+    date: str
 
 
 def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, str, list[str]]:
@@ -313,9 +317,9 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
     first = runs.iloc[0]
     work = []
     for images, size in settings.encode if first['input'] == 'latents' else ():
-        speed, status = speed_of_encoding(first, records, size)
+        speed, status, date = speed_of_encoding(first, records, size)
         if status:
-            work.append(('encode', size, images, (speed, math.nan, math.nan), status, 0))
+            work.append(('encode', size, images, (speed, math.nan, math.nan), status, date, 0))
     for images, size in phases:
         # by the newest forecast; where there are measurements, by the fastest of the newest of each microbatch
         of_size = runs[runs['image_size'] == size]
@@ -324,12 +328,13 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
         speeds = run['images_per_sec'], run['images_per_sec_most'], run['images_per_sec_least']
         interval = str(run['record'].get('save_interval', ''))
         batches = to_batches(interval) if interval.endswith('ba') else LONGEST_INTERVAL
-        work.append(('train', size, images, speeds, run['status'], batches * run['record'].get('batch_size', 1)))
+        unsaved = batches * run['record'].get('batch_size', 1)
+        work.append(('train', size, images, speeds, run['status'], run['date'], unsaved))
 
     # its days; each loss of a machine costs half of what is trained between two checkpoints, and a restart
     parts = []
     hours = (settings.hours_between_losses or 0) / machines_of(first)  # whichever machine is lost
-    for name, size, images, speeds, status, unsaved in work:
+    for name, size, images, speeds, status, date, unsaved in work:
         factor = correction_of(first, name, corrections)
         if status == MEASURED:
             speeds = speeds[:1] * 3
@@ -345,12 +350,12 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
                                 'with a shorter --save_interval')
             if hours:
                 days[number] *= hours / (hours - lost)
-        parts.append(PartOfPlan(name, size, images, *days, status))
+        parts.append(PartOfPlan(name, size, images, *days, status, date))
     return parts
 
 
-def speed_of_encoding(run: pd.Series, records: pd.DataFrame, size: str) -> tuple[float, str]:
-    """Return how fast the GPUs of a training encode images of a size, and the status of that, '' where it is not known.
+def speed_of_encoding(run: pd.Series, records: pd.DataFrame, size: str) -> tuple[float, str, str]:
+    """Return how fast the GPUs of a training encode images of a size, with status and date; '' where it is not known.
 
     It is of the same model and GPU: the newest measurement of encode.py, or else the newest forecast with the same
     switches of speed; on any number of GPUs, since these share no work.
@@ -358,12 +363,12 @@ def speed_of_encoding(run: pd.Series, records: pd.DataFrame, size: str) -> tuple
     of_model = records[(records['image_size'] == size) & (records[SAME_MODEL] == run[SAME_MODEL]).all(axis='columns')]
     measured = of_model[(of_model['stage'] == 'encode') & (of_model['status'] == MEASURED)]
     for _, row in measured[::-1].iterrows():  # the newest is the last
-        return row['images_per_sec'] / row['num_devices'] * run['num_devices'], MEASURED
+        return row['images_per_sec'] / row['num_devices'] * run['num_devices'], MEASURED, row['date']
     for _, row in of_model[of_model['status'] == FORECAST][::-1].iterrows():
         speed = row['record'].get('encode_images_per_sec')
         if speed is not None and (row[SAME_SWITCHES] == run[SAME_SWITCHES]).all():
-            return speed / row['num_devices'] * run['num_devices'], FORECAST
-    return math.nan, ''
+            return speed / row['num_devices'] * run['num_devices'], FORECAST, row['date']
+    return math.nan, '', ''
 
 
 def told_apart_by(plans: pd.DataFrame) -> list[str]:
@@ -408,8 +413,8 @@ def within_limits(plans: pd.DataFrame, apart: list[str], max_dollars: float | No
                   ) -> tuple[pd.DataFrame, list[str]]:
     """Return the plans that keep within dollars and days, and in sentences how near each is, and how sure that is.
 
-    Plans are named by `apart`. Where none keeps within, all are returned, and a sentence says which comes nearest. A
-    limit that is None is none; a plan without a price keeps within no dollars.
+    Plans are named by `apart`. Where none keeps within, all are returned, and a sentence and the column `is_nearest`
+    say which comes nearest. A limit that is None is none; a plan without a price keeps within no dollars.
     """
     # what share of each limit a plan takes, and of the limit that it is nearest to
     shares = {}
@@ -429,6 +434,7 @@ def within_limits(plans: pd.DataFrame, apart: list[str], max_dollars: float | No
     if kept.empty:
         sentence = f'No plan is within {limits}; see "Within a budget" in docs/planning.md. The nearest'
         named = plans.loc[nearest.nsmallest(1).index]
+        plans = plans.assign(is_nearest=plans.index.isin(named.index))
 
     # how near these are, and by how much what was measured passes them
     is_measured = pd.Series([MEASURED in {part.status for part in parts} for parts in plans['parts']], plans.index)
@@ -445,9 +451,7 @@ def within_limits(plans: pd.DataFrame, apart: list[str], max_dollars: float | No
 
     # how sure that is
     if any(part.status != MEASURED for parts in kept['parts'] for part in parts):
-        sentences.append(f'Measure plans close to a limit first: forecasts were off by up to {LARGEST_ERROR:.0%} on '
-                         'published speeds that were not used to fit them, and errors may be larger for setups unlike '
-                         'any published one.')
+        sentences.append(f'Measure plans close to a limit first. {FORECAST_ERROR}')
     return plans if kept.empty else kept, sentences
 
 

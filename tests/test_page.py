@@ -1,0 +1,149 @@
+"""Claims about the page of report.py --html: in the file itself, and in Chromium without a network."""
+import csv
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+import report
+from tests.browser import CHROMIUM, browser
+from tests.runs import ROOT, one_error_line
+
+PUBLISHED = ROOT / 'published.csv'
+HTML = '<script>alert("a stranger\'s")</script><img src="https://example.com/$^{$.png">'
+H200 = {'device': 'NVIDIA H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0, 'program': HTML,
+        'date': '2026-01-02'}
+DOUBTFUL = H200 | {'num_devices': 16, 'drift': 0.5}
+FAILED = H200 | {'status': 'failed', 'error': HTML, 'images_per_sec': None}
+FORECAST = {'status': 'forecast', 'device': 'NVIDIA B200', 'num_devices': 8, 'image_size': 512, 'model_name': 'sd2',
+            'images_per_sec': 1000.0, 'images_per_sec_least': 900.0, 'images_per_sec_most': 1100.0}
+TRAINED = H200 | {'max_duration': '2ba', 'eval_remote': 'held-out', 'batch_size': 100, 'eval_batch': 2,
+                  'trained_batches': 2, 'gpu_hours': 1.0}
+
+
+@pytest.fixture
+def page(tmp_path):
+    """Calls report.py with records and flags, and returns the path of its page."""
+    pytest.importorskip('itables', reason='needs itables: pip install itables')
+
+    def page(*arguments):
+        records = tmp_path / 'records.jsonl'
+        records.write_text(''.join(json.dumps(record) + '\n' for record in arguments if isinstance(record, dict)))
+        flags = [str(argument) for argument in arguments if not isinstance(argument, dict)]
+        report.main([str(records), *flags, '--html', str(tmp_path / 'page.html')])
+        return tmp_path / 'page.html'
+    return page
+
+
+def body_of(path) -> str:
+    """Return what a page shows, without the style and the library of its tables."""
+    return path.read_text().partition('<main>')[2].partition('</footer>')[0]
+
+
+def hovers_of(body: str) -> list[str]:
+    """Return the texts that the points of all figures show on hover."""
+    found = []
+    for figure in re.findall('<svg .*?</svg>', body, re.DOTALL):
+        found += [title.text for title in ElementTree.fromstring(figure).iter('{http://www.w3.org/2000/svg}title')]
+    return found
+
+
+def test_a_missing_itables_is_one_line_that_says_how_to_install_it(tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, 'itables', None)
+    line = one_error_line([str(PUBLISHED), '--html', str(tmp_path / 'page.html')], capfd, report.main)
+    assert 'an HTML page needs itables' in line and 'pip install itables' in line
+
+
+def test_what_a_stranger_wrote_into_a_record_is_text_on_the_page_and_in_its_figures(page):
+    path = page(H200, DOUBTFUL, FAILED, H200 | {'device': f'NVIDIA {HTML}', 'program': 'other'})
+    assert '<script>alert' not in path.read_text() and '<img' not in path.read_text()
+    assert HTML in ''.join(ElementTree.fromstring(re.search('<svg .*?</svg>', body_of(path), re.DOTALL)[0]).itertext())
+    assert path.read_text().count('<script') == 1
+
+
+def test_the_verdict_of_a_plan_says_which_gpus_what_it_costs_how_sure_that_is_and_what_to_do_first(page):
+    body = body_of(page(FORECAST, H200 | {'model_name': 'sd2', 'program': None}, '--phase', '864000000@512',
+                        '--dollars_per_gpu_hour', 'B200=5', 'H200=9'))
+    assert '<h1>Cheapest and fastest: 8 x B200, $9,600, 10.00 days</h1>' in body
+    assert 'How sure: forecast, 9.09 to 11.11 days. Forecasts were off by up to' in body
+    assert 'First run make smoke on a machine with this GPU (B200)' in body
+    part = '8 x B200\ntrain 512 px\n1,000.0 images/s (900.0 to 1,100.0)\n10.00 days\n$9,600\nforecast'
+    assert part in hovers_of(body)
+
+
+def test_the_plan_that_is_nearest_to_a_limit_that_none_keeps_is_the_verdict_and_is_marked(page):
+    path = page({**FORECAST, 'images_per_sec': 500.0}, H200 | {'model_name': 'sd2', 'program': None},
+                '--phase', '864000000@512', '--max_days', 1, '--dollars_per_gpu_hour', 'B200=1', 'H200=9')
+    body = body_of(path)
+    assert '<h1>Nearest to the limits and fastest: 8 x H200' in body
+    assert '<li>No plan is within 1 days; ' in body
+    assert re.findall('<tr class="marked *">.*?<th[^>]*>(.*?)</th>', body, re.DOTALL) == ['B200', 'H200']
+
+
+def test_the_verdict_of_trainings_names_the_one_with_the_lowest_loss_and_its_settings(page):
+    better, worse = (TRAINED | {'learning_rate': rate, 'eval_loss': loss, 'evaluations': [[100, 0.5], [200, loss]]}
+                     for rate, loss in ((1e-3, 0.25), (1e-2, 0.35)))
+    body = body_of(page(worse | {'images_per_sec': 900.0}, better))
+    assert '<h1>Lowest eval loss: 8 x H200, 0.2500 eval loss' in body
+    assert '<li>Settings: learning rate 0.001.</li>' in body
+    assert 'images seen 200\neval loss 0.2500\ndollars 2.00\n2026-01-02' in '\n'.join(hovers_of(body))
+
+
+def test_the_verdict_of_evaluations_names_the_lowest_fid_and_not_the_checkpoint_that_cost_least(page):
+    first = {'stage': 'evaluate', 'model': 'kept/ep0-ba1000-rank0.pt', 'trained_batches': 1000, 'images_seen': 100,
+             'training': {'gpu_hours': 1.0, 'device': 'NVIDIA H200'},
+             'scores': [{'guidance': 4, 'fid': 70.0, 'clip_score': 15.0}]}
+    later = first | {'model': 'kept/ep0-ba2000-rank0.pt', 'trained_batches': 2000, 'images_seen': 200,
+                     'training': {'gpu_hours': 2.0, 'device': 'NVIDIA H200'},
+                     'scores': [{'guidance': 4, 'fid': 30.0, 'clip_score': 25.0}]}
+    body = body_of(page(first, later))
+    assert '<h1>Lowest FID: kept, guidance 4, 30.00 FID, 25.00 CLIP score, $4.00</h1>' in body
+    assert 'heapest' not in body
+    only_clip = first | {'scores': [{'guidance': 4, 'clip_score': 15.0}]}
+    assert '<h1>kept, guidance 4, 15.00 CLIP score, $2.00</h1>' in body_of(page(only_clip))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(CHROMIUM is None, reason='needs Chromium: apt-get install chromium')
+def test_in_chromium_the_page_requests_nothing_and_its_tables_sort_and_filter(page, tmp_path):
+    pytest.importorskip('websockets', reason='needs websockets: pip install websockets')
+    path = page(PUBLISHED, H200, DOUBTFUL, FAILED)
+    with open(PUBLISHED) as file:
+        published = list(csv.DictReader(file))
+    with browser(tmp_path / 'profile') as tab:
+        tab.open(path)
+
+        def rows(heading: str) -> list[str]:
+            """Return the cells of a column, as they stand."""
+            headings = tab.run('[...document.querySelectorAll("thead th .dt-column-title")].map(x => x.textContent)')
+            return tab.run('[...document.querySelectorAll("tbody tr")].map(row => '
+                           f'row.cells[{headings.index(heading)}].textContent)')
+
+        # the figures are those of the records
+        assert tab.run('document.querySelectorAll("th:not([scope])").length') == 0
+        speeds = [float(speed.replace(',', '')) for speed in rows('images/s') if speed]
+        recorded = [float(record['images_per_sec']) for record in published]
+        assert sorted(speeds) == sorted(round(speed, 1) for speed in (*recorded, 800.0, 800.0))
+        doubtful = tab.run('[...document.querySelectorAll("tr.doubtful")].map(row => row.innerText)')
+        assert [words in row for words, row in zip((HTML[:20], 'not reliable'), doubtful, strict=True)] == [True, True]
+
+        # a click on a heading sorts by its numbers, and on one line of its list filters
+        press = '[...document.querySelectorAll("{}")].find(found => found.textContent.trim() == "{}").click()'
+        tab.run(press.format('thead .dt-column-title', 'images/s'))
+        shown = [float(speed.replace(',', '')) for speed in rows('images/s') if speed]
+        assert shown == sorted(speeds)
+        tab.run('document.querySelector("thead .dtcc-button").click()')
+        tab.run(press.format('.dtcc-list-buttons button', 'H200'))
+        assert set(rows('GPU')) == {'H200'} and len(rows('GPU')) == 3
+
+        # what a mouse meets at the first point of the published line
+        hover = tab.run('(() => { const point = document.querySelector("use > title").parentElement;'
+                        'point.scrollIntoView({block: "center"}); const box = point.getBoundingClientRect();'
+                        'const found = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);'
+                        'return found.querySelector("title").textContent })()')
+        assert hover.startswith('8 x A100 40GB on images\n')
+        assert hover.endswith('\n128.2 images/s\n258.85 days\n$99,400\nmeasured')
+        assert tab.requests() == [path.as_uri()]
+        assert tab.console() == []
