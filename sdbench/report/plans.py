@@ -35,8 +35,8 @@ MILESTONE_IMAGES = 4_020_000  # at a batch of 2,048, until the FID of MLPerf's r
 MILESTONE_SIZE = '512'  # pixels
 MOST_CHECKS = 4  # plans for which the time until then is said
 RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
-FORECAST_ERROR = (f'Forecasts were off by up to {LARGEST_ERROR:.0%} on published speeds that were not used to fit them, '
-                  'and errors may be larger for setups unlike any published one.')
+FORECAST_ERROR = (f'Forecasts were off by up to {LARGEST_ERROR:.0%} on published speeds that were not used to fit '
+                  'them, and errors may be larger for setups unlike any published one.')
 Corrections = dict[tuple[str, str, str], float]  # by GPU, --compile and network, what forecasts are multiplied by
 
 
