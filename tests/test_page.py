@@ -78,7 +78,7 @@ def test_the_plan_that_is_nearest_to_a_limit_that_none_keeps_is_the_verdict_and_
                 '--phase', '864000000@512', '--max_days', 1, '--dollars_per_gpu_hour', 'B200=1', 'H200=9')
     body = body_of(path)
     assert '<h1>Nearest to the limits and fastest: 8 x H200' in body
-    assert '<li>No plan is within 1 days; ' in body
+    assert '<li>No plan is within 1 day; ' in body
     assert re.findall('<tr class="marked *">.*?<th[^>]*>(.*?)</th>', body, re.DOTALL) == ['B200', 'H200']
 
 

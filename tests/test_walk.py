@@ -29,6 +29,7 @@ def lines_shown(cell: dict) -> list[str]:
         line = re.sub(r'/\S*/walk-\w+/', '', line)
         line = re.sub(r'(device|on \d+ x) [^,]+', r'\1 CPU', line)
         line = re.sub(r'git_commit \S+', 'git_commit', line)
+        line = re.sub(r'-[0-9a-f]{12}\b', '', line)  # the id of a training
         lines.append(re.sub(r'\d[\d.,e-]*', '#', line))
     return sorted(lines)  # `run_forked` has the standard error after the standard output
 
