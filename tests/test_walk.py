@@ -24,7 +24,7 @@ def lines_shown(cell: dict) -> list[str]:
     printed = ''.join(''.join(output['text']) for output in cell['outputs'] if output['output_type'] == 'stream')
     lines = []
     for line in printed.splitlines():
-        if line.startswith('|') or ' left' in line or line.startswith('change '):
+        if line.startswith('|') or ' left' in line or line.startswith(('change ', 'wait for data')):
             continue
         line = re.sub(r'/\S*/walk-\w+/', '', line)
         line = re.sub(r'(device|on \d+ x) [^,]+', r'\1 CPU', line)
