@@ -19,12 +19,14 @@ FEWER = {'600ba': '40ba', '150ba': '10ba', '40ba': '2ba', '120ba': '30ba'}  # ba
 def lines_shown(cell: dict) -> list[str]:
     """Return the sorted lines that a cell prints, without the numbers, names and places that differ from run to run.
 
-    Lines of progress and rows of tables are left out: how many there are, and which columns, follows from the speed.
+    Lines of progress, rows of tables and the notes on these are left out: how many there are, and which columns,
+    follows from the speed.
     """
     printed = ''.join(''.join(output['text']) for output in cell['outputs'] if output['output_type'] == 'stream')
+    printed = re.sub(r'All rows: .*?(?=\n\n|\Z)', lambda found: ' '.join(found[0].split()), printed, flags=re.DOTALL)
     lines = []
     for line in printed.splitlines():
-        if line.startswith('|') or ' left' in line or line.startswith(('change ', 'wait for data')):
+        if ' left' in line or re.match(r'\||change |wait for data|[0-9]+: |   ', line):
             continue
         line = re.sub(r'/\S*/walk-\w+/', '', line)
         line = re.sub(r'(device|on \d+ x) [^,]+', r'\1 CPU', line)
