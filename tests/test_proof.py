@@ -96,3 +96,9 @@ def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_
     corrections, _ = find_corrections(rows, {*zip(rows['device'], rows['compile'], strict=True)})
     assert len(corrections) == 1
     assert pages == [[str(tmp_path / 'results.jsonl'), '--html', str(tmp_path / 'results.html')]]
+
+    # a forecast that fails is a failure of the command
+    status = {'--dry_run': 2}
+    monkeypatch.setattr(proof.subprocess, 'run', lambda command, **_: subprocess.CompletedProcess(
+        command, max(status.get(word, 0) for word in command), ''))
+    assert proof.smoke(Machine(8, A100, 39.4, False)) == 1

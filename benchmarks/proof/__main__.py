@@ -193,8 +193,11 @@ def run_step(program: tuple[str, ...], machine: Machine) -> list[dict]:
             records.append({'stage': 'proof', 'status': 'failed', 'error': ': '.join([error, *said[-1:]])[:500],
                             'output': '\n'.join(lines)[-3000:]})
         elif is_measurement and records[0]['device'] in CARDS:
-            run([sys.executable, *forecast_command(records[0], str(out))], log)
+            error = run([sys.executable, *forecast_command(records[0], str(out))], log)
             records = lines_of(out)
+            if error:
+                records.append({'stage': 'proof', 'status': 'failed', 'error': f'the forecast of this run: {error}',
+                                'output': log.read_text(errors='replace')[-3000:]})
     return records
 
 
@@ -263,8 +266,10 @@ def smoke(machine: Machine) -> int:
     """Run the first steps of speed by benchmark.py itself, and print the ratio of two; return 1 if one failed, else 0.
 
     On GPUs that are known the forecast of each run follows its record in results.jsonl, so that the two correct a plan.
+    A forecast that fails counts as a failure, too.
     """
     speeds = {}
+    forecasts_failed = False
     steps = smoke_steps(machine)
     for name, program in steps.items():
         command = [*machine.launch(*program), '--results', str(RESULTS)]
@@ -273,8 +278,9 @@ def smoke(machine: Machine) -> int:
             record = json.loads(RESULTS.read_text().splitlines()[-1])
             speeds[name] = record['images_per_sec']
             if record['device'] in CARDS:
-                subprocess.run([sys.executable, *forecast_command(record, str(RESULTS))], cwd=ROOT,
-                               stdout=subprocess.DEVNULL)
+                forecast = subprocess.run([sys.executable, *forecast_command(record, str(RESULTS))], cwd=ROOT,
+                                          stdout=subprocess.DEVNULL)
+                forecasts_failed = forecasts_failed or forecast.returncode != 0
     if len(speeds) == 2:
         print(comparison(speeds, machine.gib))
     page = RESULTS.with_suffix('.html')
@@ -284,7 +290,7 @@ def smoke(machine: Machine) -> int:
     print('To try other flags: source .venv/bin/activate, then repeat the command with them')
     if machine.gpus:
         print(f'A plan that these speeds correct: {PLAN_COMMAND.format(RESULTS.name)}')
-    return 0 if len(speeds) == len(steps) else 1
+    return 0 if len(speeds) == len(steps) and not forecasts_failed else 1
 
 
 def comparison(speeds: dict[str, float], gib: float) -> str:
