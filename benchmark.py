@@ -279,11 +279,11 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, identity:
         settings: of the run.
         files: of the model.
         data: what it trains on.
-        identity: which training it is.
+        identity: the id and the name of the training.
         stop: ends it at a signal.
         callbacks: more for Composer's Trainer; they come before those that measure and save.
-        checkpoint: to resume from, by its path or URI; None: the training starts.
-        load_path: of that checkpoint on this machine.
+        checkpoint: path or URI of the checkpoint to resume from, for error messages; None if the training starts.
+        load_path: path of the same checkpoint on this machine.
 
     Raises UserError if it cannot be built as asked.
     """
@@ -297,7 +297,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, identity:
     # The model with its switches, and the weights that it starts from.
     model = build_model(settings, dataset.latents, files=files)
     ema_state = None
-    data_before = []  # that they were trained on
+    data_before = []  # the datasets that these weights were trained on
     if settings.load_weights and not checkpoint:
         ema_state, data_before = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
 

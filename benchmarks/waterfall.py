@@ -3,7 +3,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-PUBLISHED, FORECAST, SAVED, ADDED = '#1f3b73', '#6aa8e0', '#e3e8f0', '#d9730d'
+PUBLISHED = '#1f3b73'
+FORECAST = '#6aa8e0'
+SAVED = '#e3e8f0'
+ADDED = '#d9730d'
 TEXT = 15  # points, in a picture that is shown at half its size
 
 

@@ -265,8 +265,8 @@ def prove(folder: Path, machine: Machine, minutes: float) -> None:
 def smoke(machine: Machine) -> int:
     """Run the first steps of speed by benchmark.py itself, and print the ratio of two; return 1 if one failed, else 0.
 
-    On GPUs that are known the forecast of each run follows its record in results.jsonl, so that the two correct a plan.
-    A forecast that fails counts as a failure, too.
+    For a GPU that the forecast knows, the forecast for each run is appended to results.jsonl after its record, because
+    a plan is corrected by both. A forecast that fails counts as a failure, too.
     """
     speeds = {}
     forecasts_failed = False

@@ -25,7 +25,6 @@ IN_WORDS = {'stage': '{}', 'device': '{}', 'device_train_microbatch_size': 'micr
             'git_commit': 'commit {}'}
 USUAL = {'stage': 'train', 'input': 'images', 'precision': 'amp_bf16', 'encoder_precision': 'bf16'}
 TEXTS = ('run', 'device', 'settings', 'date', 'notes')  # columns of text, which stand to the left
-FIGURE_LABELS = ('GPUs', 'devices')  # of the tables of speeds: a number, which stands to the right
 # The figures of a table that would be too wide are split by subject.
 SUBJECTS = [
     ('images_per_sec', 'images_per_sec_per_device', 'scaling_efficiency', 'speed_over_first', 'days',
@@ -141,7 +140,7 @@ def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     # one table, or one for each subject, which repeats the labels
     labels = [heading for heading in cells if heading in TEXTS[:-1] or heading == headings['num_devices']]
     subjects = [[headings.get(key, key) for key in keys_of_subject] for keys_of_subject in SUBJECTS]
-    return fitting_tables(cells, labels, subjects)
+    return fitting_tables(cells, labels, subjects, TEXTS)
 
 
 def labels_of(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
@@ -163,7 +162,8 @@ def labels_of(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     return labels
 
 
-def fitting_tables(cells: pd.DataFrame, labels: Sequence[str], subjects: Sequence[Sequence[str]]) -> list[str]:
+def fitting_tables(cells: pd.DataFrame, labels: Sequence[str], subjects: Sequence[Sequence[str]],
+                   texts: Sequence[str]) -> list[str]:
     """Return cells as Markdown tables of at most WIDTH characters, and lines below them for text that has no room.
 
     It is one table where that fits, or else one for each subject. While one is still too wide, the rows are numbered,
@@ -173,8 +173,8 @@ def fitting_tables(cells: pd.DataFrame, labels: Sequence[str], subjects: Sequenc
         cells: text of all columns.
         labels: columns that each table repeats.
         subjects: lists of other columns. Those in no list are a subject of their own.
+        texts: columns of text, which stand to the left.
     """
-    texts = [heading for heading in cells if heading in TEXTS or heading in labels and heading not in FIGURE_LABELS]
     whole = table_text(cells, texts)
     if width_of(whole) <= WIDTH:
         return [whole]
@@ -195,9 +195,9 @@ def fitting_tables(cells: pd.DataFrame, labels: Sequence[str], subjects: Sequenc
         if 'run' not in cells:
             cells.insert(0, 'run', [str(number) for number in range(1, len(cells) + 1)])
     lines = []
-    for number, texts in enumerate(zip(*moved, strict=True), start=1):
-        if any(texts):
-            lines.append(textwrap.fill(f'{number}: {"; ".join(filter(None, texts))}', WIDTH, subsequent_indent='   '))
+    for number, of_row in enumerate(zip(*moved, strict=True), start=1):
+        if any(of_row):
+            lines.append(textwrap.fill(f'{number}: {"; ".join(filter(None, of_row))}', WIDTH, subsequent_indent='   '))
     return [*tables, '\n'.join(lines)] if lines else tables
 
 

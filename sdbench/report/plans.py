@@ -400,7 +400,7 @@ def plan_blocks(plans: pd.DataFrame, apart: list[str]) -> list[str]:
     sums = ['days', 'GPU-hours', 'cost']
     cells = pd.DataFrame(rows, index=plans.index).fillna('')
     parts = sorted(column for column in cells if column not in (*labels, *sums))
-    blocks = fitting_tables(cells[[*labels, *parts, *sums]], labels, [sums, parts])
+    blocks = fitting_tables(cells[[*labels, *parts, *sums]], labels, [sums, parts], labels)
     for note, noted in plans[plans['notes'] != ''].groupby('notes', sort=False):
         whose = 'All of these'
         if len(noted) < len(plans):

@@ -131,8 +131,8 @@ def is_recorded(folder: str, batches: int) -> bool:
 def make_up(settings: Train, trainer: Trainer) -> None:
     """Evaluate and draw what is due after the batch of the checkpoint, before a training goes on from there.
 
-    A signal or a crash may have come before it. An evaluation that the checkpoint already has is not made again, and
-    nothing is done where the money is spent.
+    A signal or a crash may have ended the earlier run before it did so. An evaluation that the checkpoint already has
+    is not made again. If the budget is spent, nothing is evaluated or generated.
     """
     state = trainer.state
     batch = state.timestamp.batch.value

@@ -174,11 +174,16 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         if scheduler.is_file():
             configs['scheduler'] = DDPMScheduler.from_config(parse_json(scheduler.read_bytes(), str(scheduler))).config
         facts = {'configs': comparable(**configs)}
-        weights, ema, flags = unet.state_dict(), None, {}
+        weights = unet.state_dict()
+        ema = None
+        flags = {}  # which do not say what the weights were trained on
     # or in a checkpoint, with whose text encoder and tokens the training should go on.
     else:
         trained = read_trained_model(path, '--load_weights')
-        facts, weights, ema, flags = trained.facts, trained.live, trained.ema, trained.flags
+        facts = trained.facts
+        weights = trained.live
+        ema = trained.ema
+        flags = trained.flags
         if not are_same_weights(trained.text_encoder, model.text_encoder.state_dict()):
             raise UserError(f'{label} was trained with another text_encoder; give the --model_name, the --pretrained '
                             'and, where its weights are random, the --seed of that run')
