@@ -35,7 +35,7 @@ from sdbench.inputs.captions import CAPTIONS
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, number_of_samples, read_image_index
 from sdbench.models.flops import flops_of_latents
 from sdbench.models.loading import find_model
-from sdbench.records.figures import OF_AN_ENCODING, summary_lines
+from sdbench.records.figures import ENCODING_LINES, summary_lines
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, why_unreliable
 
@@ -94,7 +94,7 @@ def encode(settings: Encode) -> dict | None:
         size = ['--image_size', str(settings.image_size)]
         notes['next'] = training_command(settings.out, joined.samples, settings.model_name, settings.pretrained, size)
     if not missing:
-        print(done_already(output, joined, '--remote'), *summary_lines(OF_AN_ENCODING, notes), sep='\n')
+        print(done_already(output, joined, '--remote'), *summary_lines(ENCODING_LINES, notes), sep='\n')
         return None
 
     # keep the record
@@ -109,7 +109,7 @@ def encode(settings: Encode) -> dict | None:
     notes['encoded'], notes['stored'] = (plural(record[key], 'image') for key in ('samples', 'stored_samples'))
     if why_unreliable(record):
         notes['caution'] = f'{why_unreliable(record)} of a device, too few to rely on its images/s'
-    summary = '\n'.join(summary_lines(OF_AN_ENCODING, record | notes))
+    summary = '\n'.join(summary_lines(ENCODING_LINES, record | notes))
     return append_record(record, summary, settings.results_file)
 
 

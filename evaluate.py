@@ -49,8 +49,8 @@ from sdbench.inputs.captions import CAPTIONS, require_names
 from sdbench.inputs.images import resize
 from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index
 from sdbench.inputs.tokenizer import hash_of_ids
-from sdbench.models.drawing import SAMPLER, decode, load_pipeline, seeded
 from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
+from sdbench.models.generation import SAMPLER, decode, load_pipeline, seeded
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.process import progress_bar
 from sdbench.records.record import append_record, make_record
@@ -216,7 +216,7 @@ def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions
     rate = None
     if sum(drawn) > 0:
         rate = sum(drawn) / max(seconds)
-    return {'samples_drawn': sum(drawn), 'images_per_sec': rate}
+    return {'images_generated': sum(drawn), 'images_per_sec': rate}
 
 
 def to_device(pipeline: StableDiffusionPipeline, precision: str, device: torch.device) -> None:

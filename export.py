@@ -2,9 +2,9 @@
 
     python export.py checkpoints my-model               # the newest of a folder
     python export.py s3://my-bucket/run1 my-model       # of an object store
-    python export.py checkpoints/ep0-ba1000-rank0.pt my-model --live
+    python export.py checkpoints/ep0-ba1000-rank0.pt my-model --raw_weights
 
-OUT holds the UNet with its averaged weights where there are any, the VAE, the text encoder, the tokenizer and the
+OUT holds the UNet with its EMA weights if there are any, the VAE, the text encoder, the tokenizer and the
 scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` draws from it. Where OUT is what
 export.py has made of another checkpoint, that folder is kept under another name.
 """
@@ -41,14 +41,14 @@ def export(settings: Export) -> None:
     print(f'reading {settings.checkpoint}', file=sys.stderr, flush=True)
     trained = read_trained_model(settings.checkpoint, 'CHECKPOINT')
     pipeline = trained_pipeline(trained, f'CHECKPOINT {settings.checkpoint}', settings.model_name, settings.tokenizer,
-                                settings.live)
+                                settings.raw_weights)
     if trained.facts.get('vae_sha256') == RANDOM:
         print(f'warning: {settings.checkpoint} was trained without --pretrained, so that its VAE and its text encoder '
               'are random, and pictures will be noise', file=sys.stderr)
 
     # What it is made of. An OUT of the same weights is done already, whichever file they were read from.
     made_of = {'program': PROGRAM, 'checkpoint': redacted(settings.checkpoint),
-               **about_training(trained, settings.live),
+               **about_training(trained, settings.raw_weights),
                'model_sha256': hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)}
     if read_exported(settings.out).get('model_sha256') == made_of['model_sha256']:
         print(f'done already: OUT {settings.out} has the weights of this checkpoint')

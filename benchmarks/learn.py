@@ -176,7 +176,7 @@ def drawn_after(folder: Path, phase: int, captions: list[str]) -> tuple[dict, np
     Returns the counts of each kind, and the pictures of the average, (captions, 8, 3, H, W).
     """
     verdicts = {}
-    for kind, flags in (('live', ['--live']), ('averaged', [])):
+    for kind, flags in (('live', ['--raw_weights']), ('averaged', [])):
         out = folder / f'{kind}-{phase}'
         export([str(folder / f'phase-{phase}'), str(out), *flags])
         drawn = draw(out, captions, each=8)

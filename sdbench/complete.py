@@ -19,7 +19,7 @@ from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, TINY_MODEL, Train
 from sdbench.flags.training_command import fine_tune_instead, trains_random_weights
 from sdbench.inputs.loader import BATCHES_PER_WORKER
 from sdbench.inputs.shards import number_of_samples, read_index
-from sdbench.paths import sibling_path, with_run_name
+from sdbench.paths import sibling_path
 from sdbench.process import cpu_cores
 from sdbench.records.status import fewest_batches
 
@@ -80,12 +80,8 @@ def complete(settings: Train, index: dict | None) -> Train:
     by_blocks = settings.num_devices > 1 and settings.compile not in (False, 'reduce-overhead')
     settings = with_defaults(settings, compile_blocks=by_blocks, channels_last=bool(settings.compile))
 
-    # The folders: need the flags alone; --sample_folder follows from --save_folder.
-    sample_folder = 'samples'
-    if settings.save_folder:
-        settings = replace(settings, save_folder=with_run_name(settings.save_folder, settings.run_name))
-        sample_folder = sibling_path(settings.save_folder, 'samples')
-    settings = with_defaults(settings, sample_folder=sample_folder)
+    sample_folder = sibling_path(settings.save_folder, 'samples') if settings.save_folder else 'samples'
+    settings = replace(settings, sample_folder=sample_folder)
 
     # The length, then the times: need batches_per_epoch, and for a measurement num_workers, whose queue it outlasts.
     # A time may be a share of the length.

@@ -70,7 +70,7 @@ def end_with_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
-def of_launcher(name: str) -> int | None:
+def launcher_variable(name: str) -> int | None:
     """Return a number that a launcher has set, such as RANK; None without a launcher.
 
     Raises UserError where any of its numbers is none.

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from sdbench.inputs.tokenizer import pipeline_tokenizer
-from sdbench.models.drawing import build_pipeline
 from sdbench.models.feature_extractors import INCEPTION, LAYER, Clip, Inception
+from sdbench.models.generation import build_pipeline
 from sdbench.models.loading import build_text_encoder, build_vae, find_model
 
 

@@ -111,7 +111,7 @@ def test_two_processes_with_other_batches_draw_and_score_the_same(server, tmp_pa
     log = tmp_path / 'log'
     assert run_ranks(server, [log, log], by_small_network, [(argv,)] * 2) == [0, 0], log.read_text()
     by_two = json.loads((tmp_path / 'results.jsonl').read_text())
-    assert (by_two['num_devices'], by_two['samples_drawn']) == (2, 5)
+    assert (by_two['num_devices'], by_two['images_generated']) == (2, 5)
     difference = drawn_in(tmp_path / 'out', 1.0).int() - drawn_in(evaluated.out, 1.0).int()
     assert difference.abs().max() <= 1  # batches of other sizes round otherwise
     assert by_two['scores'] == [pytest.approx(evaluated.record['scores'][0], rel=1e-3)]
@@ -136,14 +136,14 @@ def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undistur
     times = {path: path.stat().st_mtime_ns for path in out.glob('*/*.png')}
     assert len(times) == 2
     again = run(pipeline, shards, out, *clip, *INCEPTION, *TWO_SCALES)
-    assert again['samples_drawn'] == evaluated.record['samples_drawn'] - 2
+    assert again['images_generated'] == evaluated.record['images_generated'] - 2
     assert again['scores'] == evaluated.record['scores']
     assert all(path.stat().st_mtime_ns == time for path, time in times.items())
     assert files_of(out) == files_of(evaluated.out)
 
     # more samples, by one network
     more = run(pipeline, shards, out, *INCEPTION, *TWO_SCALES, '--samples', 6)
-    assert more['samples_drawn'] == 2
+    assert more['images_generated'] == 2
     assert more['scores'][0]['clip_score'] is None
 
 
@@ -219,13 +219,14 @@ def test_the_record_is_kept_with_what_was_evaluated_and_by_what(evaluated, pipel
     record = evaluated.record
     kept = json.loads(evaluated.out.with_name('results.jsonl').read_text().splitlines()[0])
     assert kept == json.loads(json.dumps(record))
-    assert (record['stage'], record['samples'], record['samples_drawn'], record['clip']) == ('evaluate', 5, 10, 'clip')
+    assert (record['stage'], record['samples'], record['images_generated']) == ('evaluate', 5, 10)
+    assert record['clip'] == 'clip'
     assert (record['fid_is_biased'], record['fid_of_published_weights']) == (True, False)
     assert record['images_per_sec'] == record['images_per_sec_per_device'] > 0
     assert record['batch_size'] == 2
     check_keys(record, 'evaluate.py')
     again = run(pipeline, shards, evaluated.out, *clip, *TWO_SCALES)
-    assert (again['samples_drawn'], again['images_per_sec']) == (0, None)
+    assert (again['images_generated'], again['images_per_sec']) == (0, None)
     summary = evaluation_summary(record)
     assert 'too high: below 10,000 it is biased' in summary
     assert 'not those of published FIDs' in summary
@@ -233,13 +234,13 @@ def test_the_record_is_kept_with_what_was_evaluated_and_by_what(evaluated, pipel
 
 def test_without_a_network_pictures_are_drawn_and_nothing_is_scored(tmp_path, pipeline, shards, clip, capfd):
     record = run(pipeline, shards, tmp_path / 'out', '--guidance', 1)
-    assert record['samples_drawn'] == 5
+    assert record['images_generated'] == 5
     assert record['scores'] == [{'guidance': 1.0, 'fid': None, 'clip_score': None}]
     output = capfd.readouterr().out
     assert 'not scored      --inception is for FID, --clip for the CLIP score' in output
     assert 'caution         DATA is not known to be held out from the training of the model' in output
     scored = run(pipeline, shards, tmp_path / 'out', '--guidance', 1, *clip)
-    assert scored['samples_drawn'] == 0
+    assert scored['images_generated'] == 0
     assert scored['scores'][0]['clip_score'] is not None
 
 
@@ -270,7 +271,7 @@ def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_
     record = run(kept, shards, tmp_path / 'out', *clip)
     assert record['trained_on_data']
     assert 'DATA is what the model was trained on' in capfd.readouterr().out
-    assert (record['trained_batches'], record['images_seen'], record['weights']) == (2, 8, 'averaged')
+    assert (record['trained_batches'], record['images_seen'], record['weights']) == (2, 8, 'EMA')
     assert (record['training']['batch_size'], record['model_name']) == (4, smallest_model)
     assert record['training']['gpu_hours'] > 0
     export([kept, 'pipeline'])

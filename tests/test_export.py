@@ -89,7 +89,7 @@ def test_of_a_model_whose_folder_has_moved_the_checkpoint_and_the_flag_are_named
 def test_the_pipeline_has_the_averaged_unet_or_the_live_one_also_from_a_store(checkpoints, exported, tmp_path, s3):
     for name in ('ep0-ba2-rank0.pt', 'ep0-ba4-rank0.pt'):
         s3.client.upload_file(f'{checkpoints}/{name}', 'bucket', f'runs/1/{name}')
-    export(['s3://bucket/runs/1', 'live', '--live'])  # of its newest
+    export(['s3://bucket/runs/1', 'live', '--raw_weights'])  # of its newest
     state = load_checkpoint(f'{checkpoints}/ep0-ba4-rank0.pt')['state']
     averages = dict(state['algorithms'])['EMA']['ema_model']['named_parameters_dict']
     for out, expected in ((exported, averages), (tmp_path / 'live', state['model'])):
@@ -128,7 +128,7 @@ def test_the_pipeline_tokenizes_as_training_does(exported, exported_latents, mod
 def test_a_run_on_latents_is_drawn_with_the_vae_that_encoded_them_wherever_it_is_now(
         exported_latents, latent_checkpoints, smallest_with_attention, capfd):
     export([latent_checkpoints, 'out'])
-    assert 'with the live weights' in capfd.readouterr().out
+    assert 'with the raw weights' in capfd.readouterr().out
     [vae, moved] = [loaded(out, 'unet', 'text_encoder', 'tokenizer').vae for out in ('out', exported_latents)]
     evaluated, _ = load_model(latent_checkpoints)
     for name, tensor in build_vae(find_model(smallest_with_attention, pretrained=True), 'fp32').state_dict().items():
@@ -171,8 +171,8 @@ def test_the_average_of_a_young_training_and_of_one_without_pretrained_is_export
               '--save_folder', folder])
         export([folder, f'{folder}-out'])
     errors = capfd.readouterr().err
-    [warning] = [line for line in errors.splitlines() if 'average is still near' in line]
-    assert 'since its half-life is 2ba, and CHECKPOINT 2ba is of batch 4; --live' in warning
+    [warning] = [line for line in errors.splitlines() if 'EMA weights are still near' in line]
+    assert 'because their half-life is 2ba and CHECKPOINT 2ba is from batch 4; export.py --raw_weights' in warning
     assert errors.count('warning: without --pretrained the VAE and the text encoder are random') == 3
     assert errors.count('was trained without --pretrained') == 3
 

@@ -21,7 +21,7 @@ def test_a_model_that_was_trained_stopped_resumed_and_exported_draws_what_the_ca
     record = main([*flags, '--max_duration', '500ba'])
     assert record['first_batch'] == 200
     for kind in ('live', 'averaged'):
-        export([kept, str(tmp_path / kind), *(['--live'] if kind == 'live' else [])])
+        export([kept, str(tmp_path / kind), *(['--raw_weights'] if kind == 'live' else [])])
         drawn = draw(tmp_path / kind, captions, each=16, guidance=1)
         verdict = share_of_right_pictures(drawn, captions, near=1.5 * JITTER)
         assert 'cannot decode' not in capfd.readouterr().err

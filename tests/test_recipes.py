@@ -106,7 +106,7 @@ def test_the_plan_of_the_whole_training_forecasts_its_phases_and_plans_by_their_
     assert report.records == (variables['PLAN'],)
     of_the_front_page = parse(Report, '', ['plan.jsonl', '@recipes/plan.txt'])
     assert (report.phase, report.encode) == (of_the_front_page.phase, of_the_front_page.encode)
-    assert report.hours_between_losses == 6
+    assert report.hours_between_preemptions == 6
 
 
 def test_the_whole_training_ends_with_the_first_command_that_fails(tmp_path):
@@ -144,7 +144,7 @@ def test_the_whole_training_goes_on_where_it_was_stopped_and_ends_in_a_pipeline_
     assert (one['first_batch'], one['trained_batches']) == (4, 6)
     assert (two['first_batch'], two['trained_batches']) == (0, 6)
     assert two['load_weights'] == f'{tmp_path}/work/phase-1'
-    assert evaluation['samples_drawn'] == 4
+    assert evaluation['images_generated'] == 4
     StableDiffusionPipeline.from_pretrained(str(tmp_path / 'out'))
 
 

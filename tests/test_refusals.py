@@ -111,13 +111,14 @@ ROWS = [
     ('report.py', 'published.csv --figure days.xyz', '--figure days.xyz does not end in .png'),
     ('report.py', 'published.csv --extrapolate 4096', 'a batch_size, where it is stated, of as many images as GPUs'),
     ('report.py', 'published.csv --phase x@y', 'x@y is not IMAGES@SIZE'),
-    ('report.py', 'published.csv --phase 512 --days 3', '--phase shows plans alone, and --days is not of a plan'),
+    ('report.py', 'published.csv --phase 512 --training_images 3', '--phase shows plans alone, and '
+     '--training_images is not of a plan'),
 
     # Folders, weights, pictures and held-out samples of a training, and what is evaluated and exported
     ('benchmark.py', f'{SYNTHETIC} --save_folder notes', '--save_folder notes already holds files'),
-    ('benchmark.py', f"{SYNTHETIC} --save_folder 'x {{0}} %d'", '--save_folder x {0} %d has {, } or % in it'),
-    ('benchmark.py', f'{SYNTHETIC} --save_folder b}}', '--save_folder b} has {, } or % in it'),
-    ('benchmark.py', f'{SYNTHETIC} --save_folder {{run_name}} --run_name 100%', '--save_folder 100% has {, } or %'),
+    ('benchmark.py', f"{SYNTHETIC} --save_folder 'x {{0}} %d'", '--save_folder x {0} %d contains {, } or %'),
+    ('benchmark.py', f'{SYNTHETIC} --save_folder b}}', '--save_folder b} contains {, } or %'),
+    ('benchmark.py', f'{SYNTHETIC} --save_folder 100%', '--save_folder 100% contains {, } or %'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes is not there, or holds no whole checkpoint'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts blank.txt', 'blank.txt holds no prompt'),

@@ -267,7 +267,7 @@ def test_a_loss_that_is_not_known_to_be_of_held_out_samples_is_compared_with_no_
 
 
 def test_no_table_is_wider_than_120_characters_and_each_setting_and_note_is_there(printed, write):
-    text = printed(*sorted((ROOT / 'results').glob('*.jsonl')), '--days', 3)
+    text = printed(*sorted((ROOT / 'results').glob('*.jsonl')))
     [table] = tables(text)
     assert max(map(len, text.splitlines())) <= 120
     for words, speed in (('original.txt, batch of 64', '28.2'), ('fastest.txt, batch of 100, microbatch 50', '98.0'),
@@ -288,7 +288,7 @@ def test_no_table_is_wider_than_120_characters_and_each_setting_and_note_is_ther
     [table] = tables(text)
     assert table[1]['text'].endswith('lr warmup 10000ba, weight decay 0.01, load weights s3://a-bucket/with/a/long/name/and/'
                                      'more/of/it')
-    assert table[1]['eval loss'] == '0.3800' and table[1]['of the peak'] == '30.0 %'
+    assert table[1]['eval loss'] == '0.3800' and table[1]['MFU'] == '30.0 %'
 
 
 def test_what_a_stranger_wrote_into_a_record_stays_text_in_a_cell(printed, write):
@@ -467,15 +467,15 @@ def test_a_loss_costs_half_a_save_interval_and_a_restart(printed, write):
     """6 hours, of which half of 3600 batches of 2048 images at 2048 images/s are lost, and a quarter of an hour."""
     path = write({'batch_size': 2048, 'images_per_sec': 2048.0, 'save_interval': '3600ba'})
     plain, lossy = (tables(printed(path, '--phase', '1769472000@512', *flags))[0][0]
-                    for flags in ([], ['--hours_between_losses', '6']))
+                    for flags in ([], ['--hours_between_preemptions', '6']))
     assert (plain['days'], lossy['days']) == ('10.00', f'{10 / (1 - 0.75 / 6):.2f}')
     of_two_machines = {'num_nodes': 2, 'batch_size': 2048, 'images_per_sec': 2048.0, 'save_interval': '3600ba'}
-    [[lossy]] = tables(printed(write(of_two_machines), '--phase', '1769472000@512', '--hours_between_losses', '6'))
+    [[lossy]] = tables(printed(write(of_two_machines), '--phase', '1769472000@512', '--hours_between_preemptions', '6'))
     assert lossy['days'] == f'{10 / (1 - 0.75 / 3):.2f}'  # each of them once in 6 hours
     forecast = FORECAST | {'batch_size': 2048, 'images_per_sec': 2048.0, 'save_interval': '3600ba'}
     path = write(forecast | {'images_per_sec_least': 1024.0, 'images_per_sec_most': 4096.0})  # lost: 1.25 and 0.5 hours
     assert f'{5 / (1 - 0.5 / 6):.2f} to {20 / (1 - 1.25 / 6):.2f} days' in printed(
-        path, '--phase', '1769472000@512', '--hours_between_losses', '6')
+        path, '--phase', '1769472000@512', '--hours_between_preemptions', '6')
 
 
 def test_a_plan_says_in_how_many_minutes_the_quality_can_first_be_checked(printed, write):
@@ -543,9 +543,8 @@ def test_forecasts_are_planned_and_priced_by_card_and_say_their_range(printed, w
                  for device, size, speed, least, most in (
                      ('NVIDIA H200', 256, 4000.0, 3200.0, 5000.0), ('NVIDIA H200', 512, 1000.0, 800.0, 1250.0),
                      ('NVIDIA B200', 256, 8000.0, None, None), ('NVIDIA B200', 512, 2000.0, 1600.0, 2500.0))]
-    [rows] = tables(printed(path := write(*forecasts), '--days', '3'))
-    assert ('1,000.0', '259,200,000', '512 pixels; forecast: 800 to 1,250 images/s') in columns(
-        rows, 'images/s', 'images in --days', 'text')
+    [rows] = tables(printed(path := write(*forecasts)))
+    assert ('1,000.0', '512 pixels; forecast: 800 to 1,250 images/s') in columns(rows, 'images/s', 'text')
     text = printed(path, '--phase', '345600000@256', '--phase', '86400000@512', '--dollars_per_gpu_hour', '2', 'B200=5')
     assert columns(tables(text)[0], 'GPUs', 'cost') == [
         ('8 x H200', '$768'), ('8 x B200', '$960')]  # 2 days of 8 GPUs at $2, and 1 day at $5
@@ -652,7 +651,7 @@ def test_scores_are_a_table_of_their_own_in_order_with_what_they_cannot_be_compa
     assert columns(scores, 'batches', 'guidance', 'FID', 'CLIP score', 'images seen') == [
         ('1,000', '1.50', '95.50', '14.00', '2,048,000'), ('1,000', '4.00', '70.00', '15.00', '2,048,000'),
         ('2,000', '1.50', '40.00', '20.00', '4,096,000'), ('2,000', '4.00', '30.00', '25.00', '4,096,000')]
-    assert 'All rows: model kept, weights averaged, data coco.txt, samples 30000, ' in text
+    assert 'All rows: model kept, weights EMA, data coco.txt, samples 30000, ' in text
 
 
 def test_gpu_hours_and_cost_of_a_checkpoint_are_those_that_its_training_kept_and_a_cpu_has_none(printed, write):

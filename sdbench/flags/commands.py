@@ -10,7 +10,7 @@ from sdbench.errors import UserError
 from sdbench.flags.parser import count, flag, fraction, number, positional, positive, seed
 from sdbench.flags.train import PRICES_HELP, DataLoading, Encoders, Model, Results, Warmup, pixels, price
 from sdbench.paths import EXPORTED
-from sdbench.process import of_launcher
+from sdbench.process import launcher_variable
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
 TIMESTEPS = 1000  # of Stable Diffusion's noise
@@ -46,7 +46,7 @@ class Cluster:
                            metavar='ADDRESS')
 
     def check(self) -> None:
-        if of_launcher('LOCAL_RANK') is not None:
+        if launcher_variable('LOCAL_RANK') is not None:
             raise UserError('this command starts processes of its own; start it with python, not with a launcher')
 
 
@@ -98,7 +98,8 @@ class Export:
 
     checkpoint: str = positional('checkpoint of benchmark.py, or a folder or an object store for its newest')
     out: str = positional('new folder for the pipeline; the folder of an earlier export is first renamed to OUT-1')
-    live: bool = flag(False, 'export the live weights of the UNet (default: off: the averaged ones, if there are any)')
+    raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports the EMA '
+                             'weights if there are any)')
     model_name: str | None = flag(None, 'model that has the configuration of each part: tiny, a diffusers folder or a '
                                   'hub name (default: --model_name of the run)')
     tokenizer: str | None = flag(None, 'folder or hub name of the tokenizer, if it has moved since the run (default: '
@@ -160,8 +161,6 @@ class Report:
                                        f'(default: {TRAINING_IMAGES:,}, as Stable Diffusion 2; for the model tiny none '
                                        'are stated)', converter=count)
     dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
-    days: float | None = flag(None, 'days for which to show how many images each speed trains on (default: not shown)',
-                              converter=positive)
     extrapolate: tuple[int, ...] = flag((), 'numbers of GPUs whose speed is predicted from the measured ones (default: '
                                         'none)', converter=count, metavar='GPUS')
     compare: bool = flag(False, 'show a row for each training, with its speed over that of the first one of the same '
@@ -172,7 +171,7 @@ class Report:
     encode: tuple[tuple[int, str], ...] = flag(
         (), 'images, at a size in pixels, that the plan encodes once to train on their latents (default: none)',
         converter=images_at_size, metavar='IMAGES@SIZE', needs='phase')
-    hours_between_losses: float | None = flag(
+    hours_between_preemptions: float | None = flag(
         None, 'hours between two losses of one machine that may be taken away, on average, so that of several machines '
         'one is lost more often; a plan then counts what each loss costs, half a save interval and a restart '
         '(default: no losses)', converter=positive, metavar='HOURS',
@@ -200,7 +199,7 @@ class Report:
         for images, size in self.encode:
             if images is None:
                 raise UserError(f'--encode {size} does not say how many images; give IMAGES@{size}')
-        for name in ('compare', 'extrapolate', 'days', 'training_images', 'quality'):
+        for name in ('compare', 'extrapolate', 'training_images', 'quality'):
             if self.phase and getattr(self, name):
                 raise UserError(f'--phase shows plans alone, and --{name} is not of a plan; leave one of them out')
         if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):

@@ -10,7 +10,7 @@ from sdbench.errors import UserError
 from sdbench.flags.parser import amount, below_1, count, flag, fraction, positive, seed, whole_number
 from sdbench.flags.times import time_in
 from sdbench.gpus import cards_named
-from sdbench.process import of_launcher
+from sdbench.process import launcher_variable
 
 TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
@@ -182,7 +182,7 @@ class Results:
 
     def check(self) -> None:
         """Raise UserError if the file of results cannot be written: better before the run than after it."""
-        if of_launcher('RANK'):  # rank 0 alone writes it, perhaps on another machine
+        if launcher_variable('RANK'):  # rank 0 alone writes it, perhaps on another machine
             return
         if self.results is None and getattr(self, 'dry_run', None) is not None:  # such a forecast keeps no record
             return
@@ -257,6 +257,11 @@ class Training:
     dist_timeout: int = flag(1800, 'seconds to wait for the other processes before the run fails; they also wait '
                              'while one compiles, saves or draws', converter=count)
 
+    def check(self) -> None:
+        if self.save_folder and re.search('[{}%]', self.save_folder):
+            raise UserError(f'--save_folder {self.save_folder} contains {{, }} or %, which Composer replaces in the '
+                            'names of checkpoints; give a folder without them')
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
@@ -293,7 +298,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationAndDrawing:
+class EvaluationAndSamples:
     heading = 'evaluation, drawing and curves'
 
     eval_remote: str | None = flag(None, 'folder or object store with MDS shards that are held out, whose loss is '
@@ -308,10 +313,6 @@ class EvaluationAndDrawing:
     sample_interval: str | None = flag(None, f'time between drawings of --sample_prompts {INTERVAL_DEFAULT}; they are '
                                        'also drawn at the end', converter=time_in('ba ep'),
                                        needs='sample_prompts dry_run')
-    sample_folder: str | None = flag(None, 'folder for the pictures of --sample_prompts (default: '
-                                     'SAVE_FOLDER-samples, or samples)', metavar='DIR')
-    run_name: str | None = flag(None, 'beginning of the name under which the curves of the run are logged; a resume '
-                                'goes on with them (default: the last part of --save_folder)', metavar='NAME')
     wandb_name: str | None = flag(None, 'name of the run in Weights & Biases (default: W&B is not used)')
     wandb_project: str | None = flag(None, 'project of Weights & Biases to log to (default: W&B is not used)')
     tensorboard: str | None = flag(None, 'folder to write TensorBoard files to (default: none are written)',
@@ -320,19 +321,21 @@ class EvaluationAndDrawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measuring, Results, Cost, Training, Optimizer,
-            EvaluationAndDrawing):
+            EvaluationAndSamples):
     """All flags of benchmark.py. `sdbench/complete.py` fills in what is None here and has another default in --help.
 
     Attributes:
         encoders: which encoders run in the loop, by a name of ENCODERS.
         num_devices: number of devices of the run, or the number given to --dry_run.
         batches_per_epoch: length of the loader.
+        sample_folder: folder for the images of --sample_prompts.
 
-    These three are no flags: they are None or False until the settings are complete.
+    These four are no flags: they are None until the settings are complete.
     """
     encoders: str | None = None
     num_devices: int | None = None
     batches_per_epoch: int | None = None
+    sample_folder: str | None = None
 
     def check(self) -> None:
         """Raise UserError for flags of several groups that do not go together; each group checks its own flags."""
@@ -346,7 +349,7 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
         # a batch that divides over each number of devices
         counts = self.dry_run or (0,)
         for devices in counts:
-            self.check_batch(devices or of_launcher('WORLD_SIZE') or 1)
+            self.check_batch(devices or launcher_variable('WORLD_SIZE') or 1)
         if len(set(counts)) < len(counts):
             raise UserError(f'--dry_run {" ".join(map(str, counts))} has a number twice; leave one out')
 
@@ -393,7 +396,8 @@ LEARNING = (TrainingSamples, Model, Optimizer)
 SAME_ON_RESUME = tuple(field for group in LEARNING for field in fields(group) if not field.metadata['may_change'])
 # Flags of these groups that take no time in a step: measurements with other values of them are of one speed. A new flag
 # is not among them until somebody has looked.
-TAKE_NO_TIME = ('random_flip', 'caption_drop', 'caption_weights', 'pretrained', 'seed', 'snr_gamma', 'learning_rate',
-                'lr_warmup', 'lr_schedule', 'lr_final', 'weight_decay', 'adam_betas', 'ema_half_life')
+NO_EFFECT_ON_SPEED = ('random_flip', 'caption_drop', 'caption_weights', 'pretrained', 'seed', 'snr_gamma',
+                      'learning_rate', 'lr_warmup', 'lr_schedule', 'lr_final', 'weight_decay', 'adam_betas',
+                      'ema_half_life')
 ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # the default for each --precision
 SWITCHES = tuple(field.name for group in (Encoders, Speed) for field in fields(group))

@@ -32,7 +32,7 @@ from torch.profiler import profile, schedule, tensorboard_trace_handler
 from sdbench.flags.train import Train
 from sdbench.gpus import GIB
 from sdbench.measuring.power import GpuMonitor, gather_gpu_figures
-from sdbench.records.figures import OF_A_LOADER, summary_lines
+from sdbench.records.figures import LOADER_LINES, summary_lines
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, QUEUES_IN_WINDOW, caution_about
 
@@ -300,7 +300,7 @@ def measure_loader(settings: Train, data: DataSpec) -> dict:
     record = make_record('loader', settings, {
         'status': COMPLETE, 'loader_images_per_sec': sum(images) / max(seconds), 'measured_batches': measured,
         'bad_samples': len(set.union(*bad))})
-    summary = summary_lines(OF_A_LOADER, record | {'caution': caution_about(record)})
+    summary = summary_lines(LOADER_LINES, record | {'caution': caution_about(record)})
     return append_record(record, '\n'.join(summary), settings.results_file)
 
 

@@ -37,11 +37,11 @@ LINES = {
     'no speed': '{why_no_speed}',
     'batch': '{batch_seconds_median:.3g} s median of {measured_batches}, 10th to 90th percentile '
     '{batch_seconds_p10:.3g} to {batch_seconds_p90:.3g} s',
-    'change': '{drift:+.1%} in speed from the first third of the batches to the last',
+    'drift': '{drift:+.1%} (speed in the last third of the batches compared with the first third)',
     'wait for data': '{data_wait_fraction:.1%} of the time{on_waiting}',
     'peak memory': '{peak_memory_gib:.3g} GiB, microbatch {device_train_microbatch_size}',
     'arithmetic': '{tflops_per_sec_per_device:.3g} TFLOP/s each',
-    'of the peak': '{mfu:.1%}',
+    'MFU': '{mfu:.1%}',
     'power': '{gpu_power_watts_mean:.0f} W each, {joules_per_image:.3g} J an image',
     'trained': 'up to batch {trained_batches:,}',
     'epochs': '{whole_epochs:,}',
@@ -49,8 +49,8 @@ LINES = {
     'spent': '{gpu_hours:r} GPU-hours, ${dollars:,.2f}',
     'loss': '{loss:.3g}',
     'eval loss': '{eval_loss:.4g} on {eval_samples:,} samples of --eval_remote, after batch {eval_batch:,}',
-    'drawings': 'in {drawings}',
-    'no average': 'yet, for --ema_start is {ema_start_to_come}',
+    'samples': 'in {sample_images}',
+    'no EMA': 'weights yet: the EMA starts at --ema_start {ema_start_to_come}',
     'checkpoint': 'in {checkpoints}',
     'caution': '{caution}',
     'full training': 'training on {full_images:,} images would take {full_days:,.1f} days on {gpus}, '
@@ -64,16 +64,16 @@ LINES = {
     'stored': '{stored}, {bytes_per_image:,.0f} bytes each',
     'skipped': '{skipped}',
     # of an evaluation
-    'drawn': '{samples_drawn:,} pictures, {images_per_sec:r} images/s',
+    'generated': '{images_generated:,} images, {images_per_sec:r} images/s',
     'model': '{drawn_by}',
     'not scored': '{not_scored}',
 }
 # Of a training, what was trained comes first, and of its speed there is only that and the wait for data.
-OF_A_TRAINING = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval loss', 'drawings', 'no average', 'checkpoint',
+TRAINING_LINES = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval loss', 'samples', 'no EMA', 'checkpoint',
                  'next', 'images/s', 'no speed', 'wait for data')
-OF_A_LOADER = ('loader', 'caution')
-OF_AN_ENCODING = ('encoded', 'stored', 'caution', 'skipped', 'next')
-OF_AN_EVALUATION = ('drawn', 'model', 'not scored')  # and its scores and cautions
+LOADER_LINES = ('loader', 'caution')
+ENCODING_LINES = ('encoded', 'stored', 'caution', 'skipped', 'next')
+EVALUATION_LINES = ('generated', 'model', 'not scored')  # and its scores and cautions
 
 
 class FigureFormatter(string.Formatter):
@@ -143,7 +143,7 @@ COLUMNS = {
     'data_wait_fraction': Column('wait for data', '{} %', of_a_run=True),
     'microbatch': Column('microbatch', decimals=None),
     'peak_memory_gib': Column('peak memory', '{} GiB', of_a_run=True),
-    'mfu': Column('of the peak', '{} %', of_a_run=True),
+    'mfu': Column('MFU', '{} %', of_a_run=True),
     'eval_loss': Column('eval loss', decimals=4),
     'eval_batch': Column('eval batch', decimals=None),
     'eval_samples': Column('eval samples', decimals=None),
@@ -156,7 +156,6 @@ COLUMNS = {
     'days': Column('days', decimals=2),
     'total_gpu_hours': Column('GPU-hours', decimals=0),
     'cost_usd': Column('cost', '${}', 0),
-    'images_in_days': Column('images in --days', decimals=0),
 }
 OF_A_RUN = tuple(key for key, column in COLUMNS.items() if column.of_a_run)
 

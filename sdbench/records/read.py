@@ -23,6 +23,7 @@ from sdbench.records.status import COMPLETE, FORECAST, why_unreliable
 OF_LOSSES = ['image_size', 'input', 'model_name', 'pretrained', 'eval_remote']
 
 # The settings of an evaluation. Scores are on one line of a picture only where all agree.
+OLDER_WEIGHTS = {'live': 'raw', 'averaged': 'EMA'}  # names in records of older versions
 EVALUATED = ['model', 'weights', 'data', 'samples', 'image_size', 'steps', 'caption', 'network', 'inception_sha256',
              'clip', 'clip_sha256']
 
@@ -230,6 +231,7 @@ def status_and_notes(record: dict) -> tuple[str, str]:
 def score_rows(record: dict) -> list[dict]:
     """Return a row for each guidance scale of an evaluation; a score that was not asked for is NaN."""
     row = {key: text_of(record.get(key)) for key in EVALUATED}
+    row['weights'] = OLDER_WEIGHTS.get(row['weights'], row['weights'])
     row['data'] += TRAINED_ON[record.get('trained_on_data')]
     for key in ('inception_sha256', 'clip_sha256'):
         row[key] = row[key][:8]

@@ -8,7 +8,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from sdbench.flags.train import ENCODERS, SAME_ON_RESUME, SWITCHES, TAKE_NO_TIME, Train
+from sdbench.flags.train import ENCODERS, NO_EFFECT_ON_SPEED, SAME_ON_RESUME, SWITCHES, Train
 from sdbench.gpus import is_one_nvlink_domain, machines_for
 from sdbench.records.status import FORECAST
 from sdbench.records.versions import PACKAGES
@@ -25,7 +25,7 @@ LOADER_SETTINGS = ['stage', 'program', 'device', 'image_size', 'input', 'dataset
 MODEL_FLAGS = ['model_name', *SWITCHES]
 LEARNING_SETTINGS = []
 for field in SAME_ON_RESUME:
-    if field.name in TAKE_NO_TIME:
+    if field.name in NO_EFFECT_ON_SPEED:
         LEARNING_SETTINGS.append(field.name)
     elif field.name not in (*LOADER_SETTINGS, *MODEL_FLAGS, 'use_synth_data', 'use_synth_latents'):  # see `dataset`
         MODEL_FLAGS.append(field.name)

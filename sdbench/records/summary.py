@@ -10,7 +10,7 @@ from sdbench.flags.times import to_batches
 from sdbench.flags.train import Train
 from sdbench.gpus import peak_of
 from sdbench.paths import sibling_path
-from sdbench.records.figures import LINES, OF_A_TRAINING, OF_AN_EVALUATION, rounded, summary_lines, table_of
+from sdbench.records.figures import EVALUATION_LINES, LINES, TRAINING_LINES, rounded, summary_lines, table_of
 from sdbench.records.setup import forecast_command
 from sdbench.records.status import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
@@ -22,7 +22,7 @@ PLAN_COMMAND = 'python report.py docs/plan.jsonl {} @recipes/plan.txt @recipes/p
 def run_summary(record: dict, settings: Train) -> str:
     """Write the record of a run for people, with three significant digits or whole units."""
     values = record | notes_on_training(record, settings) | notes_on_speed(record, settings)
-    return '\n'.join(summary_lines(LINES if settings.measures else OF_A_TRAINING, values))
+    return '\n'.join(summary_lines(LINES if settings.measures else TRAINING_LINES, values))
 
 
 def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
     if record['first_batch']:
         notes['resumed_after'] = record['first_batch']
     if settings.sample_prompts and os.path.isdir(settings.sample_folder):
-        notes['drawings'] = settings.sample_folder
+        notes['sample_images'] = settings.sample_folder
 
     # without this a reader would look for an average in the checkpoint
     if settings.ema_start and record['trained_batches'] < to_batches(settings.ema_start):
@@ -108,7 +108,7 @@ def evaluation_summary(record: dict) -> str:
                         'and compares only with the same number')
     if record.get('fid_of_published_weights') is False:
         cautions.append('the weights of --inception are not those of published FIDs')
-    lines = summary_lines(OF_AN_EVALUATION, record | notes) + table
+    lines = summary_lines(EVALUATION_LINES, record | notes) + table
     for caution in cautions:
         lines += summary_lines(['caution'], {'caution': caution})
     return '\n'.join(lines)

@@ -28,7 +28,7 @@ TEXTS = ('run', 'device', 'settings', 'date', 'notes')  # columns of text, which
 # The figures of a table that would be too wide are split by subject.
 SUBJECTS = [
     ('images_per_sec', 'images_per_sec_per_device', 'scaling_efficiency', 'speed_over_first', 'days',
-     'total_gpu_hours', 'cost_usd', 'images_in_days', 'notes'),
+     'total_gpu_hours', 'cost_usd', 'notes'),
     ('data_wait_fraction', 'microbatch', 'peak_memory_gib', 'mfu'),
     ('eval_loss', 'eval_batch', 'eval_samples', 'loss', 'trained_batches'),
 ]

@@ -114,8 +114,8 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
 def what_days_mean(plans: pd.DataFrame, settings: Report) -> list[str]:
     """Return in sentences what the days of plans count, and how sure they are."""
     sentences = []
-    if settings.hours_between_losses:
-        sentences.append(f'Losses: of each machine one in {settings.hours_between_losses:g} hours, which costs '
+    if settings.hours_between_preemptions:
+        sentences.append(f'Losses: of each machine one in {settings.hours_between_preemptions:g} hours, which costs '
                          f'{RESTART_HOURS * 60:.0f} minutes until the work goes on, and of a training half a '
                          '--save_interval.')
     if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
@@ -271,7 +271,7 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
 
     # --csv has what follows of it, for a spreadsheet
     record = {'stage': 'plan', 'device': first['device'], 'num_devices': first['num_devices'], 'input': first['input'],
-              'dollars_per_gpu_hour': price, 'hours_between_losses': settings.hours_between_losses}
+              'dollars_per_gpu_hour': price, 'hours_between_preemptions': settings.hours_between_preemptions}
     for part in parts:
         for what, value in (('images', part.images), ('days', part.days)):
             key = f'{what}_{part.name}_{part.size}'
@@ -333,7 +333,7 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
 
     # its days; each loss of a machine costs half of what is trained between two checkpoints, and a restart
     parts = []
-    hours = (settings.hours_between_losses or 0) / machines_of(first)  # whichever machine is lost
+    hours = (settings.hours_between_preemptions or 0) / machines_of(first)  # whichever machine is lost
     for name, size, images, speeds, status, date, unsaved in work:
         factor = correction_of(first, name, corrections)
         if status == MEASURED:
@@ -345,7 +345,7 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
         for number, speed in enumerate(speeds):
             lost = RESTART_HOURS + unsaved / 2 / speed / 3600
             if hours and lost >= hours:
-                raise UserError(f'--hours_between_losses {settings.hours_between_losses:g}: '
+                raise UserError(f'--hours_between_preemptions {settings.hours_between_preemptions:g}: '
                                 f'{short_name(first["device"])} at {size} px loses {lost:.1f} hours each time; plan '
                                 'with a shorter --save_interval')
             if hours:

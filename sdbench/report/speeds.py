@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
-from sdbench.costs import SECONDS_PER_DAY, TRAINING_IMAGES, Prices, days_to_train, price_of
+from sdbench.costs import TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
 from sdbench.records.figures import OF_A_RUN
@@ -81,9 +81,6 @@ def with_days(rows: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[
     days = days_to_train(rows['images_per_sec'], images).where(has_days)
     if days.notna().any():
         sentences.append(f'Days: to train on {images:,} images (--training_images).')
-    if settings.days is not None:
-        rows['images_in_days'] = (rows['images_per_sec'] * settings.days * SECONDS_PER_DAY).where(has_days)
-        sentences.append(f'The last column is how many images {settings.days:g} days buy.')
 
     # what they cost, where they are those of GPUs: by the prices that the report is given, or else by the record's
     given = settings.dollars_per_gpu_hour

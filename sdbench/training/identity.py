@@ -33,8 +33,7 @@ class Identity(NamedTuple):
 def identify_training(settings: Train, checkpoint: str | None) -> Identity:
     """Return the identity in a checkpoint, or a new one, whose name is written to --save_folder for people to read.
 
-    The name begins with --run_name, or else with the beginning that the checkpoint kept, or else with the last part of
-    --save_folder.
+    The name begins as in the checkpoint, or else with the last part of --save_folder.
 
     Args:
         settings: the settings of the run.
@@ -47,7 +46,7 @@ def identify_training(settings: Train, checkpoint: str | None) -> Identity:
         for state in dict(load_checkpoint(checkpoint)['state'].get('callbacks', ())).values():
             if 'training_id' in state:
                 kept = state
-    beginning = settings.run_name or kept.get('beginning') or os.path.abspath(settings.save_folder or 'run')
+    beginning = kept.get('beginning') or os.path.abspath(settings.save_folder or 'run')
     beginning = re.sub(r'[^\w.-]+', '-', os.path.basename(beginning.rstrip('/'))).strip('-.')  # fit for a folder
     identity = Identity(kept.get('training_id') or secrets.token_hex(6), beginning or 'run')
     if settings.save_folder and not kept:

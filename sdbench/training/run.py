@@ -21,7 +21,7 @@ from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.flags.training_command import caution_about_steps
 from sdbench.measuring.clock import TRACE_WARMUP, TRACED_BATCHES
 from sdbench.models.loading import weight_files
-from sdbench.process import of_launcher
+from sdbench.process import launcher_variable
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
@@ -257,7 +257,7 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
     if record['status'] == INTERRUPTED:
         # Composer's launcher cannot be told to end quietly: it prints the traceback of its own handler of the signal,
         # and reports any status but 0. A status of 0 would tell whoever starts the command again that all is done.
-        if of_launcher('LOCAL_RANK') is not None:
+        if launcher_variable('LOCAL_RANK') is not None:
             print_on_rank_0('A traceback and "exited with code 130" around this summary come from the launcher and are '
                             'harmless.')
         sys.exit(130 if dist.get_local_rank() == 0 else 0)  # a launcher would print all that a rank has printed

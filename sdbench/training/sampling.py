@@ -19,7 +19,7 @@ from sdbench.files import atomic_write, read_text
 from sdbench.flags.times import is_due
 from sdbench.flags.train import Train
 from sdbench.measuring.clock import Stopwatch
-from sdbench.models.drawing import STEPS, build_pipeline, decode, guidance_for, seeded, with_captions
+from sdbench.models.generation import STEPS, build_pipeline, decode, guidance_for, seeded, with_captions
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer, build_vae
 from sdbench.training.ranks import GracefulStop
 
@@ -100,11 +100,11 @@ class Sampling(Callback):
 
     def _draw_and_keep(self, state: State, logger: Logger) -> None:
         """Draw with the weights of now, and keep the grid as a PNG and with the loggers."""
-        # the average where it has started, else the live weights
-        unet, weights = self.model.unet, 'live'
+        # the EMA weights if the EMA has started, or else the raw weights
+        unet, weights = self.model.unet, 'raw'
         for algorithm in state.algorithms:
             if getattr(algorithm, 'ema_started', False):  # of EMA
-                unet, weights = algorithm.get_ema_model(self.model).unet, 'averaged'
+                unet, weights = algorithm.get_ema_model(self.model).unet, 'EMA'
 
         # a picture of each prompt, with the prompt and the batch below it, in a grid
         pictures = self.draw(unet, state.device_train_microbatch_size)

@@ -13,7 +13,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from sdbench.errors import UserError, one_line
 from sdbench.files import parse_json
 from sdbench.inputs.tokenizer import hash_of_tokenizer, pipeline_tokenizer
-from sdbench.models.drawing import build_pipeline
+from sdbench.models.generation import build_pipeline
 from sdbench.models.loading import (
     RANDOM,
     ModelFiles,
@@ -22,7 +22,7 @@ from sdbench.models.loading import (
     load_weights,
     require_no_single_file,
 )
-from sdbench.paths import EXPORTED, by_run_name
+from sdbench.paths import EXPORTED
 from sdbench.training.checkpoints import fetched, load_checkpoint, newest_checkpoint
 from sdbench.training.compatibility import TOKENIZER, comparable, data_of, difference_of_models, facts_of_model
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
@@ -41,10 +41,10 @@ class TrainedModel:
         flags: of a run of benchmark.py; empty if it was none.
         spent: its `gpu_hours`, and on which `device`; empty where it does not say.
         facts: what the model says of itself (`facts_of_model`); empty if it was not one of this program.
-        live: the weights of the UNet that the optimizer moves.
-        averaged: those of the average; None where there is none.
+        raw: the UNet's weights that the optimizer updates.
+        ema: the UNet's EMA weights; None if the training keeps none.
         young_half_life: of an average that is still near the weights that the training started from, else None.
-        ema: the state of the algorithm that keeps the average, for its `load_state_dict`; None where there is none.
+        ema_state: the state of the EMA algorithm, for its `load_state_dict`; None if the training keeps no EMA.
         vae: None where the run trained on latents.
         text_encoder: as it was held in the run, perhaps in half precision.
     """
@@ -53,10 +53,10 @@ class TrainedModel:
     flags: dict
     spent: dict
     facts: dict
-    live: dict[str, torch.Tensor]
-    averaged: dict[str, torch.Tensor] | None
+    raw: dict[str, torch.Tensor]
+    ema: dict[str, torch.Tensor] | None
     young_half_life: str | None
-    ema: dict | None
+    ema_state: dict | None
     vae: dict[str, torch.Tensor] | None
     text_encoder: dict[str, torch.Tensor]
 
@@ -73,8 +73,6 @@ def read_trained_model(source: str, flag: str) -> TrainedModel:
 
     Raises UserError if there is no such checkpoint, or it cannot be read or trusted.
     """
-    # what is named, or the newest of the folder that is
-    source = by_run_name(source, flag)
     if not source.endswith('.pt'):
         require_no_single_file(source, f'{flag} {source}')
     name = source if source.endswith('.pt') else newest_checkpoint(source, flag)
@@ -104,34 +102,34 @@ def trained_model_of(state: dict) -> TrainedModel:
             spent = callback
     timestamp = state.get('timestamp', {}).get('Timestamp', {})
 
-    # the average where it has started
-    ema = dict(state.get('algorithms', ())).get('EMA')
-    averaged = None
-    average = None
+    # The EMA weights, if the EMA has started.
+    saved = dict(state.get('algorithms', ())).get('EMA')
+    ema = None
+    ema_state = None
     young_half_life = None
-    if ema is not None and ema['ema_started']:
-        if ema['ema_weights_active']:
-            raise UserError("Composer's own EMA has saved it, with the average in the place of the weights; resume it "
-                            'with that of ema.py')
-        shadow = ema['ema_model']
-        averaged = with_prefix_removed(model | shadow['named_parameters_dict'], 'unet.')
-        average = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False}
+    if saved is not None and saved['ema_started']:
+        if saved['ema_weights_active']:
+            raise UserError("Composer's own EMA saved this checkpoint, with the EMA weights stored as the model's "
+                            'weights; resume with the EMA of ema.py')
+        shadow = saved['ema_model']
+        ema = with_prefix_removed(model | shadow['named_parameters_dict'], 'unet.')
+        ema_state = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False}
 
         # It is young as long as much of it is still what the training started from. One that started later began as a
         # copy of trained weights.
-        half_life = ema['half_life']
-        if half_life and ema['from_start']:
+        half_life = saved['half_life']
+        if half_life and saved['from_start']:
             passed = timestamp['batch' if half_life.endswith('ba') else 'epoch']
             if 4 * int(half_life[:-2]) > passed:
                 young_half_life = half_life
     return TrainedModel(timestamp.get('batch'), timestamp.get('sample'), flags, spent, facts,
-                        with_prefix_removed(model, 'unet.'), averaged, young_half_life, average,
+                        with_prefix_removed(model, 'unet.'), ema, young_half_life, ema_state,
                         with_prefix_removed(model, 'vae.') or None, with_prefix_removed(model, 'text_encoder.'))
 
 
-def about_training(trained: TrainedModel, live: bool = False) -> dict:
-    """Return what a record says of the training of weights: the average where there is one, unless they are `live`."""
-    weights = 'live' if live or trained.averaged is None else 'averaged'
+def about_training(trained: TrainedModel, raw_weights: bool = False) -> dict:
+    """Return what a record says about the training of the EMA weights, or of the raw ones without EMA."""
+    weights = 'raw' if raw_weights or trained.ema is None else 'EMA'
     return {'weights': weights, 'trained_batches': trained.batch, 'images_seen': trained.samples,
             'training': trained.flags | trained.spent}
 
@@ -175,14 +173,14 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
             configs['scheduler'] = DDPMScheduler.from_config(parse_json(scheduler.read_bytes(), str(scheduler))).config
         facts = {'configs': comparable(**configs)}
         weights = unet.state_dict()
-        ema = None
+        ema_state = None
         flags = {}  # which do not say what the weights were trained on
     # or in a checkpoint, with whose text encoder and tokens the training should go on.
     else:
         trained = read_trained_model(path, '--load_weights')
         facts = trained.facts
-        weights = trained.live
-        ema = trained.ema
+        weights = trained.raw
+        ema_state = trained.ema_state
         flags = trained.flags
         if not are_same_weights(trained.text_encoder, model.text_encoder.state_dict()):
             raise UserError(f'{label} was trained with another text_encoder; give the --model_name, the --pretrained '
@@ -201,7 +199,7 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         model.unet.load_state_dict(weights)
     except RuntimeError as error:  # names what is missing, what is foreign, and what has another shape
         raise UserError(f'{label} is of another UNet than that of --model_name ({one_line(error, 300)})') from None
-    return ema, data_of(flags)
+    return ema_state, data_of(flags)
 
 
 def are_same_weights(trained: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> bool:
@@ -226,15 +224,15 @@ def unet_folder(path: str) -> Path | None:
 # The pipeline of diffusers that it makes
 
 def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None = None, tokenizer: str | None = None,
-                     live: bool = False) -> StableDiffusionPipeline:
-    """Make the pipeline of a checkpoint, on the CPU. A warning says if its average is worth little yet.
+                     raw_weights: bool = False) -> StableDiffusionPipeline:
+    """Make the pipeline of a checkpoint, on the CPU. A warning says if its EMA weights are still near the initial ones.
 
     Args:
         trained: what the checkpoint holds; its tensors in float32 are not copied.
         label: its name in error messages.
         model_name: for the configuration of each part; None: that of the run.
         tokenizer: None: that of the run, which is the model's own unless it had another.
-        live: draw with the live weights, also where there is an average.
+        raw_weights: use the raw (non-EMA) weights, even if there are EMA weights.
 
     Raises UserError if the checkpoint does not fit `model_name`, or a part cannot be had.
     """
@@ -244,13 +242,13 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
     unet_config = dict(files.configs['unet'])
     if 'image_size' in trained.facts:
         unet_config['sample_size'] = files.latent_size(trained.facts['image_size'])
-    unet_weights = trained.live
-    if trained.averaged is not None and not live:
-        unet_weights = trained.averaged
+    unet_weights = trained.raw
+    if trained.ema is not None and not raw_weights:
+        unet_weights = trained.ema
         if trained.young_half_life is not None:
-            print_on_rank_0('warning: the average is still near the weights that the training started from, since its '
-                            f'half-life is {trained.young_half_life}, and {label} is of batch {trained.batch:,}; '
-                            '--live of export.py takes the live weights')
+            print_on_rank_0('warning: the EMA weights are still near the initial weights, because their half-life is '
+                            f'{trained.young_half_life} and {label} is from batch {trained.batch:,}; export.py '
+                            '--raw_weights uses the raw weights')
     text_config = CLIPTextConfig(**files.configs['text_encoder'])
     try:
         unet = with_weights(partial(UNet2DConditionModel.from_config, unet_config), unet_weights)

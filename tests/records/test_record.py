@@ -81,7 +81,7 @@ def test_a_speed_that_should_not_be_trusted_says_so_with_one_remedy_and_has_no_d
 
 @pytest.mark.parametrize('changed, line', [
     ({'first_batch': 1200, 'trained_batches': 2000}, 'resumed         after batch 1,200'),
-    ({'trained_batches': 2000}, 'no average      yet, for --ema_start is 2001ba'),
+    ({'trained_batches': 2000}, 'no EMA          weights yet: the EMA starts at --ema_start 2001ba'),
     ({'eval_loss': 0.12345, 'eval_batch': 2000, 'eval_samples': 300},
      'eval loss       0.1235 on 300 samples of --eval_remote, after batch 2,000'),
     ({'images_per_sec': None, 'status': 'interrupted'}, 'no speed        the run was over before the clock'),
@@ -97,7 +97,7 @@ def test_a_speed_is_explained_by_the_wait_for_data_the_gpus_peak_and_their_power
     text = run_summary(measured(data_wait_fraction=0.23, mfu=0.18, gpu_power_watts_mean=412.4, joules_per_image=10.27),
                    settings_of('--use_synth_data'))
     assert 'wait for data   23.0% of the time; more --num_workers shorten it' in text
-    assert 'of the peak     18.0%' in text and 'power           412 W each, 10.3 J an image' in text
+    assert 'MFU             18.0%' in text and 'power           412 W each, 10.3 J an image' in text
 
 
 def test_a_record_that_cannot_be_kept_is_printed(tmp_path, capsys):

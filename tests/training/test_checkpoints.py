@@ -23,7 +23,6 @@ from sdbench.training.checkpoints import (
     locked_save_folder,
     newest_checkpoint,
 )
-from sdbench.training.weights import read_trained_model
 from tests.forked_runs import RUN, on_small_disk, run, run_program
 from tests.runs import TINY, assert_same_training, failed, one_error_line
 from tests.samples import Hostile, good, write_shards
@@ -253,19 +252,6 @@ def test_a_run_goes_on_and_is_exported_with_its_own_token_ids(shards, smallest_m
     export([str(kept), 'out'])
     assert build_tokenizer('out').encode('a cat').ids == build_tokenizer().encode('a cat').ids
     assert main([*argv, '2ba', '--tokenizer', 'out'])['first_batch'] == 1
-
-
-def test_a_save_folder_has_the_name_of_its_run_by_which_one_run_alone_is_found(tmp_path, capfd):
-    argv = ['--use_synth_latents', *TINY, '--save_folder', 'runs/{run_name}']
-    assert '--save_folder runs/{run_name} needs --run_name NAME' in one_error_line(argv, capfd)
-    argv += ['--run_name', 'mine', '--autoresume', '--save_num_checkpoints_to_keep', '1', '--max_duration']
-    main([*argv, '2ba'])
-    assert main([*argv, '3ba'])['first_batch'] == 2
-    folder = tmp_path / 'runs' / 'mine'
-    assert sorted(path.name for path in folder.glob('*.pt')) == ['ep0-ba3-rank0.pt', 'latest-rank0.pt']
-    assert read_trained_model('runs/{run_name}', 'CHECKPOINT').batch == 3
-    (tmp_path / 'runs' / 'other').mkdir()
-    assert 'there are runs/mine, runs/other; give the name' in one_error_line(['runs/{run_name}', 'out'], capfd, export)
 
 
 def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from benchmark import main
 from export import main as export
-from sdbench.models.drawing import GUIDANCE
+from sdbench.models.generation import GUIDANCE
 from sdbench.training import sampling
 from sdbench.training.sampling import Sampling
 from tests.forked_runs import RUN
@@ -35,7 +35,7 @@ def few_steps(monkeypatch):
 
 
 def run(folder: Path, model_folder: str, *flags) -> dict:
-    places = ['--sample_folder', folder / 'drawn', '--save_folder', folder / 'kept', '--results', folder / 'results']
+    places = ['--save_folder', folder / 'kept', '--results', folder / 'results']
     return main(['--use_synth_data', '--use_ema', *TINY, '--model_name', model_folder, '--pretrained',
                  '--save_interval', '3ba', *map(str, [*places, *flags])])
 
@@ -70,13 +70,13 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
     whole.mkdir(), drawing.mkdir()
     record = run(whole, model_folder, '--max_duration', '6ba')
     assert record['sampling_seconds'] == 0
-    assert not (whole / 'drawn').exists()
+    assert not (whole / 'kept-samples').exists()
     flags = ['--sample_prompts', prompts, '--sample_interval', '3ba', '--autoresume']
     run(drawing, model_folder, *flags, '--max_duration', '3ba')
     record = run(drawing, model_folder, *flags, '--max_duration', '6ba', '--tensorboard', tmp_path / 'board')
     assert record['first_batch'] == 3
     assert_same_training(drawing / 'kept', whole / 'kept')
-    [pictures] = (drawing / 'drawn').iterdir()
+    [pictures] = (drawing / 'kept-samples').iterdir()
     assert pictures.name == f'kept-{record["training_id"]}'
     assert sorted(path.name for path in pictures.iterdir()) == ['ba3.png', 'ba6.png']
     [folder] = (tmp_path / 'board').iterdir()
@@ -86,10 +86,10 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
 
     text = Image.open(pictures / 'ba6.png').text
     assert text['prompts'].splitlines() == PROMPTS
-    assert text['weights'] == 'averaged'
+    assert text['weights'] == 'EMA'
 
-    # and what it drew is what diffusers' pipeline draws, by the average and not by the live weights
-    for flags in ([], ['--live']):
+    # and what it drew is what diffusers' pipeline draws, with the EMA weights and not with the raw ones
+    for flags in ([], ['--raw_weights']):
         out = tmp_path / f'out{len(flags)}'
         export([str(drawing / 'kept'), str(out), *flags])
         pairs = zip(pictures_in(pictures / 'ba6.png'), drawn_by_diffusers(out), strict=True)
@@ -98,12 +98,10 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
 
 
 def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model_folder, prompts, few_steps):
-    latents = tmp_path / 'latents'
     record = main(['--use_synth_latents', *TINY, '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
-                   '--sample_prompts', prompts, '--sample_interval', '1000ba', '--sample_folder', str(latents),
-                   '--save_folder', 'kept-latents'])
+                   '--sample_prompts', prompts, '--sample_interval', '1000ba', '--save_folder', 'kept-latents'])
     assert record['encoders'] == 'text_in_loop'
-    [latents] = latents.iterdir()
+    [latents] = Path('kept-latents-samples').iterdir()
     assert [path.name for path in latents.iterdir()] == ['ba3.png']
     export(['kept-latents', 'out'])
     for ours, theirs in zip(pictures_in(latents / 'ba3.png'), drawn_by_diffusers(tmp_path / 'out'), strict=True):
@@ -113,9 +111,9 @@ def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model
 @pytest.mark.long
 def test_rank_0_draws_and_the_other_waits(server, tmp_path, model_folder, prompts):
     argv = [*RUN, '--use_synth_data', '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
-            '--sample_prompts', prompts, '--sample_interval', '2ba', '--sample_folder', tmp_path / 'drawn']
+            '--sample_prompts', prompts, '--sample_interval', '2ba', '--save_folder', tmp_path / 'kept']
     assert run_ranks(server, 2, argv, tmp_path) == [0, 0], (tmp_path / 'log').read_text()
-    assert sorted(path.name for path in (tmp_path / 'drawn').glob('*/*')) == ['ba2.png', 'ba3.png']
+    assert sorted(path.name for path in (tmp_path / 'kept-samples').glob('*/*')) == ['ba2.png', 'ba3.png']
     record = json.loads((tmp_path / 'results.jsonl').read_text())
     assert record['num_devices'] == 2
     assert record['sampling_seconds'] > 0
@@ -129,7 +127,7 @@ def test_a_run_that_starts_again_leaves_the_pictures_of_the_one_before_it(tmp_pa
     record = main(argv)
     output, errors = capfd.readouterr()
     folder = f'{kept_in}-samples/kept-{record["training_id"]}'
-    assert f'drawings        in {folder}\n' in output
+    assert f'samples         in {folder}\n' in output
     assert '%' not in errors  # no progress bar of diffusers
     [drawn] = Path(folder).iterdir()
     os.utime(drawn, (1, 1))

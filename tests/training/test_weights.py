@@ -135,5 +135,5 @@ def test_what_composers_own_ema_saved_is_refused_where_its_average_would_pass_fo
     Trainer(model=model, train_dataloader=build_loader(SyntheticImageCaptionDataset(16, num_samples=64), 2, 0),
             optimizers=torch.optim.AdamW(model.unet.parameters()), algorithms=composers.EMA('2ba'), max_duration='2ba',
             device='cpu', progress_bar=False, save_folder='kept').fit()
-    with pytest.raises(ValueError, match="Composer's own EMA has saved it"):
+    with pytest.raises(ValueError, match="Composer's own EMA saved this checkpoint"):
         read_trained_model('kept', 'CHECKPOINT')
