@@ -23,34 +23,35 @@ SYNTHETIC = f'--use_synth_data {TINY}'
 
 ROWS = [
     # The command line itself
-    ('benchmark.py', '--use_synth_data --batch-size 4', '--batch-size is no flag; did you mean --batch_size?'),
-    ('benchmark.py', '--use_synth_data --no-ema=4', '--no-ema is no flag; did you mean --no-use_ema?'),
-    ('benchmark.py', '--use_synth_data -q', '-q is no flag; see --help'),
-    ('benchmark.py', '--use_synth_data --batch 4', '--batch is no flag'),  # an abbreviation is none
+    ('benchmark.py', '--use_synth_data --batch-size 4', '--batch-size is not a flag; did you mean --batch_size?'),
+    ('benchmark.py', '--use_synth_data --no-ema=4', '--no-ema is not a flag; did you mean --no-use_ema?'),
+    ('benchmark.py', '--use_synth_data -q', '-q is not a flag; see --help'),
+    ('benchmark.py', '--use_synth_data --batch 4', '--batch is not a flag'),  # an abbreviation is none
     ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read (No such file or directory)'),
     ('benchmark.py', '@utf-16.txt', '@utf-16.txt is no text in UTF-8; save it as UTF-8'),
     ('benchmark.py', '@quote.txt', '@quote.txt, line 2: no closing quotation'),
     ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'WORLD_SIZE of the environment is 4(x2), and no number'),
-    ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 does nothing '
+    ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect '
      'with --lr_schedule constant'),
     ('WORLD_SIZE= LOCAL_RANK= convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a '
      'glob that matches some'),
-    ('convert.py', "'' out", 'SOURCE is empty; a variable of the shell may not be set'),
+    ('convert.py', "'' out", 'SOURCE is empty; is a shell variable unset?'),
 
     # A training
     ('benchmark.py', '', 'give one of --remote, --use_synth_data and --use_synth_latents'),
     ('benchmark.py', '--use_synth_data --remote x', 'give only one of --remote, --use_synth_data'),
     ('benchmark.py', f'{SYNTHETIC} --batch_size 6 --device_train_microbatch_size 4', '--device_train_microbatch_size 4 '
-     'does not divide the 6 images that a device gets of --batch_size 6; use 3'),
-    ('benchmark.py', '--dry_run 8 16 8', '--dry_run 8 16 8 has a number twice; leave one out'),
+     'does not divide the per-device batch of 6 images (--batch_size 6); use 3'),
+    ('benchmark.py', '--dry_run 8 16 8', '--dry_run 8 16 8 repeats a GPU count; give each once'),
     ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu: RTX4091 is no GPU that is known here; did you '
      'mean RTX 4090 or'),
     ('benchmark.py', '--dry_run 8 x', '--dry_run: x is not a whole number above 0'),
-    ('benchmark.py', '--dry_run 8 7', '--batch_size 2048 does not divide over 7 devices; use 2044'),
+    ('benchmark.py', '--dry_run 8 7', '--batch_size 2048 is not divisible by 7 devices; use 2044'),
     ('benchmark.py', f'{SYNTHETIC} --gpus_per_node 4', '--gpus_per_node 4 needs --dry_run'),
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size: 100 is not a multiple of 8; use 96'),
-    ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a share between 0 and 1'),
-    ('benchmark.py', f'--remote shards {TINY} --caption_weights long=-1', '--caption_weights: -1 is not an amount'),
+    ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a fraction between 0 and 1'),
+    ('benchmark.py', f'--remote shards {TINY} --caption_weights long=-1',
+     '--caption_weights: -1 is not a number of at least 0'),
     ('benchmark.py', f'--remote shards {TINY} --caption_weights lnog=3', '--caption_weights lnog: shards has no '
      'captions of that name; it has caption'),
     ('benchmark.py', f'{SYNTHETIC} --budget 9 --dollars_per_gpu_hour H100=2', '--budget 9 needs a price for CPU'),
@@ -61,9 +62,9 @@ ROWS = [
     ('benchmark.py', f'--use_synth_latents {TINY} --random_flip', '--random_flip mirrors images'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --load_weights notes --sample_prompts nowhere',
      '--sample_prompts nowhere, a text file with one prompt on each line, cannot be read (No such file'),
-    ('benchmark.py', f'{SYNTHETIC} --sample_prompts prompts.txt', '--sample_prompts prompts.txt needs a VAE that can'),
-    ('benchmark.py', f'{SYNTHETIC} --results notes', '--results notes is no file that can be written'),
-    ('benchmark.py', f'{SYNTHETIC} --results plan.csv', '--results plan.csv is a table'),
+    ('benchmark.py', f'{SYNTHETIC} --sample_prompts prompts.txt', '--sample_prompts prompts.txt needs a trained VAE'),
+    ('benchmark.py', f'{SYNTHETIC} --results notes', '--results notes cannot be written'),
+    ('benchmark.py', f'{SYNTHETIC} --results plan.csv', '--results plan.csv names a CSV file'),
     ('benchmark.py', f'{SYNTHETIC} --precision amp_fp16', '--precision amp_fp16 needs a GPU, and this machine has '
      'none; give --precision fp32'),
     ('benchmark.py', f'{SYNTHETIC} --compile reduce-overhead --device_train_microbatch_size 2',
@@ -92,27 +93,27 @@ ROWS = [
     ('convert.py', 'notes out --captions nothing.csv', '--captions nothing.csv cannot be read (No such file'),
     ('convert.py', 'notes out --size_limit 4gb', '--size_limit: 4gb'),
     ('AWS_PROFILE=nobody convert.py', 'photo.jpg s3://b/a', 'profile (nobody) could not be found'),
-    ('LOCAL_RANK=0 convert.py', 'photo.jpg out', 'start it with python, not with a launcher'),
+    ('LOCAL_RANK=0 convert.py', 'photo.jpg out', 'start it with python instead of a launcher'),
     ('encode.py', '--remote shards --out out --ray auto', '--ray auto needs --encoder_precision'),
 
     # Encodings
     ('encode.py', '--remote shards', 'give both --remote and --out'),
 
     # Evaluations
-    ('evaluate.py', 'notes shards --out s3://b/out', 'give --out, a folder of this machine'),
-    ('evaluate.py', 'notes shards --out out --steps 30', 'would not begin at pure noise'),
+    ('evaluate.py', 'notes shards --out s3://b/out', 'give --out, a folder on this machine'),
+    ('evaluate.py', 'notes shards --out out --steps 30', 'would not start from pure noise'),
     ('evaluate.py', 'notes shards --out out --clip nowhere', '--clip nowhere is no folder; fetch one: hf download'),
 
     # Reports
     ('report.py', 'records.csv', 'records.csv:2: not a record: more cells than columns'),
     ('report.py', 'published.csv --csv /missing/table.csv', '/missing'),
-    ('report.py', 'published.csv --csv published.csv', 'would overwrite the records'),
+    ('report.py', 'published.csv --csv published.csv', 'would overwrite a file with records'),
     ('report.py', 'published.csv --csv results.jsonl', '--csv results.jsonl does not end in .csv'),
     ('report.py', 'published.csv --figure days.xyz', '--figure days.xyz does not end in .png'),
     ('report.py', 'published.csv --extrapolate 4096', 'a batch_size, where it is stated, of as many images as GPUs'),
     ('report.py', 'published.csv --phase x@y', 'x@y is not IMAGES@SIZE'),
-    ('report.py', 'published.csv --phase 512 --training_images 3', '--phase shows plans alone, and '
-     '--training_images is not of a plan'),
+    ('report.py', 'published.csv --phase 512 --training_images 3',
+     '--training_images has no effect on plans (--phase)'),
 
     # Folders, weights, pictures and held-out samples of a training, and what is evaluated and exported
     ('benchmark.py', f'{SYNTHETIC} --save_folder notes', '--save_folder notes already holds files'),

@@ -1,4 +1,4 @@
-"""The flags of the other commands, and what of them cannot be. Nothing here needs torch."""
+"""Define the flags of every command except benchmark.py. Nothing here needs torch."""
 import argparse
 import os
 import re
@@ -7,20 +7,20 @@ from typing import Literal
 
 from sdbench.costs import TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
-from sdbench.flags.parser import count, flag, fraction, number, positional, positive, seed
+from sdbench.flags.parser import count, flag, fraction, number_between, positional, positive, seed
 from sdbench.flags.train import PRICES_HELP, DataLoading, Encoders, Model, Results, Warmup, pixels, price
 from sdbench.paths import EXPORTED
 from sdbench.process import launcher_variable
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
-TIMESTEPS = 1000  # of Stable Diffusion's noise
+TIMESTEPS = 1000  # of Stable Diffusion's noise schedule
 PICTURES = ('.png', '.pdf', '.svg')
 BYTES = {'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
 LARGEST_LIMIT = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
 
 
 def shard_size(text: str) -> int:
-    """Convert a size such as 64mb, that shards can have, to bytes."""
+    """Convert the size of a shard, such as 64mb, to bytes."""
     match = re.fullmatch('([0-9]{1,9})(kb|mb|gb)', text.lower())
     size = int(match[1]) * BYTES[match[2]] if match else 0
     if 0 < size <= LARGEST_LIMIT:
@@ -29,7 +29,7 @@ def shard_size(text: str) -> int:
 
 
 def images_at_size(text: str) -> tuple[int | None, str]:
-    """Convert IMAGES@SIZE: a number of images, and the size of a side in pixels. SIZE alone has None for the images."""
+    """Convert IMAGES@SIZE, a number of images and an image size in pixels. Without IMAGES@ the images are None."""
     match = re.fullmatch('(?:([1-9][0-9]*)@)?([1-9][0-9]*)', text)
     if match is None:
         raise argparse.ArgumentTypeError(f'{text} is not IMAGES@SIZE, such as 1126400000@256')
@@ -39,43 +39,45 @@ def images_at_size(text: str) -> tuple[int | None, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    heading = 'work'
+    heading = 'cluster'
 
-    ray: str | None = flag(os.environ.get('RAY_ADDRESS'), 'address of the Ray cluster whose machines do the work, such '
-                           'as auto (default: RAY_ADDRESS of the environment, or else this machine alone)',
-                           metavar='ADDRESS')
+    ray: str | None = flag(os.environ.get('RAY_ADDRESS'), 'address of a Ray cluster on which to run, such as auto '
+                           '(default: the environment variable RAY_ADDRESS, or else this machine)', metavar='ADDRESS')
 
     def check(self) -> None:
         if launcher_variable('LOCAL_RANK') is not None:
-            raise UserError('this command starts processes of its own; start it with python, not with a launcher')
+            raise UserError('this command starts its own processes; start it with python instead of a launcher')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Convert(Cluster):
     heading = 'conversion'
 
-    source: tuple[str, ...] = positional('tars, Parquet files, folders of these or of images, or globs; in an object '
-                                         'store (s3://bucket/tars/) tars or Parquet files')
+    source: tuple[str, ...] = positional('tars, Parquet files, folders of tars, Parquet files or images, or globs; in '
+                                         'an object store (s3://bucket/tars/) tars or Parquet files')
     out: str = positional('new folder or object store (s3://, gs://, azure://) for the MDS shards')
-    held_out: float | None = flag(None, 'share of the samples to hold out: they go to OUT-held-out, for --eval_remote '
-                                  'of benchmark.py (default: none)', converter=fraction)
-    seed: int = flag(17, 'seed by which --held_out chooses images; whether one is held out depends on its bytes and '
-                     'the seed alone', converter=seed)
-    captions: str | None = flag(None, 'table of captions: CSV, JSON lines (.jsonl) or Parquet, with paths relative to '
-                                'its folder (default: captions.csv, and metadata.csv, .jsonl or .parquet, in the '
-                                'folders of SOURCE)', metavar='FILE')
-    image_column: str | None = flag(None, 'name of the column of images in Parquet files (default: image), and of the '
-                                    'column of paths in tables (default: file_name or filename)', metavar='NAME')
-    caption_column: tuple[str, ...] = flag(
-        (), 'names of the columns of captions in Parquet files and tables, one or several such as short long; of files '
-        'beside an image suffixes, such as .txt .caption (default: text or caption, in the table of --captions also '
-        'its only other column; of files the first with a caption)', metavar='NAME')
-    sample_per_caption: bool = flag(False, 'make a sample of each caption of an image (default: off, an image is one '
-                                    'sample with all its captions, of which a training draws one at each visit)')
-    clean_captions: bool = flag(False, 'mend garbled letters and HTML such as &amp; in captions, as open_clip does')
-    num_workers: int | None = flag(None, 'processes that convert on this machine (default: one for each core)',
+    held_out: float | None = flag(None, 'fraction of the samples to hold out, such as 0.01; they go to OUT-held-out, '
+                                  'for --eval_remote of benchmark.py (default: none)', converter=fraction)
+    seed: int = flag(17, 'seed for --held_out; whether an image is held out depends only on its bytes and this seed',
+                     converter=seed)
+    captions: str | None = flag(None, 'table of captions as CSV, JSON lines (.jsonl) or Parquet, with image paths '
+                                'relative to its folder (default: captions.csv and metadata.csv, .jsonl or .parquet '
+                                'in the folders of SOURCE)', metavar='FILE')
+    image_column: str | None = flag(None, 'column with the images in Parquet files (default: image), or with the '
+                                    'image paths in tables of captions (default: file_name or filename)',
+                                    metavar='NAME')
+    caption_column: tuple[str, ...] = flag((), 'columns with the captions in Parquet files and tables, one or several '
+                                           'such as short long; for caption files next to the images their suffixes, '
+                                           'such as .txt .caption (default: text or caption; in the table passed with '
+                                           '--captions also its only other column; the first caption file of an image)',
+                                           metavar='NAME')
+    sample_per_caption: bool = flag(False, 'write one sample per caption (default: off, which writes one sample per '
+                                    'image with all its captions; a training then chooses one at random each time)')
+    clean_captions: bool = flag(False, 'fix wrongly decoded letters and HTML such as &amp; in captions, as open_clip '
+                                'does')
+    num_workers: int | None = flag(None, 'processes that convert on this machine (default: one per CPU core)',
                                    converter=count)
-    size_limit: int = flag(64 << 20, 'largest size of a shard (default: 64mb)', converter=shard_size, metavar='SIZE')
+    size_limit: int = flag(64 << 20, 'maximum size of a shard (default: 64mb)', converter=shard_size, metavar='SIZE')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +85,8 @@ class Encode(DataLoading, Model, Encoders, Warmup, Results, Cluster):
     heading = 'latents'
 
     out: str | None = flag(None, 'new folder or object store for the MDS shards of latents (needed)')
-    batch_size: int = flag(32, 'images that each device encodes at once', converter=count)
-    cpu: bool = flag(False, 'encode on the CPUs of the Ray cluster (default: off: on its GPUs, which are waited for)',
+    batch_size: int = flag(32, 'images per forward pass on each device', converter=count)
+    cpu: bool = flag(False, 'encode on the CPUs of the Ray cluster (default: off, which waits for its GPUs)',
                      needs='ray')
 
     def check(self) -> None:
@@ -96,14 +98,15 @@ class Encode(DataLoading, Model, Encoders, Warmup, Results, Cluster):
 class Export:
     heading = 'export'
 
-    checkpoint: str = positional('checkpoint of benchmark.py, or a folder or an object store for its newest')
-    out: str = positional('new folder for the pipeline; the folder of an earlier export is first renamed to OUT-1')
-    raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports the EMA '
-                             'weights if there are any)')
-    model_name: str | None = flag(None, 'model that has the configuration of each part: tiny, a diffusers folder or a '
-                                  'hub name (default: --model_name of the run)')
-    tokenizer: str | None = flag(None, 'folder or hub name of the tokenizer, if it has moved since the run (default: '
-                                 "the run's)")
+    checkpoint: str = positional('checkpoint written by benchmark.py, or a folder or object store with checkpoints '
+                                 '(the newest is used)')
+    out: str = positional('new folder for the pipeline; an earlier export there is first renamed to OUT-1')
+    raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports the '
+                             'EMA weights if there are any)')
+    model_name: str | None = flag(None, 'model with the configuration of each part: tiny, a diffusers folder or a hub '
+                                  'name (default: the --model_name of the training)')
+    tokenizer: str | None = flag(None, 'folder or hub name of the tokenizer, if it has moved since the training '
+                                 '(default: the tokenizer of the training)')
 
     def check(self) -> None:
         if os.path.lexists(self.out) and not os.path.isfile(os.path.join(self.out, EXPORTED)):
@@ -112,101 +115,103 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Results):
-    heading = 'drawing and judging'
+    heading = 'image generation and scores'
 
-    model: str = positional('checkpoint of benchmark.py, a folder or an object store for its newest, or a pipeline '
-                            'folder of diffusers, such as export.py writes')
+    model: str = positional('checkpoint written by benchmark.py, a folder or object store with checkpoints (the '
+                            'newest is used), or a diffusers pipeline folder such as export.py writes')
     data: str = positional('folder or object store with MDS shards of images and captions')
-    out: str | None = flag(None, 'new folder for the pictures; the same command goes on there (needed)')
-    inception: str | None = flag(None, 'weights of the Inception network for FID: weights-inception-2015-12-05-'
-                                 '6726825d.pth of torch-fidelity (default: no FID)', metavar='FILE')
-    clip: str | None = flag(None, f'folder of a CLIP model as transformers has them, such as {CLIP_MODEL} (default: no '
-                            'CLIP score)', metavar='FOLDER')
-    samples: int = flag(30_000, 'number of captions to draw at each guidance scale, the first of DATA',
-                        converter=number(int, 2, 10 ** 9, 'a whole number above 1'))
-    caption: str | None = flag(None, 'name of the captions to draw, such as long; where an image has none of that '
-                               'name, its first is drawn (default: the first of each image)', metavar='NAME')
-    guidance: tuple[float, ...] = flag(
-        (7.5,), 'scales of classifier-free guidance; all captions are drawn at each; 1 is no guidance (default: 7.5)',
-        converter=number(float, 1, 1000, 'a scale from 1 on', 'SCALE'))
-    steps: int = flag(50, 'steps of the sampler (DDIM) for a picture, a divisor of its 1000 timesteps', converter=count)
-    seed: int = flag(17, 'seed of the noise; that of a picture depends on the seed and its number alone',
-                     converter=seed)
-    image_size: int | None = flag(None, 'height and width of the pictures in pixels (default: those that the model was '
-                                  'trained at)', converter=pixels)
-    batch_size: int = flag(16, 'pictures that each device draws at once; a large GPU is faster with more',
+    out: str | None = flag(None, 'new folder for the generated images; the same command, started again, continues '
+                           'there (needed)')
+    inception: str | None = flag(None, 'Inception weights for FID: weights-inception-2015-12-05-6726825d.pth from '
+                                 'torch-fidelity (default: no FID)', metavar='FILE')
+    clip: str | None = flag(None, f'folder with a CLIP model in the format of transformers, such as {CLIP_MODEL} '
+                            '(default: no CLIP score)', metavar='FOLDER')
+    samples: int = flag(30_000, 'number of captions to use, the first ones in DATA; one image per caption is '
+                        'generated at each guidance scale',
+                        converter=number_between(int, 2, 10 ** 9, 'a whole number above 1'))
+    caption: str | None = flag(None, 'name of the captions to use, such as long; an image without a caption of that '
+                               'name uses its first (default: the first caption of each image)', metavar='NAME')
+    guidance: tuple[float, ...] = flag((7.5,), 'scales of classifier-free guidance, each applied to all captions; 1 '
+                                       'is no guidance (default: 7.5)',
+                                       converter=number_between(float, 1, 1000, 'a scale of at least 1', 'SCALE'))
+    steps: int = flag(50, 'sampling steps per image (DDIM), a divisor of 1000', converter=count)
+    seed: int = flag(17, 'seed for the noise; the noise of an image depends only on this seed and the number of its '
+                     'caption', converter=seed)
+    image_size: int | None = flag(None, 'height and width of the generated images in pixels (default: the image size '
+                                  'of the training)', converter=pixels)
+    batch_size: int = flag(16, 'images generated per batch on each device; a large GPU is faster with more',
                            converter=count)
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
-        None, "precision of the UNet's arithmetic; all else is in float32 (default: amp_bf16 on a GPU that has it, "
-        'amp_fp16 on another GPU, fp32 on a CPU)')
+        None, 'precision of the UNet; everything else is float32 (default: amp_bf16 on GPUs that support it, amp_fp16 '
+        'on other GPUs, fp32 on CPUs)')
 
-    check_only: Literal['networks', 'data'] | None = flag(
-        None, 'check that the networks of --inception and --clip can be loaded, or that DATA has --samples captions, '
-        'and end; MODEL need not be there yet (default: draw and score)')
+    check_only: Literal['networks', 'data'] | None = flag(None, 'only check that the networks of --inception and '
+                                                          '--clip load, or that DATA has --samples captions; MODEL '
+                                                          'need not exist yet (default: generate and score)')
 
     def check(self) -> None:
         if not self.out or '://' in self.out:
-            raise UserError('give --out, a folder of this machine for the pictures')
+            raise UserError('give --out, a folder on this machine for the generated images')
         if TIMESTEPS % self.steps or self.steps == TIMESTEPS:
-            raise UserError(f'--steps {self.steps} is no divisor of the {TIMESTEPS} timesteps, so that the sampler '
-                            'would not begin at pure noise; use one below them, such as 50')
+            raise UserError(f'--steps {self.steps} is not a divisor of {TIMESTEPS} below {TIMESTEPS}, so the sampler '
+                            'would not start from pure noise; use a divisor such as 50')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     heading = 'report'
 
-    records: tuple[str, ...] = positional('files of records: JSON lines, or CSV where the name ends in .csv')
-    training_images: int | None = flag(None, 'images of the training whose days and dollars are stated, with repeats '
-                                       f'(default: {TRAINING_IMAGES:,}, as Stable Diffusion 2; for the model tiny none '
-                                       'are stated)', converter=count)
+    records: tuple[str, ...] = positional('files with records: JSON lines, or CSV if the name ends in .csv')
+    training_images: int | None = flag(None, 'images of a whole training, counted with repeats, for which days and '
+                                       f'dollars are shown (default: {TRAINING_IMAGES:,}, as Stable Diffusion 2; none '
+                                       'for the model tiny)', converter=count)
     dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
-    extrapolate: tuple[int, ...] = flag((), 'numbers of GPUs whose speed is predicted from the measured ones (default: '
-                                        'none)', converter=count, metavar='GPUS')
-    compare: bool = flag(False, 'show a row for each training, with its speed over that of the first one of the same '
-                         'model and image size')
-    phase: tuple[tuple[int | None, str], ...] = flag(
-        (), 'show a plan instead, of phases at these image sizes in pixels; each trains on IMAGES, or on as many as '
-        'its record says (default: no plan)', converter=images_at_size, metavar='[IMAGES@]SIZE')
-    encode: tuple[tuple[int, str], ...] = flag(
-        (), 'images, at a size in pixels, that the plan encodes once to train on their latents (default: none)',
-        converter=images_at_size, metavar='IMAGES@SIZE', needs='phase')
-    hours_between_preemptions: float | None = flag(
-        None, 'hours between two losses of one machine that may be taken away, on average, so that of several machines '
-        'one is lost more often; a plan then counts what each loss costs, half a save interval and a restart '
-        '(default: no losses)', converter=positive, metavar='HOURS',
-        needs='phase')
-    max_dollars: float | None = flag(
-        None, 'most dollars that a plan may cost: only plans within it are shown, or which comes nearest (default: no '
-        'limit)', converter=positive, metavar='DOLLARS', needs='phase')
-    max_days: float | None = flag(
-        None, 'most days that a plan may take: only plans within it are shown, or which comes nearest (default: no '
-        'limit)', converter=positive, metavar='DAYS', needs='phase')
-    figure: str | None = flag(None, 'file for a picture of the days over the number of GPUs, or of the GPU-hours of '
-                              'each plan (default: no picture)', metavar='FILE')
-    learned: str | None = flag(None, 'file for a picture of the loss on --eval_remote over the images seen, and over '
-                               'the dollars of runs on GPUs (default: no picture)', metavar='FILE')
-    quality: str | None = flag(None, 'file for a picture of the scores of evaluate.py: FID against CLIP score, and '
-                               'both against the images of the training (default: no picture)', metavar='FILE')
-    csv: str | None = flag(None, 'CSV file for the rows of all tables, unrounded (default: none)', metavar='FILE')
-    html: str | None = flag(None, 'HTML file for the whole report with its figures: a page to send, which needs no '
-                            'network and whose tables can be sorted and filtered; needs itables (default: none)',
+    extrapolate: tuple[int, ...] = flag((), 'GPU counts whose speed is predicted from the measured GPU counts '
+                                        '(default: none)', converter=count, metavar='GPUS')
+    compare: bool = flag(False, 'show one row per training, with its speed divided by the speed of the first training '
+                         'with the same model and image size')
+    phase: tuple[tuple[int | None, str], ...] = flag((), 'show a plan instead: phases at these image sizes in pixels, '
+                                                     'each training on IMAGES images, or on as many as its record '
+                                                     'says (default: no plan)', converter=images_at_size,
+                                                     metavar='[IMAGES@]SIZE')
+    encode: tuple[tuple[int, str], ...] = flag((), 'images, and their size in pixels, that the plan encodes once in '
+                                               'order to train on latents (default: none)', converter=images_at_size,
+                                               metavar='IMAGES@SIZE', needs='phase')
+    hours_between_preemptions: float | None = flag(None, 'mean hours between two preemptions of one spot machine; a '
+                                                   'plan then adds the cost of each preemption, half a save interval '
+                                                   'and a restart, for every machine (default: no preemptions)',
+                                                   converter=positive, metavar='HOURS', needs='phase')
+    max_dollars: float | None = flag(None, 'maximum cost of a plan in dollars: only plans within it are shown, or the '
+                                     'nearest one (default: no limit)', converter=positive, metavar='DOLLARS',
+                                     needs='phase')
+    max_days: float | None = flag(None, 'maximum duration of a plan in days: only plans within it are shown, or the '
+                                  'nearest one (default: no limit)', converter=positive, metavar='DAYS', needs='phase')
+    figure: str | None = flag(None, 'file for a plot of days over GPU count, or of the GPU-hours of each plan '
+                              '(default: no plot)', metavar='FILE')
+    learned: str | None = flag(None, 'file for a plot of the loss on --eval_remote over images seen, and over dollars '
+                               'for runs on GPUs (default: no plot)', metavar='FILE')
+    quality: str | None = flag(None, 'file for a plot of the scores from evaluate.py: FID over CLIP score, and both '
+                               'over images seen (default: no plot)', metavar='FILE')
+    csv: str | None = flag(None, 'CSV file for the rows of all tables, without rounding (default: none)',
+                           metavar='FILE')
+    html: str | None = flag(None, 'HTML file for the whole report with its plots, to send to others: it works without '
+                            'a network, and its tables can be sorted and filtered; needs itables (default: none)',
                             metavar='FILE')
 
     def check(self) -> None:
         if self.compare and self.extrapolate:
-            raise UserError('--extrapolate predicts, and --compare shows what was measured; give one of them')
+            raise UserError('--extrapolate predicts speeds and --compare shows measured ones; give only one of them')
         for images, size in self.encode:
             if images is None:
                 raise UserError(f'--encode {size} does not say how many images; give IMAGES@{size}')
         for name in ('compare', 'extrapolate', 'training_images', 'quality'):
             if self.phase and getattr(self, name):
-                raise UserError(f'--phase shows plans alone, and --{name} is not of a plan; leave one of them out')
+                raise UserError(f'--{name} has no effect on plans (--phase); give only one of them')
         if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
-            raise UserError(f'--csv {self.csv} would overwrite the records; give another file')
+            raise UserError(f'--csv {self.csv} would overwrite a file with records; give another file')
         suffixes_of = {'csv': ('.csv',), 'html': ('.html',), 'figure': PICTURES, 'learned': PICTURES,
                        'quality': PICTURES}
         for name, suffixes in suffixes_of.items():
             path = getattr(self, name)
             if path and not path.lower().endswith(suffixes):
-                raise UserError(f'--{name} {path} does not end in {" or ".join(suffixes)}; name such a file')
+                raise UserError(f'--{name} {path} does not end in {" or ".join(suffixes)}; give such a file name')
