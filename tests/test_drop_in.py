@@ -48,10 +48,10 @@ def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_sig
     (tmp_path / 'photos-mds-held-out').symlink_to(shards)
     (tmp_path / 'sd15').symlink_to(smallest_with_attention)
     monkeypatch.setitem(BUILT_IN, 'tiny', tmp_path / 'sd15')
-    page = (ROOT / 'docs' / 'migrating.md').read_text()
+    page = (ROOT / 'docs' / 'api.md').read_text()
     page = page.replace('image_size=64', 'image_size=16').replace('latent_size=8', 'latent_size=16')  # as its VAE has
-    programs = [block for block in re.findall('```python\n(.*?)```', page, re.DOTALL) if 'Trainer(...' not in block]
-    in_pytorch, fine_tuning, with_composer, evaluation, _, averages = programs
+    programs = re.findall('```python\n(.*?)```', page, re.DOTALL)
+    in_pytorch, fine_tuning, with_composer, evaluation, ema_of_checkpoint = programs
     loss = StableDiffusion.loss
 
     # a loop in plain PyTorch, and a model to fine-tune
@@ -90,12 +90,12 @@ def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_sig
     variables['trainer'].eval(build_loader(variables['dataset'], batch_size=16, num_workers=0))  # of a program's own
     assert ' on samples that are not known to be held out\n' in capfd.readouterr().err
 
-    # the averages of its checkpoint
+    # the EMA weights of its checkpoint
     with pytest.raises(pickle.UnpicklingError):
         torch.load('checkpoints/latest-rank0.pt')
-    exec(averages, variables)
+    exec(ema_of_checkpoint, variables)
     unet = {f'unet.{name}': tensor for name, tensor in variables['model'].unet.state_dict().items()}
-    assert_equal(unet, dict(variables['averages']['named_parameters_dict']))
+    assert_equal(unet, dict(variables['ema_weights']['named_parameters_dict']))
 
 
 @pytest.mark.parametrize('latent_size, name, shape', [(None, 'image', (3, 16, 16)), (2, 'moments', (8, 2, 2))])
