@@ -1,9 +1,9 @@
-# The environment. STACK=newest takes the newest libraries instead of the pinned ones, in an environment of its own.
+# The virtual environment. STACK=newest uses the newest libraries instead of the pinned ones, in a separate environment.
 ifndef STACK
 CAPABILITY := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -n | tail -1)
 ifeq ($(shell test "$(basename $(CAPABILITY))" -ge 10 2>/dev/null && echo newer),newer)
 STACK = newest
-$(info STACK=newest: a GPU of compute capability $(CAPABILITY) has no kernels in torch 2.7; STACK=pinned takes that anyway)
+$(info STACK=newest: a GPU of compute capability $(CAPABILITY) has no kernels in torch 2.7; STACK=pinned uses torch 2.7 anyway)
 endif
 endif
 ifeq ($(STACK),newest)
@@ -14,16 +14,16 @@ VENV ?= .venv
 LOCK = requirements.lock
 endif
 export PATH := $(abspath $(VENV))/bin:$(PATH)
-export PYTHONDONTWRITEBYTECODE :=# Python keeps what it has compiled, or each start would compile all libraries anew
+export PYTHONDONTWRITEBYTECODE :=# Let Python write .pyc files, or each start would compile all libraries again.
 
-# Processes of pytest: on two cores a third one works while the others wait for a file or a process.
+# pytest processes. On two cores a third one is useful while the others wait for files or processes.
 TEST_PROCESSES ?= 3
 
-# Where the pictures of the documentation lie, and those of a run, which git ignores.
+# The folder of the documentation's figures, and the folder for other figures, which git ignores.
 FIGURES = docs
 OUTPUT = pictures
 
-# Where the records of `make proof` go.
+# The folder for the records of `make proof`.
 FOLDER ?= results/proof
 
 .DEFAULT_GOAL := help
@@ -32,39 +32,39 @@ FOLDER ?= results/proof
 help:  ## Print this list.
 	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/\1 \2/p' Makefile | awk '{printf "make %-10s", $$1; $$1 = ""; print}'
 
-smoke: $(VENV)/installed  ## A first measurement: SD2 base on every GPU, by two recipes; or the tiny model on a CPU.
+smoke: $(VENV)/installed  ## Measure SD2 base with two recipes on every GPU; without a GPU, the tiny model on the CPU.
 	@python -m benchmarks.proof --smoke
 
-proof: $(VENV)/installed  ## What holds on the GPUs here, into FOLDER=results/...: half an hour on an H100; MINUTES=14 for less.
+proof: $(VENV)/installed  ## Test speed, memory and exactness on this GPU, into FOLDER=results/...: 30 minutes on an H100; MINUTES=14 for less.
 	@python -m benchmarks.proof $(FOLDER) $(if $(MINUTES),--minutes $(MINUTES))
 
-test: $(VENV)/installed  ## ruff, and all tests but the long ones: 75 seconds on two cores of an Intel Xeon, 2 minutes of a slow AMD EPYC.
+test: $(VENV)/installed  ## Run ruff and the quick tests: 2 to 3 minutes on two cores.
 	ruff check .
 	python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not long" tests
 
-test-long: $(VENV)/installed  ## The long proofs: kills at many moments, launchers, learning, compiled models.
+test-long: $(VENV)/installed  ## Run the long tests: killed processes, launchers, learning, compiled models; 6 to 8 minutes.
 	python -m pytest -n 2 --dist worksteal -m long tests
 
-bench: $(VENV)/installed  ## Ratios on the CPU: loader, EMA, a full step; needs 22 GB and 4 minutes.
+bench: $(VENV)/installed  ## Measure ratios on the CPU: data loader, EMA, one full step; needs 22 GB and 4 minutes.
 	python -m benchmarks.loader
 	python -m benchmarks.ema_update
 	python -m benchmarks.step
 
-learn: $(VENV)/installed  ## Does it learn? Two phases of a small model, and what it then draws; three minutes on two cores.
+learn: $(VENV)/installed  ## Train a small model in two phases and check the images that it generates; 3 minutes on two cores.
 	python -m benchmarks.learn $(OUTPUT)/learned.png
 
-report: $(VENV)/installed  ## The table and the figure of the published benchmark.
+report: $(VENV)/installed  ## Print the table of the published benchmark and plot it.
 	mkdir -p $(OUTPUT)
 	python report.py published.csv --figure $(OUTPUT)/days.png
 
-figures: $(VENV)/installed  ## The pictures of the documentation anew, and what its notebook prints and draws.
+figures: $(VENV)/installed  ## Recreate the figures of the documentation and its notebook.
 	python -m benchmarks.learn $(FIGURES)/learned.png
 	python -m benchmarks.forecast $(FIGURES)/forecast.png
 	python report.py published.csv docs/scaling.jsonl --figure $(FIGURES)/days.png
 	python -m benchmarks.notebook docs/walk.ipynb
 
 FORECAST_GPUS = A100-SXM4-80GB H100-80GB NVIDIA-H200 B200
-forecasts: $(VENV)/installed  ## The forecasts of the front page: its table and its figures; seven minutes on two cores.
+forecasts: $(VENV)/installed  ## Recreate the forecasts of the README, with its table and figures; 7 minutes on two cores.
 	rm -f docs/plan.jsonl docs/plan-eager.jsonl docs/scaling.jsonl
 	for latents in 1 ""; do LATENTS=$$latents GPU="$(FORECAST_GPUS)" PHASE_FLAGS=@recipes/fastest.txt PLAN=docs/plan.jsonl \
 	    sh recipes/stable-diffusion-2.sh plan || exit; done
@@ -76,12 +76,12 @@ forecasts: $(VENV)/installed  ## The forecasts of the front page: its table and 
 	python -m benchmarks.savings $(FIGURES)/savings.png
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11
-lock: $(VENV)/installed  ## Write both lock files anew from the requirements.
+lock: $(VENV)/installed  ## Recreate both lock files from the requirements.
 	$(COMPILE) --universal requirements.txt tests/requirements.txt --output-file requirements.lock
 	$(COMPILE) --python-platform linux --no-deps requirements-newest.txt --output-file requirements-newest.lock
 	sed -i 's/^xformers==[^ ]*/&; platform_machine == "x86_64"/' requirements-newest.lock  # uv drops the marker
 
-clean:  ## Remove the environment.
+clean:  ## Remove the virtual environment.
 	rm -rf $(VENV)
 
 $(VENV)/installed: $(LOCK) install.sh
