@@ -1,7 +1,7 @@
-"""docs/training.md: its walks run from their first command to the picture, with a small model and few batches.
+"""docs/training.md and laptop.md: their walks run from the first command to the image, with a small model.
 
-What a walk downloads is there: `sd15`, `sd2` and `FOLDER` are a pipeline of the tiny model, and `package` has pictures
-as the package of emojis has them. `composer` starts one process here.
+The downloads of a walk are there already: `sd15`, `sd2` and `FOLDER` are a pipeline of the tiny model, and `package`
+has images as the package of emojis has them. `composer` starts one process here.
 """
 import json
 import re
@@ -15,7 +15,6 @@ from tests.forked_runs import run_program, script
 from tests.runs import ROOT
 from tests.test_docs import FENCE, call, folder, words_of  # noqa: F401
 
-PAGE = (ROOT / 'docs/training.md').read_text()
 DOWNLOADS = ('hf', 'npm', 'tar')
 SCRIPTS = {'captions.csv': 'captions.py', 'emoji-model': 'model.py'}  # what a block is saved as, by what is in it
 SMALLER = {'benchmark.py': ['--batch_size', '4', '--image_size', '64', '--max_duration', '2ba', '--lr_warmup', '1ba',
@@ -23,9 +22,10 @@ SMALLER = {'benchmark.py': ['--batch_size', '4', '--image_size', '64', '--max_du
            'convert.py': ['--num_workers', '1']}
 
 
-def blocks_of(heading: str) -> list[tuple[str, str]]:
+def blocks_of(page: str, heading: str) -> list[tuple[str, str]]:
     """Return language and content of the blocks below a heading."""
-    return FENCE.findall(PAGE.partition(f'\n## {heading}\n')[2].partition('\n## ')[0])
+    text = (ROOT / 'docs' / page).read_text()
+    return FENCE.findall(text.partition(f'\n## {heading}\n')[2].partition('\n## ')[0])
 
 
 def smaller(program: str, words: list[str]) -> list[str]:
@@ -39,9 +39,10 @@ def smaller(program: str, words: list[str]) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('heading', ['From your photographs to a picture', 'From random weights', 'Get the weights',
-                                     'On a laptop, with the tiny model'])
-def test_a_walk_runs_to_its_end(heading, folder, pipeline, server):  # noqa: F811
+@pytest.mark.parametrize('page, heading', [
+    ('training.md', 'Fine-tune on your photographs'), ('training.md', 'Train from random weights'),
+    ('training.md', 'Get the weights'), ('laptop.md', 'The commands')])
+def test_a_walk_runs_to_its_end(page, heading, folder, pipeline, server):  # noqa: F811
     for name in ('sd15', 'sd2', 'FOLDER'):
         (folder / name).symlink_to(pipeline)
     (folder / 'prompts.txt').write_text('a cat\n')
@@ -53,7 +54,7 @@ def test_a_walk_runs_to_its_end(heading, folder, pipeline, server):  # noqa: F81
         assert code == 0, f'{words}\n{output}{errors}'
 
     ran = 0
-    for language, content in blocks_of(heading):
+    for language, content in blocks_of(page, heading):
         if language == 'python':
             names = [name for key, name in SCRIPTS.items() if key in content]
             path = folder / (names or ['block.py'])[0]

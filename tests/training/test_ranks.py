@@ -1,6 +1,7 @@
 """Several real processes over gloo: ranks on one node, and nodes on one machine."""
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -141,6 +142,8 @@ def test_the_lines_of_the_page_for_slurm_and_for_torchrun_start_one_run_on_all_n
         (tmp_path / name).chmod(0o755)
     environment = {'PATH': f'{tmp_path}:{os.defpath}', 'SLURM_NNODES': '2', 'SLURM_JOB_NODELIST': 'two-nodes'}
     for block in blocks(ROOT / 'docs/operations.md', 'sh'):
+        if 'srun ' in block:
+            assert re.search(r'--gpus-per-node=(\d+)', block)[1] == re.search(r'GPUS=(\d+)', block)[1]
         if 'srun ' in block or 'torchrun ' in block:
             subprocess.run(['bash', '-c', block], cwd=tmp_path, env=environment, check=True)
 
