@@ -35,6 +35,6 @@ def test_the_first_sentence_has_the_cheapest_plans_on_demand(capsys):
     plans = plans_of('python report.py docs/plan.jsonl @recipes/plan.txt @recipes/prices-on-demand.txt', capsys)
     b200, h100 = ([plan for plan in plans if plan['GPUs'] == name][0] for name in ('8 x B200', '8 x H100 80GB'))
     text = ' '.join(PAGE.read_text().split())
-    assert (f'{b200["days"]} days and {b200["cost"]} on 8 B200, or {h100["days"]} days and {h100["cost"]} on 8 H100,'
+    assert (f'{b200["days"]} days and {b200["cost"]} on 8 B200, or {h100["days"]} days and {h100["cost"]} on 8 H100.'
             in text)
     assert f'On demand, the cheapest costs {plans[0]["cost"]}' in text
