@@ -1,6 +1,9 @@
 """docs/forecast.md and docs/speed.md: the speeds that we measured, and their forecasts, are those of the records."""
 import json
 
+from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR, TESTED
+from sdbench.forecast.trace import UNCOUNTED_SHARE
+from sdbench.gpus import NETWORK_SHARE, NVLINK_SHARE, PCIE_SHARE, short_name
 from tests.runs import ROOT
 from tests.test_report import columns, tables
 
@@ -55,3 +58,26 @@ def test_what_flags_made_faster_is_the_ratio_of_two_records():
         assert {after, before} <= {*speeds}
         assert f'{float(after) / float(before):.2f}' == ratio
         assert f'{ratio} times as fast' in text and f'({after} instead of {before} images/s' in text
+
+
+def test_the_setups_that_have_a_range_are_those_of_the_program():
+    expected = []
+    for mode, setups in TESTED.items():
+        for (device, size, latents), layouts in setups.items():
+            kind = f'{size}, {"latents" if latents else "images"}'
+            gpu = short_name(device).replace('H100 80GB', 'H100')
+            compiled = f'`{mode}`' if mode else 'none'
+            expected += [(gpu, kind, compiled, str(gpus), str(images)) for gpus, images in layouts]
+    [table] = [table for table in tables((ROOT / 'docs/forecast.md').read_text()) if 'GPUs, at most' in table[0]]
+    assert sorted(tuple(row.values())[:5] for row in table) == sorted(expected)
+
+
+def test_the_constants_are_those_of_the_program():
+    text = (ROOT / 'docs/forecast.md').read_text()
+    values = {'*p*': f'{CONSTANTS.peak_share}', '*b*': f'{CONSTANTS.bandwidth_share}',
+              '*m*': f'{CONSTANTS.bytes_a_cycle}', '*k*': f'{CONSTANTS.seconds_a_kernel * 1e6:.1f} µs',
+              '*k* in a CUDA graph': f'{IN_A_GRAPH.seconds_a_kernel * 1e6:.2f} µs', 'NVLink': f'{NVLINK_SHARE}',
+              'PCIe': f'{PCIE_SHARE}', 'network': f'{NETWORK_SHARE}', 'memory': f'{100 * UNCOUNTED_SHARE:.0f} %'}
+    for name, value in values.items():
+        assert f'| {name} | {value} |' in text
+    assert f'multiplied by {1 + LARGEST_ERROR:.2f}' in ' '.join(text.split())
