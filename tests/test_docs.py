@@ -23,6 +23,7 @@ import pytest
 import report
 from sdbench.flags.parser import build_parser
 from sdbench.records.figures import LINES
+from tests.records.keys import rows_of
 from tests.runs import COMMANDS, ROOT, SMALLEST
 from tests.samples import write_photos
 
@@ -131,8 +132,8 @@ def test_every_flag_is_explained_in_some_page():
 
 
 def test_every_line_of_a_summary_is_explained():
-    table = (ROOT / 'docs/measuring.md').read_text().partition('| line | what it says |')[2].partition('\n\n')[0]
-    unexplained = [heading for heading in LINES if f'`{heading}`' not in table]
+    headings = [row.split('|')[1] for row in rows_of('| line | meaning |')]
+    unexplained = [heading for heading in LINES if f'`{heading}`' not in ' '.join(headings)]
     assert not unexplained, f'"The summary" in docs/measuring.md has no row of {", ".join(unexplained)}'
 
 

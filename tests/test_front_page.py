@@ -68,7 +68,7 @@ def test_what_it_takes_without_the_compiler_is_what_its_plan_says(monkeypatch, c
     trained = sum(float(a100[part].removesuffix(' days')) for part in ('train 256', 'train 512'))
     of_h100 = f'{h100["days"]} days and {h100["cost"]}'
     assert f'Without the compiler, 8 H100 take {of_h100}.' in ' '.join(PAGE.split())
-    assert (f'on demand {of_h100} of 8 H100, and {a100["days"]} days of 8 A100 80GB, of which the training takes '
+    assert (f'8 H100 take {of_h100}, and 8 A100 80GB take {a100["days"]} days, of which training takes '
             f'{trained:.2f}.') in ' '.join((ROOT / 'docs/planning.md').read_text().split())
 
 

@@ -34,7 +34,7 @@ def test_a_recipe_has_the_numbers_of_the_model_card_and_of_the_plan_in_the_pages
     assert (args.learning_rate, args.lr_warmup, args.caption_drop) == (1e-4, '10000ba', 0.1)
     assert args.use_ema
     assert 2 ** (-1 / int(args.ema_half_life.removesuffix('ba'))) == pytest.approx(0.9999, abs=1e-8)
-    assert f'--phase {steps * 2048}@{size}' in (ROOT / 'docs/measuring.md').read_text()
+    assert f'--phase {steps * 2048}@{size}' in (ROOT / 'docs/report.md').read_text()
 
 
 def commands_of(folder: Path, *argv: str, **variables: str) -> list:

@@ -1,7 +1,14 @@
-"""The keys of a record, as the table of docs/measuring.md has them."""
+"""The keys of a record, as the tables of docs/measuring.md have them."""
 import re
 from pathlib import Path
 
 PAGE = (Path(__file__).parents[2] / 'docs/measuring.md').read_text()
-TABLE = PAGE.partition('| key | meaning |\n|---|---|\n')[2].partition('\n\n')[0]
-KEYS = [key for row in TABLE.splitlines() for key in re.findall('`([a-z0-9_]+)`', row.split('|')[1])]
+
+
+def rows_of(heading: str) -> list[str]:
+    """Return the rows of all tables of the page with this heading."""
+    tables = PAGE.split(f'{heading}\n|---|---|\n')[1:]
+    return [row for table in tables for row in table.partition('\n\n')[0].splitlines()]
+
+
+KEYS = [key for row in rows_of('| key | meaning |') for key in re.findall('`([a-z0-9_]+)`', row.split('|')[1])]

@@ -1,0 +1,83 @@
+"""docs/forecast.md and docs/speed.md: the speeds that we measured, and their forecasts, are those of the records."""
+import json
+
+from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR, TESTED
+from sdbench.forecast.trace import UNCOUNTED_SHARE
+from sdbench.gpus import NETWORK_SHARE, NVLINK_SHARE, PCIE_SHARE, short_name
+from tests.runs import ROOT
+from tests.test_report import columns, tables
+
+SAME_RUN = ('device', 'batch_size', 'device_train_microbatch_size', 'compile', 'compile_blocks', 'channels_last',
+            'encoders', 'precision', 'half_precision_norms')
+
+
+def records_of(name: str) -> list[dict]:
+    """Return the records of trainings in a file of results/."""
+    records = map(json.loads, (ROOT / 'results' / name).read_text().splitlines())
+    return [record for record in records if record['stage'] == 'train']
+
+
+def measured_with_forecasts() -> list[tuple[dict, dict]]:
+    """Return each measured run with the newest forecast for it."""
+    forecasts = {tuple(record[key] for key in SAME_RUN): record for record in records_of('forecasts.jsonl')}
+    runs = [*records_of('1xH100-torch-2.11.jsonl'), *records_of('1xH200-torch-2.11.jsonl')]
+    return [(run, forecasts[tuple(run[key] for key in SAME_RUN)]) for run in runs]
+
+
+def test_the_table_of_own_measurements_has_each_run_and_its_forecast():
+    expected = []
+    for run, forecast in measured_with_forecasts():
+        speed = f'{forecast["images_per_sec"]:.1f}'
+        if forecast['images_per_sec_least'] is not None:
+            speed += f' ({forecast["images_per_sec_least"]:.1f} to {forecast["images_per_sec_most"]:.1f})'
+        gpu = run['device'].removeprefix('NVIDIA ').split()[0]
+        expected.append((gpu, str(run['device_train_microbatch_size']), f'{run["images_per_sec"]:.1f}', speed,
+                         f'{run["images_per_sec"] / forecast["images_per_sec"]:.2f}'))
+    table = tables((ROOT / 'docs/forecast.md').read_text().replace('**', ''))[0]
+    shown = columns(table, 'GPU', 'microbatch', 'measured', 'forecast', 'measured / forecast')
+    assert sorted(shown) == sorted(expected)
+
+
+def test_only_one_run_is_outside_its_printed_range_and_both_pages_say_so():
+    outside = []
+    for run, forecast in measured_with_forecasts():
+        least, most = forecast['images_per_sec_least'], forecast['images_per_sec_most']
+        if least is not None and not least <= run['images_per_sec'] <= most:
+            outside.append((run['images_per_sec'], least, most))
+    [(speed, least, most)] = outside
+    for page in ('forecast', 'planning'):
+        text = ' '.join((ROOT / f'docs/{page}.md').read_text().split())
+        assert f'reached {speed:.1f} images/s' in text
+        assert f'{least:.1f} to {most:.1f}' in text
+
+
+def test_what_flags_made_faster_is_the_ratio_of_two_records():
+    speeds = [f'{run["images_per_sec"]:.1f}' for run, _ in measured_with_forecasts()]
+    text = ' '.join((ROOT / 'docs/speed.md').read_text().split())
+    for ratio, after, before in (('1.45', '98.0', '67.5'), ('1.87', '102.0', '54.5')):
+        assert {after, before} <= {*speeds}
+        assert f'{float(after) / float(before):.2f}' == ratio
+        assert f'{ratio} times as fast' in text and f'({after} instead of {before} images/s' in text
+
+
+def test_the_setups_that_have_a_range_are_those_of_the_program():
+    expected = []
+    for mode, setups in TESTED.items():
+        for (device, size, latents), layouts in setups.items():
+            kind = f'{size}, {"latents" if latents else "images"}'
+            gpu = short_name(device).replace('H100 80GB', 'H100')
+            compiled = f'`{mode}`' if mode else 'none'
+            expected += [(gpu, kind, compiled, str(gpus), str(images)) for gpus, images in layouts]
+    [table] = [table for table in tables((ROOT / 'docs/forecast.md').read_text()) if 'GPUs, at most' in table[0]]
+    assert sorted(tuple(row.values())[:5] for row in table) == sorted(expected)
+
+
+def test_the_constants_are_those_of_the_program():
+    text = (ROOT / 'docs/forecast.md').read_text()
+    values = {'*p*': f'{CONSTANTS.peak_share}', '*b*': f'{CONSTANTS.bandwidth_share}',
+              '*m*': f'{CONSTANTS.bytes_a_cycle}', '*k*': f'{CONSTANTS.seconds_a_kernel * 1e6:.1f} µs',
+              '*k* in a CUDA graph': f'{IN_A_GRAPH.seconds_a_kernel * 1e6:.2f} µs', 'NVLink': f'{NVLINK_SHARE}',
+              'PCIe': f'{PCIE_SHARE}', 'network': f'{NETWORK_SHARE}', 'memory': f'{100 * UNCOUNTED_SHARE:.0f} %'}
+    for name, value in values.items():
+        assert f'| {name} | {value} |' in text
+    assert f'multiplied by {1 + LARGEST_ERROR:.2f}' in ' '.join(text.split())
