@@ -37,7 +37,7 @@ import pandas as pd
 
 from sdbench.costs import DOLLARS_PER_GPU_HOUR, ONE_PRICE, TRAINING_IMAGES, costs_in_words, require_named
 from sdbench.records.figures import COLUMNS, WIDTH
-from sdbench.records.read import EVALUATED, read_all
+from sdbench.records.read import EVALUATION_SETTINGS, read_all
 from sdbench.records.setup import SETTINGS
 from sdbench.report.markdown import in_common, markdown
 from sdbench.report.page import Figure, table_of_rows, verdict_on, write_page
@@ -189,8 +189,8 @@ def speed_part(records: pd.DataFrame, settings: Report) -> Part:
 def score_part(evaluations: pd.DataFrame, settings: Report) -> Part:
     """Return the part of a report that is a table of scores; what rows agree in stands below it."""
     scores = score_table(evaluations, settings.dollars_per_gpu_hour)
-    common = in_common(scores, EVALUATED)
-    return Part(scores, EVALUATED, 'Scores', [], markdown(scores, EVALUATED), [common], 'quality',
+    common = in_common(scores, EVALUATION_SETTINGS)
+    return Part(scores, EVALUATION_SETTINGS, 'Scores', [], markdown(scores, EVALUATION_SETTINGS), [common], 'quality',
                 'FID and CLIP score', functools.partial(draw_quality, scores, common))
 
 

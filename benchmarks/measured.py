@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from sdbench.gpus import short_name
-from sdbench.records.figures import rounded, table_of
+from sdbench.records.figures import rounded, text_table
 from sdbench.records.read import MEASURED, read_all
 from sdbench.records.setup import MODEL_SETTINGS
 from sdbench.records.status import FORECAST
@@ -48,7 +48,7 @@ def measured_table(folder: Path) -> str:
             if 'original.txt' in of_gpu.index:
                 row["over the original's recipe"] = f'{speed / of_gpu.loc["original.txt", "images_per_sec"]:.1f} x'
             rows.append(row)
-    return table_of(rows, ['GPU', 'recipe'])
+    return text_table(rows, ['GPU', 'recipe'], markdown=True)
 
 
 if __name__ == '__main__':

@@ -94,28 +94,34 @@ def summary_lines(headings: Iterable[str], values: dict[str, Any]) -> list[str]:
     return lines
 
 
-def table_of(rows: Sequence[dict[str, str]], texts: Sequence[str], style: str = 'pipe') -> str:
-    """Return a table of cells. Columns of `texts` stand to the left, others to the right; an empty one is left out.
+def text_table(rows: Sequence[dict[str, Any]], left: Sequence[str] | None = None, markdown: bool = False) -> str:
+    """Return rows as a table of aligned text, without the columns that are empty in every row.
 
     Args:
-        rows: of as many columns each.
-        texts: headings of columns.
-        style: 'pipe' for Markdown, or 'plain' for a terminal.
+        rows: the cells of each row by heading. All rows have the same headings, in the order of the columns.
+        left: headings of the columns that are aligned to the left; None: only the first column. Others are aligned to
+            the right.
+        markdown: whether it is a Markdown table, or plain columns for a terminal.
     """
-    headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
+    headings = list(rows[0])
+    if left is None:
+        left = headings[:1]
     columns = []
     for heading in headings:
-        column = [heading, *(row[heading] for row in rows)]
-        if style == 'pipe':
-            column = [text.replace('|', r'\|') for text in column]  # each a cell of its own
+        column = [heading, *(str(row[heading]) for row in rows)]
+        if not any(column[1:]):
+            continue
+        if markdown:
+            column = [text.replace('|', r'\|') for text in column]  # or a pipe in a text would begin another cell
         width = max(map(len, column))
-        column = [text.ljust(width) if heading in texts else text.rjust(width) for text in column]
-        if style == 'pipe':
-            column.insert(1, ':'.ljust(width, '-') if heading in texts else ':'.rjust(width, '-'))
+        column = [text.ljust(width) if heading in left else text.rjust(width) for text in column]
+        if markdown:
+            column.insert(1, ':'.ljust(width, '-') if heading in left else ':'.rjust(width, '-'))
         columns.append(column)
-    if style == 'plain':
-        return '\n'.join('  '.join(line).rstrip() for line in zip(*columns, strict=True))
-    return '\n'.join(f'| {" | ".join(line)} |' for line in zip(*columns, strict=True))
+    lines = zip(*columns, strict=True)
+    if markdown:
+        return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+    return '\n'.join('  '.join(line).rstrip() for line in lines)
 
 
 class Column(NamedTuple):
@@ -157,7 +163,7 @@ COLUMNS = {
     'total_gpu_hours': Column('GPU-hours', decimals=0),
     'cost_usd': Column('cost', '${}', 0),
 }
-OF_A_RUN = tuple(key for key, column in COLUMNS.items() if column.of_a_run)
+RUN_FIGURES = tuple(key for key, column in COLUMNS.items() if column.of_a_run)
 
 
 def heading_with_unit(key: str, device: str) -> str:

@@ -15,8 +15,6 @@ from sdbench.records.versions import PACKAGES
 
 VERSIONS = ['python', 'cuda', *PACKAGES]
 INPUTS = {ENCODERS[False]: 'images', ENCODERS[True]: 'latents'}  # of a training, by the encoders in its loop
-NOT_KNOWN = ('', 'none', 'nan', 'null', 'auto')  # as CSV files have it; an automatic microbatch that was never found
-TRUTHS = {'true': True, 'yes': True, 'false': False, 'no': False}
 UNSTATED_NETWORK = 'network not stated'
 
 # The settings in the order in which a table names them, grouped by what they describe. A loader has no model, and
@@ -35,24 +33,12 @@ SPEED_SETTINGS = [*LOADER_SETTINGS, *MODEL_SETTINGS, 'num_workers', *VERSIONS]
 SETTINGS = [*SPEED_SETTINGS, *LEARNING_SETTINGS]
 
 
-def read_value(value: Any) -> Any:
-    """Return a value of a record: a cell of a CSV file as JSON where that is possible, or else as text.
+def known_value(value: Any) -> Any:
+    """Return a value of a record, with whole numbers as int; None if it is not known.
 
-    FALSE and 512.0, as spreadsheets and pandas write them, are false and 512. An empty cell or NaN is None: not known.
+    An automatic microbatch is not known where the search did not end.
     """
-    if isinstance(value, str):
-        text = value.strip()
-        if text.lower() in NOT_KNOWN:
-            return None
-        if text.lower() in TRUTHS:
-            return TRUTHS[text.lower()]
-        try:
-            value = json.loads(text)
-        except ValueError:
-            return text
-        if isinstance(value, float) and math.isinf(value):  # such as a hash, 12e3456789
-            return text
-    if isinstance(value, float) and math.isnan(value):
+    if value == 'auto' or isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -71,8 +57,8 @@ def text_of(value: Any) -> str:
 # The default of each flag in the form that records have it. A record of an older version lacks the newer flags.
 DEFAULTS = {}
 for field in fields(Train):
-    if field.name in SETTINGS and read_value(field.default) is not None:
-        DEFAULTS[field.name] = read_value(json.loads(json.dumps(field.default)))
+    if field.name in SETTINGS and known_value(field.default) is not None:
+        DEFAULTS[field.name] = known_value(json.loads(json.dumps(field.default)))
 
 
 def learns(record: dict) -> bool:
@@ -90,7 +76,7 @@ def setup_of(record: dict) -> dict[str, str]:
     them: '' on one machine, within one NVLink domain, and where the number of machines is not known.
 
     Args:
-        record: its values as `read_value` returns them. It must contain `stage`, `status` and `device`.
+        record: its values as `known_value` returns them. It must contain `stage`, `status` and `device`.
     """
     if record['stage'] == 'train' and 'command' in record:
         record = DEFAULTS | record
@@ -131,7 +117,7 @@ def forecast_command(record: dict, file: str) -> list[str]:
     The forecast is for the same microbatch, on as many machines. It says nothing of how long the training was, so it
     cannot change how many images a plan trains on.
     """
-    record = {key: read_value(value) for key, value in record.items()}
+    record = {key: known_value(value) for key, value in record.items()}
     setup = setup_of(record)
     flags = ['benchmark.py', '--dry_run', str(record['num_devices']), '--gpu', record['device']]
 

@@ -10,7 +10,7 @@ from sdbench.flags.times import to_batches
 from sdbench.flags.train import Train
 from sdbench.gpus import peak_of
 from sdbench.paths import sibling_path
-from sdbench.records.figures import EVALUATION_LINES, LINES, TRAINING_LINES, rounded, summary_lines, table_of
+from sdbench.records.figures import EVALUATION_LINES, LINES, TRAINING_LINES, rounded, summary_lines, text_table
 from sdbench.records.setup import forecast_command
 from sdbench.records.status import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
@@ -92,7 +92,7 @@ def evaluation_summary(record: dict) -> str:
             for heading, key in (('FID', 'fid'), ('CLIP score', 'clip_score')):
                 row[heading] = '' if score[key] is None else rounded(score[key], 2)
             rows.append(row)
-        table.append(table_of(rows, ['guidance'], 'plain'))
+        table.append(text_table(rows))
     else:
         notes['not_scored'] = ('--inception is for FID, --clip for the CLIP score; the same command with them scores '
                                'these pictures')

@@ -12,7 +12,7 @@ import pandas as pd
 from sdbench.flags.parser import build_parser
 from sdbench.flags.train import Train
 from sdbench.gpus import short_name
-from sdbench.records.figures import COLUMNS, WIDTH, cell, table_of
+from sdbench.records.figures import COLUMNS, WIDTH, cell, text_table
 from sdbench.records.setup import DEFAULTS, SETTINGS, UNSTATED_NETWORK, VERSIONS, text_of
 
 RECIPES = Path(__file__).parents[2] / 'recipes'
@@ -175,7 +175,7 @@ def fitting_tables(cells: pd.DataFrame, labels: Sequence[str], subjects: Sequenc
         subjects: lists of other columns. Those in no list are a subject of their own.
         texts: columns of text, which stand to the left.
     """
-    whole = table_text(cells, texts)
+    whole = text_table(cells.to_dict('records'), texts, markdown=True)
     if width_of(whole) <= WIDTH:
         return [whole]
     known = {heading for subject in subjects for heading in subject}
@@ -186,7 +186,7 @@ def fitting_tables(cells: pd.DataFrame, labels: Sequence[str], subjects: Sequenc
         for subject in [*subjects, others]:
             part = cells[[heading for heading in cells if heading in ('run', *labels, *subject)]]
             if (part.drop(columns=[*labels, *TEXTS], errors='ignore') != '').any(axis=None):
-                tables.append(table_text(part, texts))
+                tables.append(text_table(part.to_dict('records'), texts, markdown=True))
         movable = [heading for heading in cells if heading in TEXTS and heading != 'run']
         if not movable or max(map(width_of, tables)) <= WIDTH:
             break
@@ -204,8 +204,3 @@ def fitting_tables(cells: pd.DataFrame, labels: Sequence[str], subjects: Sequenc
 def width_of(table: str) -> int:
     """Return the characters of the longest line of a table."""
     return max(map(len, table.splitlines()))
-
-
-def table_text(cells: pd.DataFrame, texts: Sequence[str]) -> str:
-    """Return a Markdown table of cells; columns of `texts` stand to the left. One with nothing in it is left out."""
-    return table_of(cells.to_dict('records'), texts)

@@ -16,7 +16,7 @@ import pandas as pd
 from sdbench.errors import UserError, redacted
 from sdbench.gpus import short_name
 from sdbench.records.figures import COLUMNS, cell, days_in_words, heading_with_unit, rounded
-from sdbench.records.read import EVALUATED, MEASURED, OF_LOSSES, WITH_FIGURES
+from sdbench.records.read import EVALUATION_SETTINGS, LOSS_SETTINGS, MEASURED, WITH_FIGURES
 from sdbench.records.setup import VERSIONS
 from sdbench.records.status import FORECAST
 from sdbench.records.versions import git_commit
@@ -27,8 +27,8 @@ FIRST_FIGURES = ('num_devices', 'cost_usd', 'days', 'images_per_sec')  # a telep
 SAME_WORK = ('model_name', 'image_size', 'input')
 # What a row is marked for: its figure is the lowest of all rows that agree in some settings.
 MARKS = (('cheapest', 'cost_usd', SAME_WORK), ('fastest', 'days', SAME_WORK),
-         ('lowest eval loss', 'eval_loss', OF_LOSSES),
-         ('lowest FID', 'fid', [key for key in EVALUATED if key not in ('model', 'weights')]))
+         ('lowest eval loss', 'eval_loss', LOSS_SETTINGS),
+         ('lowest FID', 'fid', [key for key in EVALUATION_SETTINGS if key not in ('model', 'weights')]))
 
 
 class Table(NamedTuple):
@@ -179,7 +179,7 @@ def verdict_on(rows: pd.DataFrame, table: Table) -> tuple[str, list[str]]:
     highest speed or CLIP score.
     """
     keys = ['fid', 'cost_usd', 'days']
-    if 'eval_loss' in rows and len(rows[rows['eval_loss'].notna()].drop_duplicates(OF_LOSSES)) == 1:
+    if 'eval_loss' in rows and len(rows[rows['eval_loss'].notna()].drop_duplicates(LOSS_SETTINGS)) == 1:
         keys.insert(0, 'eval_loss')
     of_speed = 'images_per_sec' if 'images_per_sec' in rows else 'clip_score'
     by = next((key for key in keys if key in rows and rows[key].notna().any()), None)

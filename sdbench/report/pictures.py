@@ -19,7 +19,7 @@ from sdbench.costs import SECONDS_PER_DAY, Prices, days_to_train, price_of
 from sdbench.errors import UserError
 from sdbench.gpus import short_name
 from sdbench.records.figures import cell, days_in_words, rounded
-from sdbench.records.read import EVALUATED, EXTRAPOLATED, MEASURED, OF_LOSSES, WITH_FIGURES
+from sdbench.records.read import EVALUATION_SETTINGS, EXTRAPOLATED, LOSS_SETTINGS, MEASURED, WITH_FIGURES
 from sdbench.records.setup import SETTINGS, VERSIONS
 from sdbench.records.status import FORECAST
 from sdbench.report.markdown import differing, names_of_lines, settings_in_words, settings_of_recipes
@@ -326,8 +326,8 @@ def draw_learned(records: pd.DataFrame, prices: Prices) -> Any:
         raise UserError('no training in these records was evaluated; --eval_remote does it')
     rows = pd.DataFrame(rows)
     panels = []
-    for _, comparable in rows.groupby(OF_LOSSES, sort=False):
-        title = settings_in_words(comparable.iloc[0], differing(rows, OF_LOSSES))
+    for _, comparable in rows.groupby(LOSS_SETTINGS, sort=False):
+        title = settings_in_words(comparable.iloc[0], differing(rows, LOSS_SETTINGS))
         for across in ('images_seen', 'dollars'):
             if comparable[across].notna().any():
                 panels.append(Panel(comparable, across, 'loss', [*SETTINGS, 'save_folder', 'training'], title))
@@ -355,7 +355,7 @@ def draw_quality(rows: pd.DataFrame, caption: str) -> Any:
 
     One panel shows FID against CLIP score, a line for each checkpoint over its guidance scales. Two show FID and CLIP
     score against the images of the training, a line for each model and guidance scale. Scores that differ in one of
-    their settings in EVALUATED are never on one line. The notes of the scores stand below.
+    their settings in EVALUATION_SETTINGS are never on one line. The notes of the scores stand below.
 
     Args:
         rows: the table.
@@ -363,9 +363,9 @@ def draw_quality(rows: pd.DataFrame, caption: str) -> Any:
 
     Raises UserError if there is nothing to draw.
     """
-    panels = [Panel(rows, 'clip_score', 'fid', [*EVALUATED, 'trained_batches'])]
+    panels = [Panel(rows, 'clip_score', 'fid', [*EVALUATION_SETTINGS, 'trained_batches'])]
     for score in ('fid', 'clip_score'):
-        panels.append(Panel(rows, 'images_seen', score, [*EVALUATED, 'guidance']))
+        panels.append(Panel(rows, 'images_seen', score, [*EVALUATION_SETTINGS, 'guidance']))
     panels = [panel for panel in panels if len(rows.dropna(subset=[panel.across, panel.up]))]
     if not panels:
         raise UserError('no evaluation has both scores, or the images of its training')

@@ -9,13 +9,13 @@ from scipy.optimize import nnls
 from sdbench.costs import TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
-from sdbench.records.figures import OF_A_RUN
-from sdbench.records.read import EXTRAPOLATED, LEARNED, MEASURED, OF_LOSSES, WITH_FIGURES
+from sdbench.records.figures import RUN_FIGURES
+from sdbench.records.read import EXTRAPOLATED, LOSS_SETTINGS, MEASURED, RESULT_FIGURES, WITH_FIGURES
 from sdbench.records.setup import SETTINGS
 from sdbench.records.status import FORECAST
 from sdbench.report.markdown import differing, settings_in_words
 
-UNKNOWN = dict.fromkeys((*OF_A_RUN, *LEARNED, 'microbatch'), math.nan)  # the figures of a row that no run has
+UNKNOWN = dict.fromkeys((*RUN_FIGURES, *RESULT_FIGURES, 'microbatch'), math.nan)  # the figures of a row that no run has
 
 
 def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
@@ -46,7 +46,7 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
     rows, of_days = with_days(rows, settings)
     sentences += of_days
     if settings.learned:
-        rows = rows.sort_values([*OF_LOSSES, 'eval_loss'], kind='stable', ignore_index=True)
+        rows = rows.sort_values([*LOSS_SETTINGS, 'eval_loss'], kind='stable', ignore_index=True)
         if rows['eval_batch'].nunique() > 1:
             sentences.append('The losses were evaluated after different batches ("eval batch"); the picture compares '
                              'them at the same images.')
@@ -100,7 +100,7 @@ def medians(rows: pd.DataFrame) -> pd.DataFrame:
     merged = []
     for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes', trained]):
         runs = runs.sort_values('trained_batches', kind='stable', na_position='first')
-        row = runs.iloc[[-1]].assign(**{key: runs[key].median() for key in OF_A_RUN})  # what went furthest
+        row = runs.iloc[[-1]].assign(**{key: runs[key].median() for key in RUN_FIGURES})  # what went furthest
         if len(runs) > 1:
             speeds = runs['images_per_sec']
             row['notes'] = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
