@@ -13,13 +13,13 @@ from typing import NamedTuple
 from composer.utils import dist
 
 from sdbench.complete import complete
-from sdbench.costs import ONE_PRICE, costs_in_words, days_to_train, gpu_hours, price_of
+from sdbench.costs import ONE_PRICE, days_to_train, describe_prices, gpu_hours, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.train import Train
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate
 from sdbench.gpus import GIB, NETWORK_SHARE, Card, cards_named, peak_of, short_name
-from sdbench.records.figures import WIDTH, days_in_words, rounded, text_table
+from sdbench.records.figures import WIDTH, format_days, rounded, text_table
 from sdbench.records.record import append_line, make_record
 from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
 from sdbench.training.microbatch import SMALLER_MICROBATCH, changes_that_take_less, memory_advice
@@ -168,7 +168,7 @@ class Forecast(NamedTuple):
         if images:
             days = [days_to_train(speed, images) for speed in speeds]
             hours = [gpu_hours(speed, record['num_devices'], images) for speed in speeds]
-            cells['days'] = with_range(days, days_in_words)
+            cells['days'] = with_range(days, format_days)
             if first is not None:
                 cells['GPU-hours'] = with_range(hours)
             cells['dollars'] = with_range([each_hours * self.price for each_hours in hours])
@@ -227,7 +227,7 @@ def what_figures_mean(rows: list[Forecast]) -> list[str]:
     settings = rows[0].given.settings
     sentences = []
     if settings.training_images:
-        prices = costs_in_words((row.card.name, row.price) for row in rows)
+        prices = describe_prices((row.card.name, row.price) for row in rows)
         epochs = ''
         if settings.remote:
             epochs = f' ({rounded(settings.training_images / settings.batch_size / settings.batches_per_epoch)} epochs)'

@@ -19,7 +19,7 @@ from sdbench.records.figures import RUN_FIGURES
 from sdbench.records.setup import SPEED_SETTINGS, known_value, learns, setup_of, text_of
 from sdbench.records.status import COMPLETE, FORECAST, why_unreliable
 
-# Losses on --eval_remote are ranked and drawn together only if these settings agree: losses on other latents or other
+# Losses on --eval_remote are ranked and plotted together only if these settings agree: losses on other latents or other
 # samples do not compare.
 LOSS_SETTINGS = ['image_size', 'input', 'model_name', 'pretrained', 'eval_remote']
 
@@ -43,28 +43,30 @@ WITH_FIGURES = [MEASURED, EXTRAPOLATED, FORECAST]
 # Text after the name of the evaluation data, by whether the model was trained on these data
 TRAINED_ON = {False: '', True: ' (the model was trained on it)', None: ' (not known to be held out)'}
 
-# Cells of a CSV file that people, spreadsheets and pandas write for true, for false and for what is not known
+# What people, spreadsheets and pandas write into CSV files for true, false and unknown values
 CELLS = {'true': True, 'yes': True, 'false': False, 'no': False, '': None, 'nan': None, 'none': None, 'null': None}
 
 
 def read_all(paths: Sequence[str]) -> list[dict]:
     """Return the rows of all records in some files, with the records of one training joined.
 
-    A record that is there twice counts once. Raises UserError, with the file and the line, for what is not a record or
-    lacks a number, and for a file without records. Raises OSError if a file cannot be read.
+    A record that is there twice counts once. Raises UserError, with the file and the line, if a line is not a record or
+    lacks a number, and if a file has no records. Raises OSError if a file cannot be read.
     """
     rows = {}  # by the content of their record
     for path in paths:
-        found = 0
+        has_records = False
         for number, line in numbered_lines(path):
             # A line that is not a record ends the report, because every figure would be wrong without it.
             try:
                 record = parse_record(line)
-                rows[json.dumps(record)] = rows_of(record)
+                if record['stage'] in ('proof', 'plan'):  # a check of a proof, or a plan of --csv
+                    continue
+                rows[json.dumps(record)] = score_rows(record) if record['stage'] == 'evaluate' else [speed_row(record)]
             except (ValueError, TypeError, KeyError) as error:
                 raise UserError(f'{path}:{number}: not a record: {error}; fix or remove that line') from None
-            found += len(rows[json.dumps(record)])
-        if not found:
+            has_records = True
+        if not has_records:
             raise UserError(f'{path}: no records in it; give a file of --results, not a plan of --csv')
     return join_trainings([row for of_record in rows.values() for row in of_record])
 
@@ -87,7 +89,7 @@ def numbered_lines(path: str) -> Iterable[tuple[int, str | dict[str, str]]]:
 
 
 def parse_record(line: str | dict[str, str]) -> dict[str, Any]:
-    """Return the known values of a record, with a stage and a status. Raises ValueError for what is not a record."""
+    """Return the known values of a record, with a stage and a status. Raises ValueError if it is not a record."""
     if isinstance(line, str):
         record = json.loads(line)
         if not isinstance(record, dict):
@@ -97,6 +99,8 @@ def parse_record(line: str | dict[str, str]) -> dict[str, Any]:
             raise UserError('more cells than columns; give numbers without commas')
         record = {key: parse_cell(cell.strip()) for key, cell in line.items()}
     record = {key: known_value(value) for key, value in record.items() if known_value(value) is not None}
+    if 'device' in record:
+        record['device'] = full_name(str(record['device']))
     return {'stage': 'train', 'status': COMPLETE, 'extrapolated': False} | record
 
 
@@ -109,20 +113,6 @@ def parse_cell(cell: str) -> Any:
     except ValueError:
         return cell
     return cell if value == math.inf else value  # a training id such as 12e345678901 would be infinite
-
-
-def rows_of(record: dict) -> list[dict]:
-    """Return the row of a record of speed, or one row for each guidance scale of an evaluation.
-
-    The checks of a proof and the plans that --csv wrote have no rows.
-    """
-    if record['stage'] in ('proof', 'plan'):
-        return []
-    if 'device' in record:
-        record = record | {'device': full_name(str(record['device']))}
-    if record['stage'] == 'evaluate':
-        return score_rows(record)
-    return [speed_row(record)]
 
 
 def speed_row(record: dict) -> dict:
@@ -243,7 +233,7 @@ def join_trainings(rows: list[dict]) -> list[dict]:
 
 
 def score_rows(record: dict) -> list[dict]:
-    """Return a row for each guidance scale of an evaluation; a score that was not asked for is NaN."""
+    """Return a row for each guidance scale of an evaluation. A score that was not computed is NaN."""
     row = {key: text_of(record.get(key)) for key in EVALUATION_SETTINGS}
     row['weights'] = OLDER_WEIGHTS.get(row['weights'], row['weights'])
     row['data'] += TRAINED_ON[record.get('trained_on_data')]
@@ -254,18 +244,17 @@ def score_rows(record: dict) -> list[dict]:
     for key in ('trained_batches', 'images_seen'):
         row[key] = finite_number(record, key)
 
-    # what the training of the model took, but of one on a CPU
+    # A row states the cost of the training up to the checkpoint, unless it was on a CPU.
     training = record.get('training', {})
     row['device'] = training.get('device', 'CPU')
     row['total_gpu_hours'] = math.nan if row['device'] == 'CPU' else float(training['gpu_hours'])
     row['dollars'] = math.nan if training.get('dollars') is None else float(training['dollars'])
 
-    # what the scores cannot be compared with
     notes = []
     if record.get('fid_is_biased'):
-        notes.append('FID of few pictures is too high')
+        notes.append('FID biased by few images')
     if record.get('fid_of_published_weights') is False:
-        notes.append('FID by other weights')
+        notes.append('non-standard FID weights')
     row |= {'stage': 'evaluate', 'status': MEASURED, 'notes': ', '.join(notes), 'record': record}
 
     rows = []

@@ -1,4 +1,4 @@
-"""The keys of a record, as the table of docs/measuring.md has them."""
+"""List the keys of a record that the table in docs/measuring.md explains."""
 import re
 from pathlib import Path
 
