@@ -16,7 +16,7 @@ from sdbench.costs import Prices
 from sdbench.errors import UserError
 from sdbench.gpus import full_name
 from sdbench.records.figures import RUN_FIGURES
-from sdbench.records.setup import SPEED_SETTINGS, known_value, learns, setup_of, text_of
+from sdbench.records.setup import SPEED_SETTINGS, has_training_result, known_value, setup_of, text_of
 from sdbench.records.status import COMPLETE, FORECAST, why_unreliable
 
 # Losses on --eval_remote are ranked and plotted together only if these settings agree: losses on other latents or other
@@ -93,7 +93,7 @@ def parse_record(line: str | dict[str, str]) -> dict[str, Any]:
     if isinstance(line, str):
         record = json.loads(line)
         if not isinstance(record, dict):
-            raise UserError('not one JSON object')
+            raise UserError('it is not a JSON object')
     else:
         if None in line:  # where csv puts the cells that have no column
             raise UserError('more cells than columns; give numbers without commas')
@@ -116,11 +116,11 @@ def parse_cell(cell: str) -> Any:
 
 
 def speed_row(record: dict) -> dict:
-    """Return the row of a record of speed: its settings as text, '' where it does not state one, and its figures.
+    """Return the row of a record of speed: its settings as text ('' if not stated) and its figures.
 
     Raises UserError if a number that the report needs is missing or not positive.
     """
-    # Check what a report calculates with. A run that failed may have no speed.
+    # Check the numbers that a report calculates with. A failed run may have no speed.
     speed = 'loader_images_per_sec' if record['stage'] == 'loader' else 'images_per_sec'
     needed = ['device', 'num_devices', 'image_size']
     if record['status'] in (COMPLETE, FORECAST):
@@ -131,7 +131,7 @@ def speed_row(record: dict) -> dict:
         if key != 'device' and finite_number(record, key) <= 0:
             raise UserError(f'{key} {record[key]!r} is not a positive number')
 
-    # The settings, which tell rows apart, and what identifies the run.
+    # Settings distinguish rows. Date and commit identify a run.
     row = setup_of(record)
     if record.get('eval_held_out') is False:
         row['eval_remote'] += TRAINED_ON[None]
@@ -139,13 +139,13 @@ def speed_row(record: dict) -> dict:
     commit, dash, dirty = text_of(record.get('git_commit')).partition('-')
     row['git_commit'] = commit[:8] + dash + dirty
 
-    # The figures; NaN where the record does not have one. A measurement has no training result.
+    # A figure that the record lacks is NaN. A measurement has no training result, although it has a loss.
     row['num_devices'] = record['num_devices']
-    row['microbatch'] = finite_number(record, 'device_train_microbatch_size')  # given, or found by the search
+    row['microbatch'] = finite_number(record, 'device_train_microbatch_size')  # from the flag or from the search
     for key in (*RUN_FIGURES, 'images_per_sec_least', 'images_per_sec_most'):
         row[key] = finite_number(record, key)
     for key in RESULT_FIGURES:
-        row[key] = finite_number(record, key) if learns(record) else math.nan
+        row[key] = finite_number(record, key) if has_training_result(record) else math.nan
     row['images_per_sec'] = finite_number(record, speed)
     row['evaluations'] = [(float(images), math.nan if loss is None else float(loss))
                           for images, loss in record.get('evaluations', ())]
@@ -180,7 +180,7 @@ def prices_of(record: dict) -> Prices:
 
 def status_and_notes(record: dict) -> tuple[str, str]:
     """Return the status of the row of a record of speed, and its note in the table."""
-    # A forecast has a range only where the forecast was tested.
+    # Only a forecast for a tested kind of setup has a range.
     status = text_of(record['status'])
     if status == FORECAST:
         if record.get('images_per_sec_least') is None:
@@ -220,7 +220,7 @@ def join_trainings(rows: list[dict]) -> list[dict]:
             if part['status'] == MEASURED or setup not in kept or kept[setup]['status'] != MEASURED:
                 kept[setup] = part
 
-        # The result is the one at the end of the training, whichever part has the speed.
+        # Every row has the result at the end of the training, also if its speed is from an earlier part.
         last = parts[-1]
         result = {key: last['record'][key] for key in RESULT_KEYS if key in last['record']}
         for part in kept.values():

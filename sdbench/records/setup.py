@@ -38,7 +38,7 @@ SETTINGS = [*SPEED_SETTINGS, *LEARNING_SETTINGS]
 def known_value(value: Any) -> Any:
     """Return a value of a record, with whole numbers as int; None if it is not known.
 
-    An automatic microbatch is not known where the search did not end.
+    'auto' is not known: it is the microbatch of a run that ended before the search did.
     """
     if value == 'auto' or isinstance(value, float) and math.isnan(value):
         return None
@@ -63,7 +63,7 @@ for field in fields(Train):
         DEFAULTS[field.name] = known_value(json.loads(json.dumps(field.default)))
 
 
-def learns(record: dict) -> bool:
+def has_training_result(record: dict) -> bool:
     """Tell whether a record has a training result: a training with --max_duration, not a measurement or a forecast."""
     by_default = record.get('by_default', ())
     is_measurement = 'max_duration' in by_default or ('max_duration' not in record and 'measure_batches' in record)
@@ -97,7 +97,7 @@ def setup_of(record: dict) -> dict[str, str]:
     without_effect = [*record.get('by_default', ())]
     if not record.get('compile'):
         without_effect.append('compile_blocks')
-    if not learns(record):
+    if not has_training_result(record):
         without_effect += LEARNING_SETTINGS
     if record['status'] == FORECAST:
         without_effect += VERSIONS

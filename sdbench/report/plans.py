@@ -197,7 +197,7 @@ def plan_title(phases: list[tuple[int, str]], settings: Report) -> str:
 
 
 def phase_images(trained: pd.DataFrame, size: str) -> int:
-    """Return how many images a phase trains on if --phase does not say it.
+    """Return how many images a phase trains on if --phase does not say how many.
 
     The number comes from the newest forecast at this size, or else from the newest training. A measurement does not
     count, because its number of batches follows from --measure_batches. Raises UserError if no record has a number.
@@ -217,7 +217,7 @@ def find_corrections(trained: pd.DataFrame, correctable: set[tuple[str, str]]) -
 
     A group is one GPU, compiled or not, on one machine or over one network. Its factor is measured speed divided by
     forecast speed, or the median if there are several pairs. It applies to every forecast in the group, because a
-    systematic error of the forecast should affect them alike. The sentences say so. They also name each measurement
+    systematic error of the forecast should affect all of them. The sentences say so. They also name each measurement
     without a forecast for its setup, with the command that makes one.
 
     Args:
@@ -339,7 +339,7 @@ def missing_encodings(parts: list[PlanPart], input: str, phases: list[tuple[int,
 
 def plan_parts(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
                corrections: Corrections) -> list[PlanPart]:
-    """Return the parts of a plan in the order of the work. The arguments are the ones of `plan_row`."""
+    """Return the parts of a plan in the order of the work. See `plan_row` for the arguments."""
     first = runs.iloc[0]
     parts = []
     for work in part_speeds(runs, records, phases, settings):
@@ -363,7 +363,7 @@ def plan_parts(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int
 
 def part_speeds(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report
                 ) -> list[PartSpeed]:
-    """Return the speed of each part of a plan. The arguments are the ones of `plan_row`."""
+    """Return the speed of each part of a plan. See `plan_row` for the arguments."""
     first = runs.iloc[0]
     speeds = []
     for images, size in settings.encode if first['input'] == 'latents' else ():
