@@ -1,19 +1,19 @@
-"""Turn records into days, GPU-hours and dollars, and predict more GPUs.
+"""Turn records into days, GPU-hours and dollars, and predict the speed on more GPUs.
 
-    python report.py results.jsonl                     # a row for each setting and number of GPUs that was measured
+    python report.py results.jsonl                     # a row for each measured setting and GPU count
     python report.py published.csv --extrapolate 512 1024 --figure days.png --csv table.csv
-    python report.py plan.jsonl results.jsonl --phase 256 --phase 512    # a plan, by what was forecast and measured
-    python report.py results.jsonl --compare           # a row for each training, and its speed over the first's
-    python report.py results.jsonl --learned learned.png # which training learned best, over images and dollars
-    python report.py results.jsonl --days 3 --dollars_per_gpu_hour H100=2.5 H200=3.2  # what three days buy
-    python report.py results.jsonl --quality quality.png # scores of evaluate.py, over guidance and over the training
-    python report.py results.jsonl --html report.html  # all of it as a page to send, which needs no network
+    python report.py plan.jsonl results.jsonl --phase 256 --phase 512    # a plan, from forecasts and measurements
+    python report.py results.jsonl --compare           # a row for each training, with its speed over the first one's
+    python report.py results.jsonl --learned learned.png # eval losses of trainings, over images and over dollars
+    python report.py results.jsonl --dollars_per_gpu_hour H100=2.5 H200=3.2  # costs at these prices
+    python report.py results.jsonl --quality quality.png # FID and CLIP scores from evaluate.py
+    python report.py results.jsonl --html report.html  # the whole report as a page to send, which needs no network
 
-A record is a line of JSON as benchmark.py, encode.py or evaluate.py writes it, or a row of a CSV file with the same
-keys as columns. A setting is a column where rows differ in it, and stands below the table where they agree. A figure
-is rounded once, when printed: to the decimals of the published table, or to three significant digits where these are
-more. --csv holds the rows of all tables unrounded, with every key of their records, and can be read again, but for
-plans.
+A record is a line of JSON that benchmark.py, encode.py or evaluate.py has written, or a row of a CSV file with the same
+keys as columns. Settings that differ between rows are a column of the table, and settings that all rows share are one
+line below it. Figures are rounded once, when they are printed: to the decimals of the published table, or to three
+significant digits if these are more. --csv writes the rows of all tables unrounded, with every key of their records.
+report.py can read such a file again, except for plans.
 """
 from sdbench.errors import UserError
 from sdbench.flags.commands import Report
@@ -35,30 +35,30 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from sdbench.costs import DOLLARS_PER_GPU_HOUR, ONE_PRICE, TRAINING_IMAGES, costs_in_words, require_named
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, ONE_PRICE, TRAINING_IMAGES, describe_prices, require_named
 from sdbench.records.figures import COLUMNS, WIDTH
-from sdbench.records.read import EVALUATED, read_all
+from sdbench.records.read import EVALUATION_SETTINGS, read_all
 from sdbench.records.setup import SETTINGS
-from sdbench.report.markdown import in_common, markdown
-from sdbench.report.page import Figure, table_of_rows, verdict_on, write_page
+from sdbench.report.markdown import markdown_tables, shared_settings
+from sdbench.report.page import Figure, html_table, verdict_and_answers, write_page
 from sdbench.report.pictures import draw_days, draw_learned, draw_plan, draw_quality, save, svg_of
-from sdbench.report.plans import plan_blocks, plan_table, told_apart_by, within_limits
+from sdbench.report.plans import distinguishing_settings, plan_blocks, plan_table, within_limits
 from sdbench.report.speeds import score_table, speed_table
 
 
-class Part(NamedTuple):
-    """A part of a report.
+class Section(NamedTuple):
+    """A section of a report: a table with its figure and its sentences.
 
     Attributes:
-        rows: its table, with all that is known of each row.
-        keys: the settings that tell rows apart.
-        caption: of the table.
-        answers: sentences that stand first on a page: what it is, and which rows are within the limits.
-        tables: as Markdown.
-        notes: other sentences.
-        flag: that names the file of its figure.
-        shows: what the figure shows.
-        draw: draws it, or raises UserError if there is nothing to draw.
+        rows: the rows of the table, with all figures unrounded.
+        keys: the settings that distinguish rows.
+        caption: heading of the table on an HTML page.
+        answers: sentences that come first on an HTML page: the title of a plan, and which plans are within the limits.
+        tables: the table as Markdown, in several parts if it is too wide for one.
+        notes: sentences below the table.
+        flag: name of the flag that gives the file for the figure.
+        figure_caption: what the figure shows.
+        draw: function that draws the figure, or raises UserError if there is nothing to draw.
     """
     rows: pd.DataFrame
     keys: list[str]
@@ -67,7 +67,7 @@ class Part(NamedTuple):
     tables: list[str]
     notes: list[str]
     flag: str
-    shows: str
+    figure_caption: str
     draw: Callable[[], Any]
 
 
@@ -81,36 +81,65 @@ def main(argv=None):
 def report(settings: Report, command: str) -> str:
     """Return the report as Markdown, and write the files that --csv, --html and the flags of figures name.
 
-    Raises UserError if a record cannot be calculated with, or what was asked for does not follow from the records.
+    Raises UserError if a record is invalid, or if the records do not allow what a flag asks for.
     """
-    # the records, and those that a flag needs
+    # Evaluations have scores instead of a speed, so they are a table by themselves.
     rows = read_all(settings.records)
     require_named({row['device'] for row in rows}, settings.dollars_per_gpu_hour)
     records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])
     evaluations = pd.DataFrame([row for row in rows if row['stage'] == 'evaluate'])
-    is_trained = len(records) > 0 and (records['stage'] == 'train').any()
-    if not is_trained:
-        for flag in ('compare', 'extrapolate', 'phase', 'figure', 'learned'):
-            if getattr(settings, flag):
-                raise UserError(f'--{flag} needs records of a training, and there are none')
-    if settings.quality and evaluations.empty:
+    has_trainings = len(records) > 0 and (records['stage'] == 'train').any()
+    require_records(settings, has_trainings, has_evaluations=len(evaluations) > 0)
+    sections = make_sections(records, evaluations, settings)
+
+    # Save the figures that have a flag. An HTML page shows all of them.
+    figures = {section.flag: (section.figure_caption, section.draw) for section in sections}
+    if has_trainings:
+        draw = functools.partial(draw_learned, records, settings.dollars_per_gpu_hour)
+        figures['learned'] = ('Loss on --eval_remote', draw)
+    save_figures(figures, settings)
+
+    # Write the other files, and return the text.
+    notes = price_notes(sections, settings)
+    if settings.csv:
+        write_csv(settings.csv, [section.rows for section in sections])
+    if settings.html:
+        write_html(sections, figures, notes, settings, command)
+    blocks = []
+    for section in sections:
+        blocks += [*section.answers[:1], *section.tables, *section.answers[1:], *section.notes]
+    files = [settings.figure, settings.learned, settings.quality, settings.csv, settings.html]
+    text = '\n\n'.join(block if '\n' in block else textwrap.fill(block, WIDTH, break_on_hyphens=False)
+                       for block in [*blocks, *notes] if block)
+    if any(files):
+        text += f'\n\nWritten: {", ".join(filter(None, files))}'
+    return text
+
+
+def require_records(settings: Report, has_trainings: bool, has_evaluations: bool) -> None:
+    """Raise UserError if a flag needs records of a kind that is not there."""
+    for flag in ('compare', 'extrapolate', 'phase', 'figure', 'learned'):
+        if getattr(settings, flag) and not has_trainings:
+            raise UserError(f'--{flag} needs records of a training, and there are none')
+    if settings.quality and not has_evaluations:
         raise UserError('--quality needs records of evaluate.py, and there are none')
 
-    # a plan, or else a part for each kind of record
-    parts = []
-    if settings.phase:
-        parts.append(plan_part(records, settings))
-    elif len(records):
-        parts.append(speed_part(records, settings))
-    if len(evaluations) and not settings.phase:
-        parts.append(score_part(evaluations, settings))
 
-    # the figures by their flags; a page has each that there is
-    drawings = {part.flag: (part.shows, part.draw) for part in parts}
-    if is_trained:
-        draw = functools.partial(draw_learned, records, settings.dollars_per_gpu_hour)
-        drawings['learned'] = ('Loss of the evaluations', draw)
-    for flag, (_, draw) in drawings.items():
+def make_sections(records: pd.DataFrame, evaluations: pd.DataFrame, settings: Report) -> list[Section]:
+    """Return the section of the plan with --phase, or else a section for speeds and one for scores."""
+    if settings.phase:
+        return [plan_section(records, settings)]
+    sections = []
+    if len(records):
+        sections.append(speed_section(records, settings))
+    if len(evaluations):
+        sections.append(score_section(evaluations, settings))
+    return sections
+
+
+def save_figures(figures: dict[str, tuple[str, Callable[[], Any]]], settings: Report) -> None:
+    """Save each figure whose flag names a file. `figures` has a caption and a function for each flag."""
+    for flag, (_, draw) in figures.items():
         path = getattr(settings, flag)
         if path:
             try:
@@ -118,99 +147,86 @@ def report(settings: Report, command: str) -> str:
             except UserError as error:
                 raise UserError(f'--{flag} {path}: {error}') from None
 
-    # by which prices, and which files
-    notes = price_notes(parts, settings)
-    if settings.csv:
-        write_csv(settings.csv, [part.rows for part in parts])
-    if settings.html:
-        write_html(parts, drawings, notes, settings, command)
-    blocks = [block for part in parts for block in (*part.answers[:1], *part.tables, *part.answers[1:], *part.notes)]
-    blocks += notes
-    blocks = [block if '\n' in block else textwrap.fill(block, WIDTH, break_on_hyphens=False)
-              for block in blocks if block]
-    files = [settings.figure, settings.learned, settings.quality, settings.csv, settings.html]
-    if any(files):
-        blocks.append(f'Written: {", ".join(filter(None, files))}')
-    return '\n\n'.join(blocks)
 
-
-def price_notes(parts: list[Part], settings: Report) -> list[str]:
-    """Return in sentences which prices the costs follow from."""
-    priced = pd.concat([part.rows[part.rows['total_gpu_hours'] > 0][['device', 'price']] for part in parts])
+def price_notes(sections: list[Section], settings: Report) -> list[str]:
+    """Return sentences that say which prices the costs are calculated with; none if nothing has a cost."""
+    priced = pd.concat([section.rows[section.rows['total_gpu_hours'] > 0][['device', 'price']] for section in sections])
     if priced.empty:
         return []
-    whose = '--dollars_per_gpu_hour'
-    if not settings.dollars_per_gpu_hour and (priced['price'] != DOLLARS_PER_GPU_HOUR).any():
-        whose = 'of the records; --dollars_per_gpu_hour gives others'
-    notes = [f'Costs: {costs_in_words(zip(priced["device"], priced["price"], strict=True))} ({whose}).']
-    if whose == '--dollars_per_gpu_hour' and priced['price'].nunique() == 1 and priced['device'].nunique() > 1:
+    are_from_records = not settings.dollars_per_gpu_hour and (priced['price'] != DOLLARS_PER_GPU_HOUR).any()
+    source = 'from the records; --dollars_per_gpu_hour replaces them' if are_from_records else '--dollars_per_gpu_hour'
+    notes = [f'Costs: {describe_prices(zip(priced["device"], priced["price"], strict=True))} ({source}).']
+    if not are_from_records and priced['price'].nunique() == 1 and priced['device'].nunique() > 1:
         notes.append(ONE_PRICE)
     return notes
 
 
-def write_html(parts: list[Part], drawings: dict, notes: list[str], settings: Report, command: str) -> None:
-    """Write the page of --html, with every figure that there is something to draw for."""
-    figures = []
-    for caption, draw in drawings.values():
+def write_html(sections: list[Section], figures: dict[str, tuple[str, Callable[[], Any]]], notes: list[str],
+               settings: Report, command: str) -> None:
+    """Write the page of --html, with each figure that has something to show."""
+    drawn = []
+    for caption, draw in figures.values():
         try:
-            figures.append(Figure(caption, svg_of(draw())))
+            drawn.append(Figure(caption, svg_of(draw())))
         except UserError:  # nothing to draw
             pass
-    tables = [table_of_rows(part.rows, part.keys, part.caption) for part in parts]
-    verdict, answers = verdict_on(parts[0].rows, tables[0])
-    answers = [*parts[0].answers, *answers]
-    notes = [note for part in parts for note in part.notes if note] + notes
-    write_page(Path(settings.html), verdict, answers, figures, tables, notes, command)
+    tables = [html_table(section.rows, section.keys, section.caption) for section in sections]
+    verdict, answers = verdict_and_answers(sections[0].rows, tables[0])
+    answers = [*sections[0].answers, *answers]
+    notes = [note for section in sections for note in section.notes if note] + notes
+    write_page(Path(settings.html), verdict, answers, drawn, tables, notes, command)
 
 
-def plan_part(records: pd.DataFrame, settings: Report) -> Part:
-    """Return the part of a report that is a plan."""
+def plan_section(records: pd.DataFrame, settings: Report) -> Section:
+    """Return the section of a report with --phase: the table of plans."""
     plans, title, sentences = plan_table(records, settings)
-    apart = told_apart_by(plans)  # also where only some are within the limits
-    plans, how_near = within_limits(plans, apart, settings.max_dollars, settings.max_days)
-    return Part(plans, apart, 'Plans', [title, *how_near], plan_blocks(plans, apart), sentences, 'figure',
-                'GPU-hours of each plan', functools.partial(draw_plan, plans, apart, title))
+    keys = distinguishing_settings(plans)  # from all plans, to describe also a plan that is alone within limits
+    plans, limit_sentences = within_limits(plans, keys, settings.max_dollars, settings.max_days)
+    return Section(plans, keys, 'Plans', [title, *limit_sentences], plan_blocks(plans, keys), sentences, 'figure',
+                   'GPU-hours of each plan', functools.partial(draw_plan, plans, keys, title))
 
 
-def speed_part(records: pd.DataFrame, settings: Report) -> Part:
-    """Return the part of a report that is a table of speeds; what rows agree in stands below it."""
+def speed_section(records: pd.DataFrame, settings: Report) -> Section:
+    """Return the section with the table of speeds."""
     speeds, sentences = speed_table(records, settings)
     keys = [*SETTINGS]
     if speeds.groupby(['setting', 'num_devices'])['num_nodes'].nunique().max() > 1:
-        keys.append('num_nodes')  # as many GPUs on another number of machines
+        keys.append('num_nodes')  # one GPU count was measured on different numbers of machines
     if settings.compare:
         keys = ['run', *keys, 'date', 'git_commit']
     images = settings.training_images or TRAINING_IMAGES
-    return Part(speeds, keys, 'Speeds, days and dollars', [], markdown(speeds, keys),
-                [in_common(speeds, keys), *sentences], 'figure', 'Days over the number of GPUs',
-                functools.partial(draw_days, speeds[speeds['stage'] == 'train'], images))
+    return Section(speeds, keys, 'Speeds, days and dollars', [], markdown_tables(speeds, keys),
+                   [shared_settings(speeds, keys), *sentences], 'figure', 'Days over GPU count',
+                   functools.partial(draw_days, speeds[speeds['stage'] == 'train'], images))
 
 
-def score_part(evaluations: pd.DataFrame, settings: Report) -> Part:
-    """Return the part of a report that is a table of scores; what rows agree in stands below it."""
+def score_section(evaluations: pd.DataFrame, settings: Report) -> Section:
+    """Return the section with the table of scores."""
     scores = score_table(evaluations, settings.dollars_per_gpu_hour)
-    common = in_common(scores, EVALUATED)
-    return Part(scores, EVALUATED, 'Scores', [], markdown(scores, EVALUATED), [common], 'quality',
-                'FID and CLIP score', functools.partial(draw_quality, scores, common))
+    shared = shared_settings(scores, EVALUATION_SETTINGS)
+    return Section(scores, EVALUATION_SETTINGS, 'Scores', [], markdown_tables(scores, EVALUATION_SETTINGS), [shared],
+                   'quality', 'FID and CLIP score', functools.partial(draw_quality, scores, shared))
 
 
 def write_csv(path: str, tables: list[pd.DataFrame]) -> None:
-    """Write the rows of tables unrounded: the keys of their records, the figures that follow, and the notes.
+    """Write the rows of tables unrounded: the keys of their records, the calculated figures, and the notes.
 
-    What is neither text nor a number is JSON, so that the file is read as records again.
+    Values that are neither text nor numbers are written as JSON, which report.py can read again.
     """
-    written = []
+    lines = []
     for table in tables:
         for _, row in table.iterrows():
             values = dict(row['record'])
-            if values['stage'] == 'evaluate':
+            if values['stage'] == 'evaluate':  # a row has one of the scores of its record
                 values['scores'] = [{key: row[key] for key in ('guidance', 'fid', 'clip_score') if pd.notna(row[key])}]
             values |= {key: row[key] for key in (*COLUMNS, 'notes') if pd.notna(row.get(key))}
-            written.append({key: value if isinstance(value, (str, int, float)) and not isinstance(value, bool)
-                            else json.dumps(value) for key, value in values.items()})
-    pd.DataFrame(written, dtype=object).to_csv(path, index=False)
+            for key, value in values.items():
+                if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+                    values[key] = json.dumps(value)
+            lines.append(values)
+    pd.DataFrame(lines, dtype=object).to_csv(path, index=False)
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `report.py ... | head` ends where head does
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `report.py ... | head` ends silently when head does
     main()

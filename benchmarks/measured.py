@@ -10,11 +10,11 @@ from pathlib import Path
 import pandas as pd
 
 from sdbench.gpus import short_name
-from sdbench.records.figures import rounded, table_of
+from sdbench.records.figures import rounded, text_table
 from sdbench.records.read import MEASURED, read_all
 from sdbench.records.setup import MODEL_SETTINGS
 from sdbench.records.status import FORECAST
-from sdbench.report.markdown import settings_in_words
+from sdbench.report.markdown import describe_settings
 from sdbench.report.plans import SAME_SETUP
 
 RECIPES = ('fastest.txt', 'defaults', 'channels last', 'original.txt')  # in the order of a table
@@ -23,7 +23,7 @@ FREE = ('device_train_microbatch_size', 'compile_blocks', 'use_ema', 'network') 
 
 def recipe_in_words(row: pd.Series) -> str:
     """Return the recipe of a run, 'defaults' where it gives no switch, or the settings of another run."""
-    words = settings_in_words(row, [key for key in MODEL_SETTINGS if key not in FREE], with_defaults=False)
+    words = describe_settings(row, [key for key in MODEL_SETTINGS if key not in FREE], with_defaults=False)
     return words or 'defaults'
 
 
@@ -48,7 +48,7 @@ def measured_table(folder: Path) -> str:
             if 'original.txt' in of_gpu.index:
                 row["over the original's recipe"] = f'{speed / of_gpu.loc["original.txt", "images_per_sec"]:.1f} x'
             rows.append(row)
-    return table_of(rows, ['GPU', 'recipe'])
+    return text_table(rows, ['GPU', 'recipe'], markdown=True)
 
 
 if __name__ == '__main__':

@@ -237,7 +237,7 @@ def test_without_a_network_pictures_are_drawn_and_nothing_is_scored(tmp_path, pi
     assert record['images_generated'] == 5
     assert record['scores'] == [{'guidance': 1.0, 'fid': None, 'clip_score': None}]
     output = capfd.readouterr().out
-    assert 'not scored      --inception is for FID, --clip for the CLIP score' in output
+    assert 'not scored      run the same command with --inception for FID' in output
     assert 'caution         DATA is not known to be held out from the training of the model' in output
     scored = run(pipeline, shards, tmp_path / 'out', '--guidance', 1, *clip)
     assert scored['images_generated'] == 0
@@ -270,7 +270,7 @@ def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_
            '0', '--save_folder', kept, '--results', '-'])
     record = run(kept, shards, tmp_path / 'out', *clip)
     assert record['trained_on_data']
-    assert 'DATA is what the model was trained on' in capfd.readouterr().out
+    assert 'the model was trained on DATA' in capfd.readouterr().out
     assert (record['trained_batches'], record['images_seen'], record['weights']) == (2, 8, 'EMA')
     assert (record['training']['batch_size'], record['model_name']) == (4, smallest_model)
     assert record['training']['gpu_hours'] > 0

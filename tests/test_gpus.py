@@ -1,9 +1,10 @@
-"""The figures of each GPU against what its architecture gives, and the names that it is found by."""
+"""Claims about the table of GPUs: peaks follow from the architecture, and names find the right card."""
 import pytest
 
 from sdbench.gpus import CARDS, cards_named, peak_of
 
-# FLOPs of a multiprocessor in a clock by its architecture, and the cards that have so many. A GeForce has half of them
+# FLOPs per multiprocessor and clock, which depend on the architecture, and names of the cards with that architecture. A
+# GeForce card has half of its architecture's rate.
 BY_ARCHITECTURE = {512: ('GeForce', 'L40'),
                    1024: ('V100', 'V100S', 'T4', 'A10', 'A40', 'A6000', 'L4', 'L40S', 'RTX 6000'),
                    2048: ('A100', 'A30'), 4096: ('H100', 'H200', 'GH200'), 8192: ('B200', 'B300', 'GB200')}
@@ -21,7 +22,7 @@ def test_every_datasheets_peak_is_what_the_architecture_gives():
     ('NVIDIA A100-SXM4-40GB', 312, 312), ('NVIDIA H200', 989, 989), ('NVIDIA B200', 2250, 2250),
     ('NVIDIA H100 PCIe', 756, 756), ('Tesla T4', None, 65),
     ('NVIDIA H100', None, None), ('NVIDIA A10G', None, None)])
-def test_a_peak_is_of_the_exact_gpu_and_of_the_precision(name, bf16, fp16):
+def test_a_peak_needs_the_exact_gpu_name_and_depends_on_the_precision(name, bf16, fp16):
     assert peak_of(name, 'amp_bf16') == peak_of(name, 'bf16') == bf16
     assert peak_of(name, 'amp_fp16') == peak_of(name, 'fp16') == fp16
     assert peak_of(name, 'fp32') is None
@@ -33,5 +34,5 @@ def test_a_peak_is_of_the_exact_gpu_and_of_the_precision(name, bf16, fp16):
     (('a100sxm440gb',), ['NVIDIA A100-SXM4-40GB']),
     (('NVIDIA H100 80GB HBM3',), ['NVIDIA H100 80GB HBM3']), (('A10',), ['NVIDIA A10']), (('L4',), ['NVIDIA L4']),
     (('H200',), ['NVIDIA H200', 'NVIDIA H200 NVL']), (('NVIDIA-H200', 'B200'), ['NVIDIA H200', 'NVIDIA B200'])])
-def test_a_gpu_is_found_by_its_name_or_by_whole_words_of_it_whatever_the_capitals_spaces_and_hyphens(names, found):
+def test_a_gpu_is_found_by_whole_words_of_its_name_ignoring_case_spaces_and_hyphens(names, found):
     assert [card.name for card in cards_named(names)] == found

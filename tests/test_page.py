@@ -1,4 +1,4 @@
-"""Claims about the page of report.py --html: in the file itself, and in Chromium without a network."""
+"""Claims about the page of report.py --html, in the file and in Chromium without a network."""
 import csv
 import json
 import re
@@ -25,7 +25,7 @@ TRAINED = H200 | {'max_duration': '2ba', 'eval_remote': 'held-out', 'batch_size'
 
 @pytest.fixture
 def page(tmp_path):
-    """Calls report.py with records and flags, and returns the path of its page."""
+    """Return a function that calls report.py with records and flags, and returns the path of the page."""
     pytest.importorskip('itables', reason='needs itables: pip install itables')
 
     def page(*arguments):
@@ -38,42 +38,42 @@ def page(tmp_path):
 
 
 def body_of(path) -> str:
-    """Return what a page shows, without the style and the library of its tables."""
+    """Return the HTML of a page's body, without the style and the library of its tables."""
     return path.read_text().partition('<main>')[2].partition('</footer>')[0]
 
 
 def hovers_of(body: str) -> list[str]:
-    """Return the texts that the points of all figures show on hover."""
+    """Return the tooltips of all points in the figures."""
     found = []
     for figure in re.findall('<svg .*?</svg>', body, re.DOTALL):
         found += [title.text for title in ElementTree.fromstring(figure).iter('{http://www.w3.org/2000/svg}title')]
     return found
 
 
-def test_a_missing_itables_is_one_line_that_says_how_to_install_it(tmp_path, monkeypatch, capfd):
+def test_without_itables_one_line_says_how_to_install_it(tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, 'itables', None)
     line = one_error_line([str(PUBLISHED), '--html', str(tmp_path / 'page.html')], capfd, report.main)
     assert 'an HTML page needs itables' in line and 'pip install itables' in line
 
 
-def test_what_a_stranger_wrote_into_a_record_is_text_on_the_page_and_in_its_figures(page):
+def test_markup_in_a_record_stays_text_on_the_page_and_in_its_figures(page):
     path = page(H200, DOUBTFUL, FAILED, H200 | {'device': f'NVIDIA {HTML}', 'program': 'other'})
     assert '<script>alert' not in path.read_text() and '<img' not in path.read_text()
     assert HTML in ''.join(ElementTree.fromstring(re.search('<svg .*?</svg>', body_of(path), re.DOTALL)[0]).itertext())
     assert path.read_text().count('<script') == 1
 
 
-def test_the_verdict_of_a_plan_says_which_gpus_what_it_costs_how_sure_that_is_and_what_to_do_first(page):
+def test_the_verdict_of_a_plan_has_gpus_cost_certainty_and_what_to_do_first(page):
     body = body_of(page(FORECAST, H200 | {'model_name': 'sd2', 'program': None}, '--phase', '864000000@512',
                         '--dollars_per_gpu_hour', 'B200=5', 'H200=9'))
     assert '<h1>Cheapest and fastest: 8 x B200, $9,600, 10.00 days</h1>' in body
-    assert 'How sure: forecast, 9.09 to 11.11 days. Forecasts were off by up to' in body
-    assert 'First run make smoke on a machine with this GPU (B200)' in body
+    assert 'How certain: forecast, 9.09 to 11.11 days. Forecasts were off by up to' in body
+    assert 'What to do first: run make smoke on a machine with this GPU (B200)' in body
     part = '8 x B200\ntrain 512 px\n1,000.0 images/s (900.0 to 1,100.0)\n10.00 days\n$9,600\nforecast'
     assert part in hovers_of(body)
 
 
-def test_the_plan_that_is_nearest_to_a_limit_that_none_keeps_is_the_verdict_and_is_marked(page):
+def test_if_no_plan_is_within_a_limit_the_nearest_is_the_verdict_and_marked(page):
     path = page({**FORECAST, 'images_per_sec': 500.0}, H200 | {'model_name': 'sd2', 'program': None},
                 '--phase', '864000000@512', '--max_days', 1, '--dollars_per_gpu_hour', 'B200=1', 'H200=9')
     body = body_of(path)
@@ -91,7 +91,7 @@ def test_the_verdict_of_trainings_names_the_one_with_the_lowest_loss_and_its_set
     assert 'images seen 200\neval loss 0.2500\ndollars 2.00\n2026-01-02' in '\n'.join(hovers_of(body))
 
 
-def test_the_verdict_of_evaluations_names_the_lowest_fid_and_not_the_checkpoint_that_cost_least(page):
+def test_the_verdict_of_evaluations_is_the_lowest_fid_and_not_the_cheapest_checkpoint(page):
     first = {'stage': 'evaluate', 'model': 'kept/ep0-ba1000-rank0.pt', 'trained_batches': 1000, 'images_seen': 100,
              'training': {'gpu_hours': 1.0, 'device': 'NVIDIA H200'},
              'scores': [{'guidance': 4, 'fid': 70.0, 'clip_score': 15.0}]}
@@ -116,12 +116,12 @@ def test_in_chromium_the_page_requests_nothing_and_its_tables_sort_and_filter(pa
         tab.open(path)
 
         def rows(heading: str) -> list[str]:
-            """Return the cells of a column, as they stand."""
+            """Return the text in the cells of a column, in the order on the page."""
             headings = tab.run('[...document.querySelectorAll("thead th .dt-column-title")].map(x => x.textContent)')
             return tab.run('[...document.querySelectorAll("tbody tr")].map(row => '
                            f'row.cells[{headings.index(heading)}].textContent)')
 
-        # the figures are those of the records
+        # The page shows the speeds in the records.
         assert tab.run('document.querySelectorAll("th:not([scope])").length') == 0
         speeds = [float(speed.replace(',', '')) for speed in rows('images/s') if speed]
         recorded = [float(record['images_per_sec']) for record in published]
@@ -129,7 +129,7 @@ def test_in_chromium_the_page_requests_nothing_and_its_tables_sort_and_filter(pa
         doubtful = tab.run('[...document.querySelectorAll("tr.doubtful")].map(row => row.innerText)')
         assert [words in row for words, row in zip((HTML[:20], 'not reliable'), doubtful, strict=True)] == [True, True]
 
-        # a click on a heading sorts by its numbers, and on one line of its list filters
+        # A click on a heading sorts by numbers, and a click in the list of a column filters.
         press = '[...document.querySelectorAll("{}")].find(found => found.textContent.trim() == "{}").click()'
         tab.run(press.format('thead .dt-column-title', 'images/s'))
         shown = [float(speed.replace(',', '')) for speed in rows('images/s') if speed]
@@ -138,7 +138,7 @@ def test_in_chromium_the_page_requests_nothing_and_its_tables_sort_and_filter(pa
         tab.run(press.format('.dtcc-list-buttons button', 'H200'))
         assert set(rows('GPU')) == {'H200'} and len(rows('GPU')) == 3
 
-        # what a mouse meets at the first point of the published line
+        # The first point of the published line has a tooltip under the mouse.
         hover = tab.run('(() => { const point = document.querySelector("use > title").parentElement;'
                         'point.scrollIntoView({block: "center"}); const box = point.getBoundingClientRect();'
                         'const found = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);'

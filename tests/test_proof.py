@@ -15,7 +15,7 @@ from benchmarks.proof.__main__ import Machine, all_steps, check, prove
 from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from sdbench.records.read import read_records
+from sdbench.records.read import read_all
 from sdbench.records.record import append_line
 from sdbench.report.plans import find_corrections
 from tests.runs import ROOT, SMALLEST
@@ -92,7 +92,7 @@ def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_
     monkeypatch.setattr(proof.subprocess, 'run', run)
     monkeypatch.setattr('sdbench.forecast.dry_run.with_one_change', lambda settings: {'none': settings})
     assert proof.smoke(Machine(8, A100, 39.4, False)) == 0
-    rows = pd.DataFrame(read_records(str(tmp_path / 'results.jsonl')))
+    rows = pd.DataFrame(read_all([str(tmp_path / 'results.jsonl')]))
     corrections, _ = find_corrections(rows, {*zip(rows['device'], rows['compile'], strict=True)})
     assert len(corrections) == 1
     assert pages == [[str(tmp_path / 'results.jsonl'), '--html', str(tmp_path / 'results.html')]]

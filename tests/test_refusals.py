@@ -43,7 +43,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --batch_size 6 --device_train_microbatch_size 4', '--device_train_microbatch_size 4 '
      'does not divide the per-device batch of 6 images (--batch_size 6); use 3'),
     ('benchmark.py', '--dry_run 8 16 8', '--dry_run 8 16 8 repeats a GPU count; give each once'),
-    ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu: RTX4091 is no GPU that is known here; did you '
+    ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu: RTX4091 is not a known GPU; did you '
      'mean RTX 4090 or'),
     ('benchmark.py', '--dry_run 8 x', '--dry_run: x is not a whole number above 0'),
     ('benchmark.py', '--dry_run 8 7', '--batch_size 2048 is not divisible by 7 devices; use 2044'),
@@ -110,7 +110,7 @@ ROWS = [
     ('report.py', 'published.csv --csv published.csv', 'would overwrite a file with records'),
     ('report.py', 'published.csv --csv results.jsonl', '--csv results.jsonl does not end in .csv'),
     ('report.py', 'published.csv --figure days.xyz', '--figure days.xyz does not end in .png'),
-    ('report.py', 'published.csv --extrapolate 4096', 'a batch_size, where it is stated, of as many images as GPUs'),
+    ('report.py', 'published.csv --extrapolate 4096', 'a batch_size (if stated) of at least as many images as GPUs'),
     ('report.py', 'published.csv --phase x@y', 'x@y is not IMAGES@SIZE'),
     ('report.py', 'published.csv --phase 512 --training_images 3',
      '--training_images has no effect on plans (--phase)'),

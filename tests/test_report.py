@@ -1,4 +1,4 @@
-"""Claims about report.py, its tables and its pictures, against figures worked out by hand or by numpy."""
+"""Claims about report.py, its tables and its figures, compared with numbers from manual or numpy calculations."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ LATER = EVALUATION | {'model': 'kept/ep0-ba2000-rank0.pt', 'trained_batches': 20
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes records, each the changes to a minimal one, and returns the path; None leaves a key out."""
+    """Return a function that writes records, given as changes to a minimal record, and returns the path."""
     def write(*records):
         path = tmp_path / 'records.jsonl'
         path.write_text(''.join(json.dumps(MINIMAL | record) + '\n' for record in records))
@@ -50,7 +50,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def printed(capsys):
-    """Calls report.py and returns what it prints."""
+    """Return a function that calls report.py and returns its output."""
     def printed(*argv):
         report.main([str(argument) for argument in argv])
         return capsys.readouterr().out
@@ -58,9 +58,10 @@ def printed(capsys):
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
-    """The rows of each Markdown table in a report, as dicts of heading to text.
+    """Return the rows of each Markdown table in a report, as texts by heading.
 
-    A table in parts, with the same labels, is one. `text` has the settings and notes of a row, wherever they stand.
+    A table that is split into parts with the same labels is one table. `text` has the settings and notes of a row, from
+    its columns or from the lines below the table.
     """
     found = []
     for block in text.strip().split('\n\n'):
@@ -86,7 +87,7 @@ def columns(table: list[dict[str, str]], *names: str) -> list[tuple[str, ...]]:
 
 # The published table
 
-def test_published_csv_gives_the_published_table_and_the_originals_program_on_an_h100(printed):
+def test_published_csv_gives_the_published_table_and_speeds_on_an_h100(printed):
     [table] = tables(printed(PUBLISHED))
     assert columns(table[:6], 'GPUs', 'images/s', 'days', 'cost', 'efficiency', 'text') == [
         ('8', '128.2', '258.85', '$99,400', '100.0 %', 'microbatch 4'),
@@ -101,7 +102,7 @@ def test_published_csv_gives_the_published_table_and_the_originals_program_on_an
 
 # Predictions
 
-def test_64_and_128_gpus_are_predicted_from_8_16_and_32_within_1_5_percent(printed, write):
+def test_speeds_on_64_and_128_gpus_are_predicted_within_1_5_percent_from_8_16_and_32(printed, write):
     few = {8: 128.2, 16: 254.0, 32: 485.7}
     for batch in ({'batch_size': 2048}, {}):  # also where the batch is not stated
         path = write(*({'num_devices': n, 'images_per_sec': speed} | batch for n, speed in few.items()))
@@ -110,11 +111,11 @@ def test_64_and_128_gpus_are_predicted_from_8_16_and_32_within_1_5_percent(print
             assert float(row['images/s'].replace(',', '')) == pytest.approx(speed, rel=0.015)
 
 
-def test_the_fit_leaves_out_the_row_that_its_source_extrapolated_and_says_how_good_it_is(printed):
+def test_the_fit_ignores_extrapolated_rows_and_prints_its_worst_residual(printed):
     text = printed(PUBLISHED, '--extrapolate', 512, 1024)
     [table] = tables(text)
     assert [row['text'] for row in table[6:8]] == [
-        'microbatch 4; extrapolated', 'microbatch 4; extrapolated; 2 images a GPU: a smaller microbatch']
+        'microbatch 4; extrapolated', 'microbatch 4; extrapolated; 2 images per GPU, a smaller microbatch']
     text = ' '.join(text.split())
     assert 'needs three GPU counts: A100 80GB, microbatch 4; A100 80GB, microbatch 32' in text
     n, seconds = np.array([8, 16, 32, 64, 128]), 2048 / np.array([128.2, 254.0, 485.7, 912.2, 1618.4])
@@ -124,14 +125,14 @@ def test_the_fit_leaves_out_the_row_that_its_source_extrapolated_and_says_how_go
     assert f'worst residual {worst[1]:+.1%} of the images/s, on {worst[0]} GPUs' in text
 
 
-def test_efficiency_is_over_the_fewest_gpus_that_were_measured_with_the_same_settings(printed, write):
+def test_efficiency_is_relative_to_the_fewest_measured_gpus_with_the_same_settings(printed, write):
     [table] = tables(printed(PUBLISHED, '--extrapolate', 4))
     assert columns(table, 'GPUs', 'efficiency')[:3] == [('4', '101.2 %'), ('8', '100.0 %'), ('16', '99.1 %')]
     [table] = tables(printed(write({}, {'use_ema': True}, {'use_ema': True, 'num_devices': 16})))
     assert columns(table, 'settings', 'efficiency') == [('', ''), ('EMA', '100.0 %'), ('EMA', '50.0 %')]
 
 
-def test_several_settings_are_predicted_each_from_its_own_runs(printed, write):
+def test_each_setting_is_predicted_from_its_own_runs(printed, write):
     runs = [{'num_devices': n, 'images_per_sec': speed * n, 'use_ema': ema, 'batch_size': 2048}
             for ema, speed in ((True, 10.0), (False, 20.0)) for n in (8, 16, 32)]
     text = printed(write(*runs, {'precision': 'fp32', 'batch_size': 2048}), '--extrapolate', 64)
@@ -142,23 +143,23 @@ def test_several_settings_are_predicted_each_from_its_own_runs(printed, write):
     assert re.findall('(.*EMA): step_seconds', text) == ['EMA', 'no EMA']
 
 
-# One table of what was measured
+# Tables of measurements
 
-def test_records_of_different_settings_are_rows_of_one_table_with_the_setting_as_a_column(printed, write):
+def test_records_with_different_settings_are_rows_of_one_table_with_a_column_of_settings(printed, write):
     first, second = ({'date': f'2026-01-0{n}', 'seed': n, 'command': n, 'measure_batches': 20}
-                     for n in (1, 2))  # not of its speed
+                     for n in (1, 2))  # without an effect on speed
     [table] = tables(printed(write({'compile': True} | first, {'compile': 'reduce-overhead'},
                                    {'compile': True} | second)))
     assert not {'date', 'seed', 'command'} & table[0].keys()
     assert columns(table, 'text') == [
         ('batch of 2048, compile; median of 2 runs, 800.0 to 800.0',), ('compile reduce-overhead',)]
 
-    # a run that was recorded before a flag was there had its default
+    # A record that is older than a flag has the flag's default.
     runs = [{'command': 'benchmark.py'}, {'command': 'benchmark.py', 'adam_betas': [0.9, 0.999], 'compile': False},
             {'command': 'benchmark.py', 'compile': True}]
     assert columns(tables(printed(write(*runs)))[0], 'settings') == [('',), ('compile',)]
 
-    # libraries, and whether images or latents are read, are settings too
+    # The versions of libraries, and images or latents as input, are settings too.
     one = {'versions': {'torch': '2.7.0', 'diffusers': '0.39.0'}, 'encoders': 'in_loop'}
     other = {'versions': {'torch': '2.11.0', 'diffusers': '0.39.0'}, 'encoders': 'text_in_loop'}
     text = printed(write(one, other))
@@ -166,7 +167,7 @@ def test_records_of_different_settings_are_rows_of_one_table_with_the_setting_as
     assert text.split('\n\n')[1] == 'All rows: stage train, device NVIDIA H200, image_size 512, diffusers 0.39.0'
 
 
-def test_gpus_on_fewer_nodes_are_another_row_and_enter_the_fit_alone(printed, write):
+def test_runs_on_the_fewest_machines_have_a_row_and_are_the_only_ones_in_the_fit(printed, write):
     runs = [(8, 1, 800.0), (16, 2, 1600.0), (16, 16, 1200.0), (16, 16, 1400.0), (32, 4, 3200.0)]
     path = write(*({'num_devices': gpus, 'num_nodes': nodes, 'images_per_sec': speed, 'batch_size': 2048}
                    for gpus, nodes, speed in runs))
@@ -180,29 +181,30 @@ LEARNED = {'trained_batches': 100, 'eval_loss': 0.38, 'eval_batch': 100, 'loss':
            'eval_remote': 'held-out'}
 
 
-def test_trainings_of_other_flags_of_learning_are_rows_of_their_own_and_show_what_they_learned(printed, write):
+def test_trainings_with_different_learning_flags_are_separate_rows_with_their_losses(printed, write):
     better = LEARNED | {'learning_rate': 1e-3, 'eval_loss': 0.29, 'loss': 0.3}
     longer = LEARNED | {'trained_batches': 200, 'eval_loss': 0.37, 'date': '2026-01-01'}
-    measured = {'measure_batches': 20, 'learning_rate': 1e-2, 'loss': 9.0}  # which learns nothing
+    measured = {'measure_batches': 20, 'learning_rate': 1e-2, 'loss': 9.0}  # has no training result
     text = printed(write(longer, LEARNED, better, measured, measured | {'learning_rate': 1e-1}))
     learned = [(row['text'].partition(',')[0], *columns([row], 'eval loss', 'loss', 'batches')[0])
-               for row in tables(text)[0]]
-    assert sorted(learned)[1:] == [
+               for row in tables(text)[0] if row['batches']]
+    assert sorted(learned) == [
         ('learning rate 0.0001', '0.3700', '0.400', '200'), ('learning rate 0.0001', '0.3800', '0.400', '100'),
         ('learning rate 0.001', '0.2900', '0.300', '100')]
 
-    # one that was recorded before --lr_final was there had its default, 0.0
+    # A record that is older than --lr_final has its default, 0.0.
     older = LEARNED | {'command': 'benchmark.py'}
-    assert len(tables(printed(write(older, older | {'lr_final': 0.0})))[0]) == 1
+    [table] = tables(printed(write(older, older | {'lr_final': 0.0})))
+    assert columns(table, 'text') == [('',)] * 2
 
 
-def test_losses_of_other_latents_are_ranked_and_drawn_apart_and_the_best_come_first(printed, drawn, write):
+def test_losses_on_different_latents_are_ranked_and_plotted_separately_with_the_lowest_first(printed, figure_of, write):
     worse, better = (LEARNED | {'pretrained': True, 'learning_rate': rate, 'save_folder': f'runs/{rate}',
                                 'eval_loss': loss, 'evaluations': [[100, loss]]}
                      for rate, loss in ((1e-2, 0.7), (1e-3, 0.6)))
     of_noise = LEARNED | {'pretrained': False, 'eval_loss': 0.25, 'evaluations': [[100, 0.25]], 'eval_batch': 50}
     path = write(worse, of_noise, better)
-    figure = drawn(path, '--learned', 'learned.png')
+    figure = figure_of(path, '--learned', 'learned.png')
     assert [axes.get_title() for axes in figure.axes] == ['pretrained', 'no pretrained']
     text = printed(path, '--learned', 'learned.png')
     assert [('pretrained' in row['text'], row['eval loss']) for row in tables(text)[0]] == [
@@ -210,8 +212,8 @@ def test_losses_of_other_latents_are_ranked_and_drawn_apart_and_the_best_come_fi
     assert 'evaluated after different batches' in text
 
 
-def test_a_training_that_was_resumed_is_one_row_up_to_its_end(printed, write):
-    """Stopped at batch 29, done at 60, and extended to 80 in too few batches for a speed."""
+def test_a_resumed_training_is_one_row_with_the_result_at_its_end(printed, write):
+    """The training stopped at batch 29, ended at 60, and was extended to 80 with too few batches for a speed."""
     run = LEARNED | {'training_id': 'a', 'max_duration': '60ba', 'first_batch': 0}
     first = run | {'status': 'interrupted', 'trained_batches': 29, 'eval_loss': 0.7, 'evaluations': [[20, 0.7]]}
     second = run | {'first_batch': 29, 'trained_batches': 60, 'eval_loss': 0.6, 'eval_batch': 60,
@@ -220,7 +222,7 @@ def test_a_training_that_was_resumed_is_one_row_up_to_its_end(printed, write):
                       'images_per_sec': 1.0}
     other = run | {'training_id': 'b', 'learning_rate': 1e-3, 'trained_batches': 60}
     again = run | {'training_id': None, 'trained_batches': 60, 'date': '2026-01-02'}  # a record of an older version
-    others = [FORECAST | FLAGS | {'save_folder': 'runs/a'}, LOADER | FLAGS]  # whatever else has its flags
+    others = [FORECAST | FLAGS | {'save_folder': 'runs/a'}, LOADER | FLAGS]  # other records with the same flags
     for flags in ([], ['--compare']):
         text = printed(write(first, other, second, third, again), *flags)
         assert columns(tables(text)[0], 'batches', 'eval loss', 'eval batch') == [
@@ -231,7 +233,7 @@ def test_a_training_that_was_resumed_is_one_row_up_to_its_end(printed, write):
     assert columns(table, 'GPUs', 'images/s', 'batches') == [('8', '800.0', '80'), ('16', '1.00', '80')]
 
 
-def test_each_setup_of_a_training_has_a_row_also_one_that_failed_and_the_last_failure_is_told(printed, write):
+def test_each_setup_of_a_training_has_a_row_and_a_note_if_the_last_part_failed(printed, write):
     part = LEARNED | {'training_id': '12e345678901', 'first_batch': 0}
     failed = part | {'status': 'failed', 'error': 'NCCL timeout', 'num_devices': 16, 'images_per_sec': None}
     text = printed(write(failed, part | {'first_batch': 100, 'trained_batches': 200}))
@@ -244,13 +246,13 @@ def test_each_setup_of_a_training_has_a_row_also_one_that_failed_and_the_last_fa
     assert len(tables(printed(write(part, other)))[0]) == 2
 
 
-def test_a_gpu_named_with_and_without_its_maker_is_one(printed, write):
+def test_a_gpu_name_with_and_without_nvidia_is_the_same_gpu(printed, write):
     path = write(*({'device': f'{maker}H100 80GB HBM3', 'images_per_sec': speed}
                    for maker, speed in (('', 300.0), ('NVIDIA ', 500.0))))
     assert [row['images/s'] for row in tables(printed(path))[0]] == ['400.0']
 
 
-def test_efficiency_over_one_machine_does_not_depend_on_the_order_of_networks(printed, write):
+def test_efficiency_relative_to_one_machine_does_not_depend_on_the_order_of_networks(printed, write):
     runs = [{'num_nodes': 1}] + [{'num_nodes': 2, 'num_devices': 16, 'network_gbits': gbits, 'images_per_sec': speed}
                                  for gbits, speed in ((100, 1200.0), (400, 1500.0))]
     assert 'efficiency' not in tables(printed(write(*runs)))[0][0]
@@ -259,14 +261,14 @@ def test_efficiency_over_one_machine_does_not_depend_on_the_order_of_networks(pr
         assert [row['efficiency'] for row in table] == ['100.0 %', f'{run["images_per_sec"] / 16:.1f} %']
 
 
-def test_a_loss_that_is_not_known_to_be_of_held_out_samples_is_compared_with_no_other(printed, write):
+def test_a_loss_that_may_include_training_samples_is_not_compared_with_others(printed, write):
     doubtful = LEARNED | {'eval_loss': 0.1, 'eval_held_out': False}
     text = printed(write(LEARNED | {'eval_held_out': True}, doubtful))
     assert sorted((row['text'], row['eval loss']) for row in tables(text)[0]) == [
         ('eval remote held-out', '0.3800'), ('eval remote held-out (not known to be held out)', '0.1000')]
 
 
-def test_no_table_is_wider_than_120_characters_and_each_setting_and_note_is_there(printed, write):
+def test_no_table_is_wider_than_120_characters_and_no_setting_or_note_is_lost(printed, write):
     text = printed(*sorted((ROOT / 'results').glob('*.jsonl')))
     [table] = tables(text)
     assert max(map(len, text.splitlines())) <= 120
@@ -291,13 +293,13 @@ def test_no_table_is_wider_than_120_characters_and_each_setting_and_note_is_ther
     assert table[1]['eval loss'] == '0.3800' and table[1]['MFU'] == '30.0 %'
 
 
-def test_what_a_stranger_wrote_into_a_record_stays_text_in_a_cell(printed, write):
+def test_markup_and_control_characters_in_a_record_stay_text_in_a_cell(printed, write):
     text = printed(write({'device': 'H200 \x1b[31m| red'}, {'status': 'failed', 'error': 'a | b\x1b]0;c\x07'}))
     assert text.replace('\n', '').isprintable()
     assert r'H200 [31m\| red' in text and r'failed: a \| b ]0;c' in text
 
 
-def test_a_report_ends_without_a_word_where_its_reader_does():
+def test_a_report_ends_silently_when_its_reader_closes_the_pipe():
     done = subprocess.run(f'{sys.executable} report.py published.csv | true', shell=True, cwd=ROOT, capture_output=True)
     assert done.stderr == b''
 
@@ -308,7 +310,7 @@ def test_a_report_ends_without_a_word_where_its_reader_does():
     ({'measured_batches': 5}, 'images/s not reliable: only 5 measured batches'),
     ({'measured_batches': 30, 'queue_batches': 16}, 'images/s not reliable: only 30 measured batches'),
     ({'drift': -0.2}, 'images/s not reliable: ')])
-def test_a_run_that_is_not_complete_or_reliable_says_so_and_nothing_follows_from_it(printed, write, changes, note):
+def test_a_run_that_is_not_complete_or_reliable_has_a_note_and_no_days(printed, write, changes, note):
     sound = {'drift': 0.09, 'measured_batches': 20}
     path = write({'images_per_sec': 400.0} | changes, sound, sound | {'images_per_sec': 820.0})
     sound, other = tables(printed(path))[0]
@@ -319,7 +321,7 @@ def test_a_run_that_is_not_complete_or_reliable_says_so_and_nothing_follows_from
     assert columns(compared, 'over the first') == [('',), ('1.00 x',), ('1.02 x',)]
 
 
-def test_compare_has_a_row_a_training_what_differs_and_the_speed_over_the_first_of_its_model_and_size(printed, write):
+def test_compare_has_a_row_for_each_training_with_its_speed_over_the_first_of_its_model_and_size(printed, write):
     same = {'use_ema': True, 'cudnn_benchmark': False, 'model_name': 'sd2'}
     runs = [{'compile': False, 'date': '2026-11-20T10:00:00+00:00', 'git_commit': 'a' * 40},
             {'compile': True, 'date': '2026-11-21T10:00:00+00:00', 'git_commit': 'b' * 40, 'images_per_sec': 1000.0},
@@ -336,14 +338,14 @@ def test_compare_has_a_row_a_training_what_differs_and_the_speed_over_the_first_
     assert 'cudnn_benchmark' not in text
 
 
-def test_a_cpu_has_no_gpu_hours_loaders_and_encodings_no_days_and_tiny_those_asked_for(printed, write):
+def test_cpus_have_no_gpu_hours_loaders_and_encodings_no_days_and_tiny_days_only_on_request(printed, write):
     [table] = tables(printed(write({}, CPU, LOADER, ENCODE)))
     assert columns(table, 'settings', 'images/s', 'days', 'GPU-hours', 'cost') == [
         ('', '800.0', '41.48', '7,964', '$15,929'), ('', '8.00', '4,148.15', '', ''),
         ('loader', '32,000.0', '', '', ''), ('encode', '4,000.0', '', '', '')]
     text = printed(write({'model_name': 'tiny'}))
     assert 'days' not in tables(text)[0][0]
-    assert '--training_images asks for them' in text
+    assert '--training_images adds them' in text
     assert tables(printed(write({'model_name': 'tiny'}), '--training_images', 1_000_000))[0][0]['cost']
 
 
@@ -354,7 +356,7 @@ AT_256 = {'image_size': 256, 'images_per_sec': 3200.0}
 OF_A_PHASE = FORECAST | {'batch_size': 2048, 'compile': True}
 
 
-def test_phases_add_up_the_days_of_each_size_and_nothing_else_is_printed(printed, write):
+def test_a_plan_adds_up_the_days_of_its_phases_and_has_no_other_tables(printed, write):
     text = printed(write({}, AT_256 | {'device_train_microbatch_size': 64}, {'num_devices': 16}), *SIZES)
     [[row]] = tables(text)
     at_256, at_512 = 1126400000 / 3200 / 86400, 1740800000 / 800 / 86400
@@ -362,10 +364,10 @@ def test_phases_add_up_the_days_of_each_size_and_nothing_else_is_printed(printed
         ('8 x H200', f'{at_256:.2f} days', f'{at_512:.2f} days', f'{at_256 + at_512:.2f}',
          f'{(at_256 + at_512) * 24 * 8:,.0f}')]
     assert text.startswith('Plan: train on 1,126,400,000 images at 256 px, then 1,740,800,000 images at 512 px\n')
-    assert text.rstrip().endswith('Costs: $2 a GPU-hour (--dollars_per_gpu_hour).')
+    assert text.rstrip().endswith('Costs: $2 per GPU-hour (--dollars_per_gpu_hour).')
 
 
-def test_a_phase_trains_on_the_images_of_its_newest_forecast_or_else_training_and_of_no_measurement(printed, write):
+def test_a_phase_takes_its_images_from_the_newest_forecast_or_training_but_not_from_a_measurement(printed, write):
     at_256 = OF_A_PHASE | AT_256
     training = {'batch_size': 2048, 'max_duration': '9ba', 'date': '2026-01-04'}
     path = write(OF_A_PHASE | {'max_duration': '850000ba'}, training,
@@ -377,8 +379,8 @@ def test_a_phase_trains_on_the_images_of_its_newest_forecast_or_else_training_an
 
 
 @pytest.mark.parametrize('order', [1, -1])
-def test_a_plan_takes_what_was_measured_before_what_was_forecast_and_the_newest_before_older(printed, write, order):
-    """Whatever the order of the lines; of measurements the fastest microbatch."""
+def test_a_plan_prefers_measurements_to_forecasts_and_newer_records_to_older_ones(printed, write, order):
+    """The order of the lines does not matter. The fastest measured microbatch counts."""
     measured = {'device_train_microbatch_size': 4, 'date': '2026-01-02T00:30:00+00:00',
                 'images_per_sec': 450.0, 'model_name': 'sd2'}
     records = [FORECAST | {'date': '2026-01-08', 'images_per_sec': 5000.0}, measured,
@@ -393,7 +395,7 @@ def test_a_plan_takes_what_was_measured_before_what_was_forecast_and_the_newest_
     assert columns(rows, 'GPUs', 'days') == [('8 x H200', '1.00'), ('8 x H100', '2.00')]
 
 
-def test_a_plan_on_latents_has_their_encoding_in_it_or_says_at_which_size_it_has_not(printed, write):
+def test_a_plan_on_latents_includes_encoding_or_names_the_sizes_without_it(printed, write):
     latents = {'encoders': 'text_in_loop', 'model_name': 'sd2', 'images_per_sec': 1000}
     encoded = ENCODE | {'model_name': 'sd2', 'num_devices': 2, 'images_per_sec': 1250, 'date': '2026-01-01'}
     others = [encoded | {'images_per_sec': 10 ** 9} | changes for changes in (
@@ -407,12 +409,12 @@ def test_a_plan_on_latents_has_their_encoding_in_it_or_says_at_which_size_it_has
     assert columns([row], 'encode 256', 'encode 512', 'train 256', 'train 512', 'days', 'cost') == [
         ('1.00 days', '2.00 days', '2.00 days', '1.00 days', '6.00', '$2,304')]
     assert 'images at 256 px (0.400 epochs), then 86,400,000 images at 512 px (0.100 epochs)' in text
-    assert 'forecast of encode 256 and train 256, not tested, not corrected: what was measured has no forecast' in text
+    assert 'forecast of encode 256 and train 256, not tested, not corrected, because the measurement has no' in text
     assert 'without encoding at 256 and 512 px.' in printed(write(latents, latents | {'image_size': 256}), *SIZES)
 
 
-def test_what_was_measured_and_forecast_alike_corrects_the_forecasts_that_are_compiled_alike(printed, write):
-    """By the median of 0.8 and 0.9; runs that are not reliable, or have other settings, say nothing."""
+def test_a_measurement_with_a_forecast_corrects_other_forecasts_that_are_compiled_alike(printed, write):
+    """The factor is the median of 0.8 and 0.9. Runs that are unreliable or have other settings do not count."""
     alike = OF_A_PHASE | {'images_per_sec': 1000.0, 'encoders': 'in_loop', 'device_train_microbatch_size': 64}
     latents = alike | {'encoders': 'text_in_loop', 'images_per_sec': 2000.0}
     measured = {'status': 'complete', 'measured_batches': 20}
@@ -431,8 +433,8 @@ def test_what_was_measured_and_forecast_alike_corrects_the_forecasts_that_are_co
     assert 'forecast of train 256, corrected.' in text
 
 
-def test_a_measurement_corrects_trainings_over_its_network_or_those_of_one_machine_and_encodings(printed, write):
-    """Measured at 0.5 of the forecast; an encoding exchanges nothing."""
+def test_a_measurement_corrects_trainings_over_its_network_or_on_one_machine_and_encodings(printed, write):
+    """The measured speed is 0.5 of the forecast. Encoding uses no network."""
     one = OF_A_PHASE | {'images_per_sec': 1000.0, 'encoders': 'text_in_loop', 'device_train_microbatch_size': 64,
                         'encode_images_per_sec': 1000.0}
     two = one | {'num_devices': 16, 'num_nodes': 2, 'images_per_sec': 2000.0, 'encode_images_per_sec': 2000.0,
@@ -441,7 +443,7 @@ def test_a_measurement_corrects_trainings_over_its_network_or_those_of_one_machi
     flags = ('--phase', '86400000@512', '--phase', '86400000@256', '--encode', '86400000@256')
 
     def days_of(run: dict) -> tuple:
-        """What is encoded and trained at 256 pixels by one machine and by two, where a run at 512 was measured."""
+        """Return the days of encoding and training at 256 px, on one and on two machines, if `run` was measured."""
         at_256 = [forecast | {'image_size': 256} for forecast in (one, two)]
         text = printed(write(one, two, *at_256, run | measured | {'images_per_sec': run['images_per_sec'] / 2}), *flags)
         rows = {row['GPUs']: row for row in tables(text)[0]}
@@ -457,14 +459,14 @@ def test_a_measurement_corrects_trainings_over_its_network_or_those_of_one_machi
     assert days_of(two | {'network_gbits': 50})[0][1] == [('12 h 0 min', '12 h 0 min')]
     assert days_of(one | {'network_gbits': 50})[0][0] == [('2.00 days', '2.00 days')]  # where none is used
 
-    # with both sizes measured only the encoding is a forecast, which needs one machine
+    # If both sizes are measured, only the encoding is a forecast, and only one machine could correct it.
     at_256 = {'image_size': 256}
     text = printed(write(two, two | at_256, two | measured, two | measured | at_256), *flags)
     assert 'forecast of encode 256, not tested, without encoding at 512 px.' in ' '.join(text.split())
 
 
-def test_a_loss_costs_half_a_save_interval_and_a_restart(printed, write):
-    """6 hours, of which half of 3600 batches of 2048 images at 2048 images/s are lost, and a quarter of an hour."""
+def test_a_preemption_costs_half_a_save_interval_and_a_restart(printed, write):
+    """Every 6 hours, half of 3600 batches of one second are lost, and a restart takes a quarter of an hour."""
     path = write({'batch_size': 2048, 'images_per_sec': 2048.0, 'save_interval': '3600ba'})
     plain, lossy = (tables(printed(path, '--phase', '1769472000@512', *flags))[0][0]
                     for flags in ([], ['--hours_between_preemptions', '6']))
@@ -473,28 +475,28 @@ def test_a_loss_costs_half_a_save_interval_and_a_restart(printed, write):
     [[lossy]] = tables(printed(write(of_two_machines), '--phase', '1769472000@512', '--hours_between_preemptions', '6'))
     assert lossy['days'] == f'{10 / (1 - 0.75 / 3):.2f}'  # each of them once in 6 hours
     forecast = FORECAST | {'batch_size': 2048, 'images_per_sec': 2048.0, 'save_interval': '3600ba'}
-    path = write(forecast | {'images_per_sec_least': 1024.0, 'images_per_sec_most': 4096.0})  # lost: 1.25 and 0.5 hours
+    path = write(forecast | {'images_per_sec_least': 1024.0, 'images_per_sec_most': 4096.0})  # 1.25 and 0.5 hours lost
     assert f'{5 / (1 - 0.5 / 6):.2f} to {20 / (1 - 1.25 / 6):.2f} days' in printed(
         path, '--phase', '1769472000@512', '--hours_between_preemptions', '6')
 
 
-def test_a_plan_says_in_how_many_minutes_the_quality_can_first_be_checked(printed, write):
-    """4.02 million images at 1,000 a second take 67 minutes; only the phase at 512 pixels counts."""
+def test_a_plan_says_after_how_many_minutes_quality_can_first_be_checked(printed, write):
+    """4.02 million images at 1,000 per second take 67 minutes. Only the phase at 512 px counts."""
     text = ' '.join(printed(write(FORECAST | {'images_per_sec': 1000}, FORECAST | AT_256), *SIZES).split())
-    assert ('FID 90 after 4.02 million images at a batch of 2,048. Training on as many takes 67.0 minutes on '
-            '8 x H200') in text
+    assert ('FID 90 after 4.02 million images at a batch of 2,048. Training on as many images takes 67.0 minutes '
+            'on 8 x H200') in text
     text = printed(write(AT_256), '--phase', '1126400000@256')
     assert 'FID 90' not in text
 
 
-def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
+def test_a_plan_names_the_records_that_it_does_not_use_and_says_why(printed, write):
     def left_out(*records: dict) -> str:
         text = ' '.join(printed(write(*records), *SIZES).split())
         return text.partition('Not in the plan: ')[2].partition(' Costs: ')[0]
     assert left_out(AT_256, {}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}) == \
         '32 x H200, images/s not reliable: speed changed by +50.0%; 16 x H200, measured, no speed at 256 px'
 
-    # a measurement at one size corrects forecasts that are compiled alike, if it has a forecast of the same flags
+    # A measurement at one size corrects forecasts that are compiled alike, if it has a forecast with the same flags.
     plan = [FORECAST | {'batch_size': 2048} | at for at in ({}, AT_256)]
     smoke = {'batch_size': 512, 'model_name': 'sd2'}
     compiled = [record | {'compile': True} for record in plan]
@@ -507,7 +509,7 @@ def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
     assert left_out(*plan, smoke, FORECAST | smoke) == ''
 
 
-def test_a_plan_has_a_column_for_what_plans_differ_in_and_no_price_of_another_card(printed, write):
+def test_a_plan_has_a_column_of_differing_settings_and_no_price_of_another_card(printed, write):
     text = printed(write(*(FORECAST | at | {'compile': compiled, 'device': device, 'num_devices': gpus,
                                             'num_nodes': nodes, 'use_ema': True}
                            for device in ('NVIDIA RTX 6000 Ada Generation', 'NVIDIA A100-SXM4-80GB')
@@ -515,9 +517,9 @@ def test_a_plan_has_a_column_for_what_plans_differ_in_and_no_price_of_another_ca
                    *SIZES, '--dollars_per_gpu_hour', 'A100=3')
     [table] = tables(text)
     assert len(table) == 8
-    assert {row['settings'] for row in table} == {'compile', 'no compile'}  # as many GPUs are on as many machines
+    assert {row['settings'] for row in table} == {'compile', 'no compile'}  # the machines follow from the GPUs
     assert {row['cost'] for row in table if 'RTX' in row['GPUs']} == {''}
-    assert 'a GPU-hour $3 for A100 80GB, no price for RTX 6000 Ada Generation (--dollars_per_gpu_hour)' in text
+    assert '$3 per GPU-hour for A100 80GB, no price for RTX 6000 Ada Generation (--dollars_per_gpu_hour)' in text
 
 
 @pytest.mark.parametrize('prices, dollars', [
@@ -528,7 +530,7 @@ def test_a_plan_has_a_column_for_what_plans_differ_in_and_no_price_of_another_ca
     (['H200=3.2', 'H200 NVL=2'], {'NVIDIA H200': 3.2, 'NVIDIA H200 NVL': 2, 'H200': 3.2}),
     (['H100 SXM=3', 'A100 80 GB=2'], {'NVIDIA H100 80GB HBM3': 3, 'H100 SXM5': 3, 'H100 PCIe': None, 'A100 80GB': 2}),
     (['NVIDIA A100-SXM4-40GB=1.1'], {'A100-SXM4-40GB': 1.1, 'A100-SXM4-80GB': None, 'GTX 1080': None}), ([], {'x': 2})])
-def test_a_price_is_for_the_gpus_that_its_name_picks_and_the_last_for_a_gpu_counts(prices, dollars):
+def test_a_price_applies_to_the_gpus_that_its_name_matches_and_the_last_one_counts(prices, dollars):
     parsed = parse(Report, '', ['records', '--dollars_per_gpu_hour', *prices] if prices else ['records'])
     for device, price in dollars.items():
         found = price_of(device, parsed.dollars_per_gpu_hour)
@@ -537,7 +539,7 @@ def test_a_price_is_for_the_gpus_that_its_name_picks_and_the_last_for_a_gpu_coun
 
 # Files
 
-def test_forecasts_are_planned_and_priced_by_card_and_say_their_range(printed, write):
+def test_plans_of_forecasts_are_priced_by_card_and_state_their_range(printed, write):
     forecasts = [FORECAST | {'device': device, 'image_size': size, 'images_per_sec': speed,
                              'images_per_sec_least': least, 'images_per_sec_most': most}
                  for device, size, speed, least, most in (
@@ -560,7 +562,7 @@ def test_the_csv_holds_the_rows_of_all_tables_unrounded(tmp_path, printed):
     assert [row['extrapolated'] for row in rows] == ['false'] * 5 + ['true', 'true']
 
 
-def test_the_csv_is_read_as_the_records_were(tmp_path, printed, write):
+def test_reading_the_csv_again_gives_the_same_report(tmp_path, printed, write):
     records = [TRAINING | {'encoders': 'in_loop', 'drift': 0.5, 'versions': {'torch': '2.7.0'}, 'adam_betas': [0.9, 1]},
                TRAINING | {'encoders': 'text_in_loop', 'num_workers': 2, 'evaluations': [[10, 0.5], [20, None]]},
                {'status': 'failed', 'images_per_sec': None, 'error': 'out of "memory", |'}, LOADER, EVALUATION]
@@ -576,7 +578,7 @@ def test_the_csv_is_read_as_the_records_were(tmp_path, printed, write):
         printed(table)
 
 
-def test_a_csv_may_have_semicolons_and_an_evaluation_without_scores_is_read_again(tmp_path, printed, write):
+def test_a_csv_may_have_semicolons_and_an_evaluation_without_scores(tmp_path, printed, write):
     (tmp_path / 'x.csv').write_text('device;num_devices;image_size;images_per_sec\nH200;8;512;800\n')
     assert tables(printed(tmp_path / 'x.csv'))[0][0]['images/s'] == '800.0'
     unscored = EVALUATION | {'scores': [{'guidance': 7.5, 'fid': None, 'clip_score': None}]}
@@ -584,9 +586,9 @@ def test_a_csv_may_have_semicolons_and_an_evaluation_without_scores_is_read_agai
     assert tables(printed(tmp_path / 'y.csv'))[0][0]['guidance'] == '7.50'
 
 
-def test_a_csv_that_a_spreadsheet_has_saved_again_is_of_the_same_runs(tmp_path, printed, write):
-    run = {'use_ema': True, 'extrapolated': 0, 'batch_size': 2048, 'measured_batches': 20}
-    path = write(run, run | {'num_devices': 16, 'loss': math.nan})
+def test_a_csv_that_a_spreadsheet_has_saved_gives_the_same_rows_and_no_run_counts_twice(tmp_path, printed, write):
+    run = {'use_ema': True, 'extrapolated': 0, 'batch_size': 2048, 'measured_batches': 20, 'training_id': 'a'}
+    path = write(run, run | {'num_devices': 16, 'loss': math.nan, 'training_id': 'b'})
     expected = printed(path, path, '--csv', tmp_path / 'table.csv')  # a file that is given twice counts once
     text = (tmp_path / 'table.csv').read_text()
     for old, new in (('true', 'TRUE'), ('false', 'False'), (',2048,', ',2048.0,'), (',,', ',nan,')):
@@ -596,7 +598,7 @@ def test_a_csv_that_a_spreadsheet_has_saved_again_is_of_the_same_runs(tmp_path, 
         assert tables(printed(*paths)) == tables(expected)
 
 
-def test_what_the_program_chose_is_no_setting_and_of_forecasts_the_newest_counts(printed, write):
+def test_values_that_the_program_chose_are_not_settings_and_only_the_newest_forecast_counts(printed, write):
     found = FORECAST | {'by_default': ['device_train_microbatch_size', 'compile_blocks'], 'batch_size': 2048}
     runs = [found | {'num_devices': n, 'compile_blocks': n > 1, 'device_train_microbatch_size': size, 'device': device,
                      'images_per_sec': 90.0 * n, 'dollars_per_gpu_hour': [['H200', 3.0], ['B200', 5.0]]}
@@ -608,20 +610,20 @@ def test_what_the_program_chose_is_no_setting_and_of_forecasts_the_newest_counts
     assert columns(tables(text)[0], 'device', 'GPUs', 'efficiency', 'microbatch') == [
         ('B200', '1', '100.0 %', '64'), ('B200', '8', '100.0 %', '32'), ('B200', '16', '50.0 %', '16'),
         ('H200', '1', '100.0 %', '64'), ('H200', '8', '100.0 %', '32'), ('H200', '16', '100.0 %', '16')]
-    assert 'a GPU-hour $5 for B200, $3 for H200 (of the records; --dollars_per_gpu_hour gives others)' in text
-    assert 'Costs: $9 a GPU-hour (--dollars_per_gpu_hour).' in printed(path, '--dollars_per_gpu_hour', 9)
+    assert '$5 per GPU-hour for B200, $3 for H200 (from the records; --dollars_per_gpu_hour replaces them)' in text
+    assert 'Costs: $9 per GPU-hour (--dollars_per_gpu_hour).' in printed(path, '--dollars_per_gpu_hour', 9)
 
 
-def test_a_gpu_that_no_document_describes_has_the_price_of_its_own_name(write, capfd):
+def test_a_gpu_without_a_datasheet_needs_a_price_for_its_exact_name(write, capfd):
     path = write({'device': 'NVIDIA H800'}, {'device': 'NVIDIA A100-SXM4-80GB MIG 3g.40gb'})
     prices = ('--dollars_per_gpu_hour', 'H800=3', 'A100-SXM4-80GB MIG 3g.40gb=1', 'A100=9')
     report.main([path, *prices])
-    assert 'a GPU-hour $3 for H800, $1 for A100 80GB MIG 3g.40gb' in capfd.readouterr().out
+    assert '$3 per GPU-hour for H800, $1 for A100 80GB MIG 3g.40gb' in capfd.readouterr().out
     line = one_error_line([path, '--dollars_per_gpu_hour', 'H10=3'], capfd, report.main)
-    assert '--dollars_per_gpu_hour H10=3: no record has this GPU, and H10 is no GPU that is known here; did you' in line
+    assert '--dollars_per_gpu_hour H10=3: no record has this GPU, and H10 is not a known GPU; did you' in line
 
 
-def test_one_price_for_several_gpus_is_said_to_rank_them_by_speed(printed, write):
+def test_a_note_says_if_all_gpus_have_one_price(printed, write):
     path = write({}, {'device': 'NVIDIA B200'})
     assert 'Every GPU has the same price here' in printed(path)
     assert 'Every GPU has the same price here' not in printed(path, '--dollars_per_gpu_hour', 'H200=3', 'B200=5')
@@ -640,13 +642,13 @@ def test_one_price_for_several_gpus_is_said_to_rank_them_by_speed(printed, write
     ([{}, {'image_size': 256, 'num_nodes': 2}], ['--phase', '1@256', '--phase', '1@512'], 'at 256 and 512 px'),
     ([EVALUATION | {'images_seen': None, 'scores': [{'guidance': 2, 'fid': 7.0, 'clip_score': None}]}],
      ['--quality', 'quality.png'], 'no evaluation has both scores')])
-def test_what_is_no_record_is_named_by_its_line_and_what_cannot_follow_is_refused(write, capfd, records, argv, reason):
+def test_invalid_records_are_refused_with_their_line_and_flags_with_a_reason(write, capfd, records, argv, reason):
     assert reason in one_error_line([write(*records), *argv], capfd, report.main)
 
 
 # Scores of evaluate.py
 
-def test_scores_are_a_table_of_their_own_in_order_with_what_they_cannot_be_compared_with(printed, write):
+def test_scores_are_a_separate_table_sorted_by_checkpoint_and_guidance(printed, write):
     [_], scores = tables(text := printed(write(TRAINING, LATER, EVALUATION)))
     assert columns(scores, 'batches', 'guidance', 'FID', 'CLIP score', 'images seen') == [
         ('1,000', '1.50', '95.50', '14.00', '2,048,000'), ('1,000', '4.00', '70.00', '15.00', '2,048,000'),
@@ -654,7 +656,7 @@ def test_scores_are_a_table_of_their_own_in_order_with_what_they_cannot_be_compa
     assert 'All rows: model kept, weights EMA, data coco.txt, samples 30000, ' in text
 
 
-def test_gpu_hours_and_cost_of_a_checkpoint_are_those_that_its_training_kept_and_a_cpu_has_none(printed, write):
+def test_scores_have_the_gpu_hours_and_cost_of_their_training_and_notes_on_comparability(printed, write):
     def spent(hours: float, device: str = 'NVIDIA H200') -> dict:
         return {'training': FLAGS | {'gpu_hours': hours, 'device': device}}
     prices = ('--dollars_per_gpu_hour', 'H200=3', 'H100=9')
@@ -666,76 +668,76 @@ def test_gpu_hours_and_cost_of_a_checkpoint_are_those_that_its_training_kept_and
     for is_trained_on, words in ((True, 'the model was trained on it'), (None, 'not known to be held out')):
         [scores] = tables(text := printed(write(few | {'trained_on_data': is_trained_on})))
         assert f'data coco.txt ({words})' in ' '.join(text.split())
-    assert columns(scores, 'notes') == [('FID of few pictures is too high, FID by other weights',)] * 2
+    assert columns(scores, 'notes') == [('FID biased by few images, non-standard FID weights',)] * 2
 
 
-# Pictures
+# Figures
 
 @pytest.fixture
-def drawn(printed, monkeypatch):
-    """Calls report.py, which draws one picture, and returns that, which is not written."""
-    def drawn(*argv):
+def figure_of(printed, monkeypatch):
+    """Return a function that calls report.py and returns the one figure that it draws, without writing a file."""
+    def figure_of(*argv):
         figures = []
         monkeypatch.setattr(matplotlib.figure.Figure, 'savefig', lambda figure, *_, **__: figures.append(figure))
         printed(*argv)
         [figure] = figures
         return figure
-    return drawn
+    return figure_of
 
 
 def legend(axes) -> list[str]:
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measured(drawn, tmp_path, write):
-    original = tmp_path / 'original.csv'  # the rows of the original's authors, one setting on several numbers of GPUs
+def test_the_figure_of_days_has_a_line_per_setting_and_fills_measured_points(figure_of, tmp_path, write):
+    original = tmp_path / 'original.csv'  # the rows of the original's authors, one setting on several GPU counts
     original.write_text(''.join(Path(PUBLISHED).read_text().splitlines(keepends=True)[:7]))
     forecast = FORECAST | {'device': 'NVIDIA H100 80GB HBM3', 'images_per_sec': 500.0, 'images_per_sec_least': 400.0,
                            'images_per_sec_most': 625.0, 'device_train_microbatch_size': 32,
                            'by_default': ['device_train_microbatch_size']}
     path = write(forecast, forecast | {'num_devices': 16, 'images_per_sec': 1000.0, 'device_train_microbatch_size': 16,
                                        'images_per_sec_least': None})
-    [axes] = drawn(original, path, '--figure', 'days.png').axes
+    [axes] = figure_of(original, path, '--figure', 'days.png').axes
     assert (axes.get_xscale(), axes.get_yscale()) == ('log', 'log')
     assert legend(axes)[:2] == ['A100 40GB, original program, microbatch 4', 'H100 80GB, forecast']
-    drawn_lines = [line for line in axes.lines if len(line.get_xdata())]
-    filled = [line for line in drawn_lines if line.get_marker() == 'o' and line.get_markerfacecolor() != 'white']
-    hollow = [line for line in drawn_lines if line.get_marker() == 'o' and line.get_markerfacecolor() == 'white']
+    lines = [line for line in axes.lines if len(line.get_xdata())]
+    filled = [line for line in lines if line.get_marker() == 'o' and line.get_markerfacecolor() != 'white']
+    hollow = [line for line in lines if line.get_marker() == 'o' and line.get_markerfacecolor() == 'white']
     assert [list(line.get_xdata()) for line in filled] == [[8, 16, 32, 64, 128, 256]]
     assert filled[0].get_ydata() == pytest.approx([258.85, 130.65, 68.32, 36.38, 20.50, 12.82], 1e-3)
-    assert [list(line.get_xdata()) for line in hollow] == [[256], [8, 16], [8, 16]]  # the first over the filled one
-    [of_forecast] = [segment for lines in axes.collections for segment in lines.get_segments() if len(segment)]
+    assert [list(line.get_xdata()) for line in hollow] == [[256], [8, 16], [8, 16]]  # [256] is over a filled point
+    [of_forecast] = [segment for ranges in axes.collections for segment in ranges.get_segments() if len(segment)]
     assert of_forecast[:, 1] == pytest.approx([2_867_200_000 / speed / 86_400 for speed in (625, 400)])
-    ideal, _ = [line for line in drawn_lines if line.get_linestyle() == '--']
+    ideal, _ = [line for line in lines if line.get_linestyle() == '--']
     assert ideal.get_ydata()[[0, -1]] == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
 
 
-def test_extrapolated_points_where_a_run_failed_or_was_not_reliable_are_marked(drawn, write):
+def test_gpu_counts_with_failed_or_unreliable_runs_have_a_cross(figure_of, write):
     runs = [{'num_devices': n, 'images_per_sec': 100.0 * n} for n in (8, 16, 32)]
     doubtful = [{'num_devices': 64, 'drift': 0.5}, {'num_devices': 128, 'status': 'failed', 'images_per_sec': None}]
-    [axes] = drawn(write(*runs, *doubtful), '--extrapolate', 64, 128, 256, '--figure', 'days.png').axes
+    [axes] = figure_of(write(*runs, *doubtful), '--extrapolate', 64, 128, 256, '--figure', 'days.png').axes
     crosses = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == 'x' and len(line.get_xdata())]
     assert crosses == [64, 128]
     assert 'a run here failed or was not reliable' in legend(axes)
-    [axes] = drawn(write(*runs), '--figure', 'days.png').axes
+    [axes] = figure_of(write(*runs), '--figure', 'days.png').axes
     assert 'a run here failed or was not reliable' not in legend(axes)
 
 
-def test_no_two_lines_of_days_have_one_name_or_color_or_two_points_at_one_number_of_gpus(drawn, write):
+def test_lines_of_days_differ_in_label_and_marker_and_have_one_point_per_gpu_count(figure_of, write):
     runs = [{'num_devices': n, 'num_nodes': nodes} for n, nodes in ((8, 1), (8, 2), (16, 2))]
     runs += [run | {'compile': True} for run in runs] + [{'attention': str(n)} for n in range(9)]
-    [axes] = drawn(write(*runs), '--figure', 'days.png').axes
+    [axes] = figure_of(write(*runs), '--figure', 'days.png').axes
     lines = [line for line in axes.lines if line.get_linestyle() == '-' and len(line.get_xdata())]
     assert [list(line.get_xdata()) for line in lines] == [[8, 16]] * 2 + [[8]] * 9  # on the fewest machines
     assert len({line.get_label() for line in lines}) == len({line.get_marker() for line in lines}) == 11
-    assert len({str(line.get_color()) for line in lines}) == 1  # of one GPU
+    assert len({str(line.get_color()) for line in lines}) == 1  # all lines are for one GPU model
 
 
-def test_the_picture_of_a_plan_has_a_bar_a_gpu_in_its_parts_hatched_as_they_were_forecast_or_corrected(drawn, write):
-    """A measurement at 512 pixels corrects the forecast of the same GPU at 256."""
+def test_the_figure_of_a_plan_has_a_bar_per_gpu_with_forecast_and_corrected_parts_hatched(figure_of, write):
+    """A measurement at 512 px corrects the forecast for the same GPU at 256 px."""
     forecasts = [FORECAST | at | {'device': device} for device in ('H200', 'H100') for at in ({}, AT_256)]
     path = write(*forecasts, {'model_name': 'sd2', 'images_per_sec': 750.0})
-    figure = drawn(path, '--phase', '86400000@256', '--phase', '86400000@512', '--figure', 'plan.png')
+    figure = figure_of(path, '--phase', '86400000@256', '--phase', '86400000@512', '--figure', 'plan.png')
     [axes], [legend] = figure.axes, figure.legends
     assert [label.get_text() for label in axes.get_yticklabels()] == ['8 x H100', '8 x H200']
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([60, 240, 64, 256])  # GPU-hours
@@ -750,8 +752,8 @@ def test_the_picture_of_a_plan_has_a_bar_a_gpu_in_its_parts_hatched_as_they_were
     assert legend.get_window_extent().x1 <= figure.bbox.x1
 
 
-def test_the_picture_of_what_was_learned_has_a_line_a_run_over_images_and_over_dollars(drawn, write):
-    """Stopped at batch 45, and gone on from 40 to 80 on other GPUs: 4.6 GPU-hours in all, at $3 each."""
+def test_the_figure_of_losses_has_a_line_per_training_over_images_and_over_dollars(figure_of, write):
+    """The training stopped at batch 45 and resumed at 40 on other GPUs: 4.6 GPU-hours in all, at $3 each."""
     run = LEARNED | {'training_id': 'a', 'save_folder': 'runs/a', 'batch_size': 1000,
                      'drift': 0.5}  # dollars follow from no speed
     stopped = run | {'status': 'interrupted', 'trained_batches': 45, 'gpu_hours': 1.8, 'evaluations': [
@@ -762,30 +764,30 @@ def test_the_picture_of_what_was_learned_has_a_line_a_run_over_images_and_over_d
                     'evaluations': [[40_000, 0.35]]}
     other = faster | {'training_id': 'c', 'save_folder': 'runs/b', 'evaluations': [[40_000, 0.36]]}
     path = write(stopped, resumed, faster, other)
-    images, dollars = drawn(path, '--learned', 'learned.png', '--dollars_per_gpu_hour', 3).axes
+    images, dollars = figure_of(path, '--learned', 'learned.png', '--dollars_per_gpu_hour', 3).axes
     assert [line.get_xydata().tolist() for line in images.lines] == [
         [[0, 0.5], [20_000, 0.45], [40_000, 0.41], [80_000, 0.38]], [[40_000, 0.35]], [[40_000, 0.36]]]
     assert list(dollars.lines[0].get_xdata()) == pytest.approx([3 * 4.6 * share for share in (0, 0.25, 0.5, 1)])
     assert legend(images) == [f'learning rate {line}' for line in (
         '0.0001, in runs/a', '0.001, in runs/a', '0.001, in runs/b')]
     assert images.figure.get_supxlabel() == ''
-    on_a_cpu = drawn(write(faster | {'device_type': 'cpu'}), '--learned', 'learned.png')
+    on_a_cpu = figure_of(write(faster | {'device_type': 'cpu'}), '--learned', 'learned.png')
     assert (len(on_a_cpu.axes), on_a_cpu.get_supxlabel()) == (1, 'No panel of dollars: no run was on a GPU.')
 
 
-def test_the_picture_of_quality_has_both_scores_over_guidance_and_over_images_a_line_a_network(drawn, write):
-    curve, fid, clip = drawn(write(TRAINING, EVALUATION, LATER), '--quality', 'quality.png').axes
+def test_the_figure_of_scores_has_a_line_per_model_and_network_over_guidance_and_over_images(figure_of, write):
+    curve, fid, clip = figure_of(write(TRAINING, EVALUATION, LATER), '--quality', 'quality.png').axes
     assert [list(line.get_xdata()) for line in curve.lines] == [[14, 15], [20, 25]]
     assert [list(line.get_ydata()) for line in curve.lines] == [[95.5, 70], [40, 30]]
     assert [list(line.get_ydata()) for line in fid.lines] == [[95.5, 40], [70, 30]]
     assert list(fid.lines[0].get_xdata()) == list(clip.lines[0].get_xdata()) == [2_048_000, 4_096_000]
     assert legend(curve) == ['batch 1,000, guidance 1.5, 4', 'batch 2,000, guidance 1.5, 4']
     by_other_networks = (EVALUATION | {'inception_sha256': name} for name in 'ab')
-    curve, fid, _ = drawn(write(*by_other_networks), '--quality', 'quality.png').axes
+    curve, fid, _ = figure_of(write(*by_other_networks), '--quality', 'quality.png').axes
     assert (len(curve.lines), len(fid.lines)) == (2, 4)
 
 
-def test_pictures_are_written_and_named(tmp_path, printed, write):
+def test_figures_are_written_and_their_files_are_named(tmp_path, printed, write):
     paths = [tmp_path / 'days.png', tmp_path / 'quality.svg']
     text = printed(write(TRAINING, EVALUATION), '--figure', paths[0], '--quality', paths[1])
     assert text.endswith(f'Written: {paths[0]}, {paths[1]}\n')
@@ -793,7 +795,7 @@ def test_pictures_are_written_and_named(tmp_path, printed, write):
     assert 'guidance 4' in paths[1].read_text()
 
 
-def test_plans_within_dollars_and_days_are_kept_or_the_nearest_is_named_with_what_it_takes_of_each(printed, write):
+def test_plans_within_limits_are_kept_or_the_nearest_is_named_with_its_fraction_of_each_limit(printed, write):
     path = write({'device': 'NVIDIA L4', 'images_per_sec': 100}, {'device': 'NVIDIA H100 PCIe', 'images_per_sec': 1000})
     flags = ('--phase', '86400000@512', '--dollars_per_gpu_hour', 'L4=0.1', 'H100=10')  # 10 days $192, 1 day $1,920
 
@@ -818,8 +820,8 @@ def test_plans_within_dollars_and_days_are_kept_or_the_nearest_is_named_with_wha
     assert '83% of 6 days, without encoding at 512 px.' in ' '.join(text.split())
 
 
-def test_a_plan_within_a_limit_says_what_its_range_and_which_fraction_of_the_forecast_mean_for_it(printed, write):
-    """4 days of 5, of which 1 is measured; the forecast 3 may be 6, and may be 4."""
+def test_a_forecast_plan_within_a_limit_states_its_slow_end_and_the_speed_it_needs(printed, write):
+    """The plan takes 4 of 5 days: 1 is measured, and 3 are forecast, which may be 6 and must be at most 4."""
     forecast = FORECAST | {'images_per_sec': 1000, 'images_per_sec_least': 500, 'images_per_sec_most': 1500}
     path = write(forecast, {'image_size': 256, 'images_per_sec': 1000, 'model_name': 'sd2'})
     flags = ('--phase', '259200000@512', '--phase', '86400000@256', '--max_days', '5')
@@ -827,7 +829,7 @@ def test_a_plan_within_a_limit_says_what_its_range_and_which_fraction_of_the_for
             'train 512 is needed.') in ' '.join(printed(path, *flags).split())
 
 
-def test_the_one_plan_within_a_limit_says_by_which_setting_it_is_no_other(printed, write):
+def test_the_only_plan_within_a_limit_is_described_by_the_settings_that_distinguish_it(printed, write):
     path = write({'images_per_sec': 100, 'allreduce_precision': 'fp32'},
                  {'images_per_sec': 200, 'allreduce_precision': 'bf16'})
     text = printed(path, '--phase', '86400000@512', '--max_days', '6')
@@ -836,7 +838,7 @@ def test_the_one_plan_within_a_limit_says_by_which_setting_it_is_no_other(printe
     assert 'allreduce precision bf16, 83% of 6 days.' in ' '.join(text.split())
 
 
-def test_a_forecast_that_is_within_a_limit_is_to_be_measured_first(printed, write):
+def test_a_report_recommends_measuring_a_forecast_that_is_within_a_limit(printed, write):
     for run, is_said in (({}, False), (FORECAST, True)):
         for days, is_within in ((6, True), (4, False)):
             text = printed(write(run | {'images_per_sec': 200}), '--phase', '86400000@512', '--max_days', days)

@@ -12,7 +12,7 @@ from sdbench.costs import days_to_train
 from sdbench.errors import plural
 from sdbench.flags.times import to_batches
 from sdbench.flags.train import BATCH_SIZE, TINY_MODEL, Train
-from sdbench.records.figures import days_in_words
+from sdbench.records.figures import format_days
 
 FINE_TUNED = 'sd15'  # folder into which docs/training.md downloads a trained model
 # ImageNet, with 1.28 million images, is the smallest dataset on which diffusion models of this size are usually trained
@@ -82,7 +82,7 @@ def fine_tuning_time(samples: int) -> str:
     """Describe the forecast duration of fine-tuning on one GPU, such as 49 min on one H100 80GB."""
     batch_size, epochs = fine_tuning_length(samples)
     images = samples // batch_size * batch_size * epochs
-    return f'{days_in_words(days_to_train(IMAGES_PER_SEC, images), " days")} on one {CARD}'
+    return f'{format_days(days_to_train(IMAGES_PER_SEC, images), " days")} on one {CARD}'
 
 
 def trains_random_weights(settings: Train) -> bool:

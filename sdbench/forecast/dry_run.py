@@ -13,13 +13,13 @@ from typing import NamedTuple
 from composer.utils import dist
 
 from sdbench.complete import complete
-from sdbench.costs import ONE_PRICE, costs_in_words, days_to_train, gpu_hours, price_of
+from sdbench.costs import ONE_PRICE, days_to_train, describe_prices, gpu_hours, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.train import Train
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate
 from sdbench.gpus import GIB, NETWORK_SHARE, Card, cards_named, peak_of, short_name
-from sdbench.records.figures import WIDTH, days_in_words, rounded, table_of
+from sdbench.records.figures import WIDTH, format_days, rounded, text_table
 from sdbench.records.record import append_line, make_record
 from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
 from sdbench.training.microbatch import SMALLER_MICROBATCH, changes_that_take_less, memory_advice
@@ -168,7 +168,7 @@ class Forecast(NamedTuple):
         if images:
             days = [days_to_train(speed, images) for speed in speeds]
             hours = [gpu_hours(speed, record['num_devices'], images) for speed in speeds]
-            cells['days'] = with_range(days, days_in_words)
+            cells['days'] = with_range(days, format_days)
             if first is not None:
                 cells['GPU-hours'] = with_range(hours)
             cells['dollars'] = with_range([each_hours * self.price for each_hours in hours])
@@ -210,12 +210,12 @@ def tables(forecasts: list[list[Forecast]]) -> list[str]:
     numbers = {each.record['num_devices'] for own in forecasts for each in own}
     if len(numbers) == 1:
         heading = plural(*numbers, 'GPU')
-        return [aligned([{heading: each.name} | each.cells() for [each] in forecasts])]
+        return [text_table([{heading: each.name} | each.cells() for [each] in forecasts])]
     found = []
     for own in forecasts:
         rows = {each.record['num_devices']: each.cells(own[0]) for each in own}
-        heading, *lines = aligned([{own[0].name: plural(number, 'GPU')} | cells for number, cells in rows.items()]
-                                  ).splitlines()
+        table = text_table([{own[0].name: plural(number, 'GPU')} | cells for number, cells in rows.items()])
+        heading, *lines = table.splitlines()
         line_of = {number: f'{plural(number, "GPU")}: no room' for number in numbers}
         line_of |= zip(rows, lines, strict=True)
         found.append('\n'.join([heading, *(line_of[number] for number in sorted(numbers))]))
@@ -227,7 +227,7 @@ def what_figures_mean(rows: list[Forecast]) -> list[str]:
     settings = rows[0].given.settings
     sentences = []
     if settings.training_images:
-        prices = costs_in_words((row.card.name, row.price) for row in rows)
+        prices = describe_prices((row.card.name, row.price) for row in rows)
         epochs = ''
         if settings.remote:
             epochs = f' ({rounded(settings.training_images / settings.batch_size / settings.batches_per_epoch)} epochs)'
@@ -259,7 +259,7 @@ def network_sentences(rows: list[Forecast]) -> list[str]:
 def reasons(first: Forecast, build_model: Callable, build_optimizer: Callable) -> list[str]:
     """Return why for a forecast: what one change would do, the memory by item, and where the time goes."""
     given, card, record = first
-    blocks = [aligned(change_rows(first, build_model, build_optimizer)), f'{memory_table(given, card)}\n{MEMORY}']
+    blocks = [text_table(change_rows(first, build_model, build_optimizer)), f'{memory_table(given, card)}\n{MEMORY}']
     if first.has_speed:
         seconds = given.seconds_on(card, record['device_train_microbatch_size'])
         kinds = [f'{kind} {part / seconds.total():.0%}' for kind, part in seconds.most_common()
@@ -295,7 +295,7 @@ def memory_table(given: Estimate, card: Card) -> str:
     for item in next(iter(columns.values())):
         gib = {str(size): f'{needed[item] / GIB:.2f}' for size, needed in columns.items()}
         rows.append({'GiB, by microbatch': item} | gib)
-    return aligned(rows)
+    return text_table(rows)
 
 
 def with_range(figures: list[float], text_of: Callable[[float], str] = rounded) -> str:
@@ -312,9 +312,3 @@ def with_range(figures: list[float], text_of: Callable[[float], str] = rounded) 
 def filled(sentences: list[str]) -> str:
     """Return each sentence in lines of its own."""
     return '\n'.join(textwrap.fill(sentence, WIDTH, break_on_hyphens=False) for sentence in sentences)
-
-
-def aligned(rows: list[dict]) -> str:
-    """Return a table as text: the first column to the left, figures to the right."""
-    rows = [{heading: str(value) for heading, value in row.items()} for row in rows]
-    return table_of(rows, [next(iter(rows[0]))], 'plain')

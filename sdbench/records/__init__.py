@@ -1,1 +1,1 @@
-"""Records of runs, lines of JSON: what each key means, how one is written, and how a report reads it."""
+"""Records of runs as lines of JSON: making them, describing their setups, reading and summarizing them."""

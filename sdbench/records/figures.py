@@ -1,24 +1,25 @@
-"""How figures are shown: as lines of a run's summary, and as columns of report.py's tables. Nothing here needs torch.
+"""Show figures to people: as lines of the summary that a run prints, and as columns of report.py's tables.
 
-A new figure has its value in the record, its meaning in docs/measuring.md, and here a line, a column, or both.
+A new figure has its value in the record, its meaning in docs/measuring.md, and here a line, a column, or both. Nothing
+here needs torch.
 """
 import math
 import string
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-WIDTH = 120  # of a line, in characters
+WIDTH = 120  # characters in the longest line that is printed
 
 
 def rounded(value: float, decimals: int = 0) -> str:
-    """Write a number with so many decimals, or with three significant digits where these are more."""
+    """Return a number as text with `decimals` decimals, or with more if three significant digits need more."""
     if value:
         decimals = max(decimals, 2 - math.floor(math.log10(abs(value))))
     return f'{value:,.{decimals}f}'
 
 
-def days_in_words(days: float, unit: str = '') -> str:
-    """Write days with two decimals and `unit`, or what is below one as hours and minutes, as minutes, or as seconds."""
+def format_days(days: float, unit: str = '') -> str:
+    """Return a duration as text: '2.50' and `unit` from one day on, else '7 h 30 min', '45 min' or '12.0 s'."""
     if days >= 1:
         return rounded(days, 2) + unit
     seconds = days * 24 * 60 * 60
@@ -30,8 +31,8 @@ def days_in_words(days: float, unit: str = '') -> str:
     return f'{minutes // 60} h {minutes % 60} min'
 
 
-# The lines of all summaries, by heading: templates of keys of the record and of what the summary adds. A measurement
-# has each of these that it has values for, in this order.
+# The lines of all summaries by heading. A template contains keys of the record, and keys that summary.py adds. A
+# measurement prints each line whose values are known, in this order.
 LINES = {
     'images/s': '{images_per_sec:r} on {num_devices} x {device}, {images_per_sec_per_device:r} each',
     'no speed': '{why_no_speed}',
@@ -57,34 +58,34 @@ LINES = {
     '{full_hours:,.0f} GPU-hours, {full_cost}',
     'next': '{next}',
     'for a plan': '{forecast_command}\n' + 16 * ' ' + '{plan_command}',
-    # of a loader
+    # --loader_only
     'loader': '{loader_images_per_sec:r} images/s',
-    # of an encoding
+    # encode.py
     'encoded': '{encoded}, {images_per_sec:r} images/s',
     'stored': '{stored}, {bytes_per_image:,.0f} bytes each',
     'skipped': '{skipped}',
-    # of an evaluation
+    # evaluate.py
     'generated': '{images_generated:,} images, {images_per_sec:r} images/s',
-    'model': '{drawn_by}',
+    'model': '{generated_by}',
     'not scored': '{not_scored}',
 }
-# Of a training, what was trained comes first, and of its speed there is only that and the wait for data.
+# A training prints its result first, and only two lines about its speed.
 TRAINING_LINES = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval loss', 'samples', 'no EMA', 'checkpoint',
                  'next', 'images/s', 'no speed', 'wait for data')
 LOADER_LINES = ('loader', 'caution')
 ENCODING_LINES = ('encoded', 'stored', 'caution', 'skipped', 'next')
-EVALUATION_LINES = ('generated', 'model', 'not scored')  # and its scores and cautions
+EVALUATION_LINES = ('generated', 'model', 'not scored')  # the table of scores and cautions follow
 
 
 class FigureFormatter(string.Formatter):
-    """Fills in templates. {figure:r} has one decimal, or three significant digits where these are more."""
+    """Fill in a template, and round {figure:r} to one decimal or to three significant digits."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return rounded(value, 1) if format_spec == 'r' else super().format_field(value, format_spec)
 
 
 def summary_lines(headings: Iterable[str], values: dict[str, Any]) -> list[str]:
-    """Return the lines of a summary. One is left out where a value of its template is missing, or None."""
+    """Return the lines of a summary under these headings, without lines for which a value is missing or None."""
     lines = []
     for heading in headings:
         template = LINES[heading]
@@ -94,56 +95,62 @@ def summary_lines(headings: Iterable[str], values: dict[str, Any]) -> list[str]:
     return lines
 
 
-def table_of(rows: Sequence[dict[str, str]], texts: Sequence[str], style: str = 'pipe') -> str:
-    """Return a table of cells. Columns of `texts` stand to the left, others to the right; an empty one is left out.
+def text_table(rows: Sequence[dict[str, Any]], left: Sequence[str] | None = None, markdown: bool = False) -> str:
+    """Return rows as a table of aligned text, without the columns that are empty in every row.
 
     Args:
-        rows: of as many columns each.
-        texts: headings of columns.
-        style: 'pipe' for Markdown, or 'plain' for a terminal.
+        rows: the cells of each row by heading. All rows have the same headings, in the order of the columns.
+        left: headings of the columns that are aligned to the left; None: only the first column. Others are aligned to
+            the right.
+        markdown: whether it is a Markdown table, or plain columns for a terminal.
     """
-    headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
+    headings = list(rows[0])
+    if left is None:
+        left = headings[:1]
     columns = []
     for heading in headings:
-        column = [heading, *(row[heading] for row in rows)]
-        if style == 'pipe':
-            column = [text.replace('|', r'\|') for text in column]  # each a cell of its own
+        column = [heading, *(str(row[heading]) for row in rows)]
+        if not any(column[1:]):
+            continue
+        if markdown:
+            column = [text.replace('|', r'\|') for text in column]  # or a pipe in a text would begin another cell
         width = max(map(len, column))
-        column = [text.ljust(width) if heading in texts else text.rjust(width) for text in column]
-        if style == 'pipe':
-            column.insert(1, ':'.ljust(width, '-') if heading in texts else ':'.rjust(width, '-'))
+        column = [text.ljust(width) if heading in left else text.rjust(width) for text in column]
+        if markdown:
+            column.insert(1, ':'.ljust(width, '-') if heading in left else ':'.rjust(width, '-'))
         columns.append(column)
-    if style == 'plain':
-        return '\n'.join('  '.join(line).rstrip() for line in zip(*columns, strict=True))
-    return '\n'.join(f'| {" | ".join(line)} |' for line in zip(*columns, strict=True))
+    lines = zip(*columns, strict=True)
+    if markdown:
+        return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+    return '\n'.join('  '.join(line).rstrip() for line in lines)
 
 
 class Column(NamedTuple):
     """A column of numbers in a table.
 
     Attributes:
-        heading: where it has {} that is GPU or device.
-        cell: template of the number, which is times 100 where it has a %.
-        decimals: of a cell, or three significant digits where these are more; None: of a whole number.
-        of_a_run: several runs of one setting show their median, and a row that is predicted shows nothing.
+        heading: text of the heading; {} is replaced by 'GPU' or 'device'.
+        cell: template for the number and its unit; a template with % shows the number times 100.
+        decimals: minimum number of decimals, as `rounded` takes them; None: the number is whole.
+        is_run_figure: whether it is measured in each run. Repeated runs show their median, and predicted rows nothing.
     """
     heading: str
     cell: str = '{}'
     decimals: int | None = 1
-    of_a_run: bool = False
+    is_run_figure: bool = False
 
 
-# In the order of the tables: what a record has, and what follows from that.
+# All columns of figures, in the order of the tables. They are in the record or are calculated from it.
 COLUMNS = {
     'num_devices': Column('{}s', decimals=None),
-    'images_per_sec': Column('images/s', of_a_run=True),
+    'images_per_sec': Column('images/s', is_run_figure=True),
     'images_per_sec_per_device': Column('images/s per {}', decimals=2),
     'scaling_efficiency': Column('efficiency', '{} %'),
     'speed_over_first': Column('over the first', '{} x', 2),
-    'data_wait_fraction': Column('wait for data', '{} %', of_a_run=True),
+    'data_wait_fraction': Column('wait for data', '{} %', is_run_figure=True),
     'microbatch': Column('microbatch', decimals=None),
-    'peak_memory_gib': Column('peak memory', '{} GiB', of_a_run=True),
-    'mfu': Column('MFU', '{} %', of_a_run=True),
+    'peak_memory_gib': Column('peak memory', '{} GiB', is_run_figure=True),
+    'mfu': Column('MFU', '{} %', is_run_figure=True),
     'eval_loss': Column('eval loss', decimals=4),
     'eval_batch': Column('eval batch', decimals=None),
     'eval_samples': Column('eval samples', decimals=None),
@@ -157,23 +164,23 @@ COLUMNS = {
     'total_gpu_hours': Column('GPU-hours', decimals=0),
     'cost_usd': Column('cost', '${}', 0),
 }
-OF_A_RUN = tuple(key for key, column in COLUMNS.items() if column.of_a_run)
+RUN_FIGURES = tuple(key for key, column in COLUMNS.items() if column.is_run_figure)
 
 
 def heading_with_unit(key: str, device: str) -> str:
-    """Return the heading of a column whose cells have no unit, such as 'peak memory (GiB)'."""
+    """Return a heading that includes the unit, such as 'peak memory (GiB)', for cells that are plain numbers."""
     heading = COLUMNS[key].heading.format(device)
     unit = COLUMNS[key].cell.replace('{}', '').strip()
     return f'{heading} ({unit})' if unit else heading
 
 
-def cell(key: str, value: float) -> str:
-    """Return the text of a number in its column; '' where it is NaN."""
+def format_figure(key: str, value: float) -> str:
+    """Return a figure as the text of its cell, with its unit; '' if it is NaN."""
     _, template, decimals, _ = COLUMNS[key]
     if math.isnan(value):
         return ''
     if '%' in template:
         value *= 100
     if key == 'days':
-        return days_in_words(value)
+        return format_days(value)
     return template.format(f'{value:,.0f}' if decimals is None else rounded(value, decimals))

@@ -1,4 +1,4 @@
-"""Write the record of a run, one line of JSON: what it was told, what was found, and what follows from these."""
+"""Make the record of a run, which is one line of JSON, and append it to a file."""
 import contextlib
 import dataclasses
 import datetime
@@ -20,15 +20,13 @@ from sdbench.records.versions import git_commit, package_versions
 
 
 def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of a run: when, what and where, all flags, what was found, and what follows from these.
+    """Return the record of a run: date, command, machine, all flags, results, and figures calculated from the results.
 
     Args:
         stage: `train`, `loader`, `encode` or `evaluate`.
-        settings: of the command. Passwords and the like are left out.
-        found: its figures, by the keys that docs/measuring.md explains, and what else the run says: of one that has
-            ended, its `status`. It counts where a flag or a line below has the same name.
+        settings: flags of the command. Passwords and keys in them are replaced by asterisks.
+        found: results of the run, by the keys that docs/measuring.md explains. They replace values with the same keys.
     """
-    # when, how and where
     on_gpu = torch.cuda.is_available()
     record = {
         'stage': stage,
@@ -43,14 +41,14 @@ def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, A
                      **package_versions()},
     }
 
-    # what it was told, and what was found
+    # Results may replace flags: the microbatch that the search found replaces 'auto'.
     for field in dataclasses.fields(settings):
-        record[field.name] = as_json_has_it(getattr(settings, field.name))
+        record[field.name] = json_value(getattr(settings, field.name))
     if isinstance(settings, DataLoading):
         record['dataset'] = 'streaming' if settings.remote else 'synthetic'
     record |= found
 
-    # what follows from a speed: that of each device, its arithmetic, and the share of the peak
+    # Calculate the speed of each device, and its MFU if the peak of the GPU is known.
     speed = record.get('images_per_sec')
     if 'images_per_sec' in record:
         record['images_per_sec_per_device'] = None if speed is None else speed / record['num_devices']
@@ -64,31 +62,31 @@ def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, A
     return record
 
 
-def as_json_has_it(value: Any) -> Any:
-    """Return the value of a flag with lists for tuples, and without passwords."""
+def json_value(value: Any) -> Any:
+    """Return the value of a flag as JSON can store it, with lists for tuples, and without passwords."""
     if isinstance(value, str):
         return redacted(value)
     if isinstance(value, tuple):
-        return [as_json_has_it(item) for item in value]
+        return [json_value(item) for item in value]
     return value
 
 
 def processor_name() -> str:
-    """Return the model name of the CPU, or its architecture where it has none.
+    """Return the model name of the CPU, or its architecture if it has no name.
 
-    It takes a second, once for this program and Composer.
+    The first call takes a second. Composer caches the result.
     """
     name = get_cpu_model()
     return platform.machine() if name == 'CPU' else name
 
 
 def append_line(line: str, path: str) -> None:
-    """Add a line to a file in one write. Raises DataError if it could not be."""
+    """Append a line to a file in one write, because several runs may share the file. Raises DataError on failure."""
     try:
         content = line.encode() + b'\n'
         with open(path, 'a+b', buffering=0) as file:
             end = file.tell()
-            if end and os.pread(file.fileno(), 1, end - 1) != b'\n':  # a full disk has cut the last line
+            if end and os.pread(file.fileno(), 1, end - 1) != b'\n':  # a full disk cut the last line
                 content = b'\n' + content
             file.write(content)
     except OSError as error:
@@ -96,24 +94,21 @@ def append_line(line: str, path: str) -> None:
 
 
 def append_record(record: dict, text: str | None, path: str) -> dict:
-    """Append the record to `path` on rank 0, print `text`, unless it is None, and where the record is; return it.
+    """Append the record to `path` on rank 0, print `text` (if not None) and where the record is, and return the record.
 
-    Where `path` is -, the record itself is printed last. So it is where it cannot be kept; then DataError is raised.
+    If `path` is - or cannot be written, the record itself is printed. Raises DataError if it cannot be written.
     """
     if dist.get_global_rank() != 0:
         return record
-    # keep it
     line = json.dumps(record)
     lines = [line]
     try:
         if path != '-':
             append_line(line, path)
             lines = [f'{"record":<15} appended to {path}']
-
-    # show it, also if it could not be kept
-    finally:
+    finally:  # print the result even if the record could not be written
         if text is not None:
             lines.insert(0, text)
-        with contextlib.suppress(OSError):  # a pipe's reader may have died of the same Ctrl-C
+        with contextlib.suppress(OSError):  # the program that reads the pipe may have ended at the same Ctrl-C
             print(*lines, sep='\n', flush=True)
     return record

@@ -1,7 +1,7 @@
-"""The setup of a record: the settings that decide its speed, and the command that forecasts the same setup.
+"""Describe the setup of a record: the settings that decide its speed, and the command that forecasts the same setup.
 
-Reports, plans and the commands that a run prints use these functions to decide whether two records have the same setup.
-Nothing here needs torch.
+Reports, plans and summaries use these functions to decide whether two records have the same setup. Nothing here needs
+torch.
 """
 import json
 import math
@@ -14,20 +14,20 @@ from sdbench.records.status import FORECAST
 from sdbench.records.versions import PACKAGES
 
 VERSIONS = ['python', 'cuda', *PACKAGES]
-INPUTS = {ENCODERS[False]: 'images', ENCODERS[True]: 'latents'}  # of a training, by the encoders in its loop
-NOT_KNOWN = ('', 'none', 'nan', 'null', 'auto')  # as CSV files have it; an automatic microbatch that was never found
-TRUTHS = {'true': True, 'yes': True, 'false': False, 'no': False}
+# What a training reads, by the encoders in its loop
+INPUTS = {ENCODERS[False]: 'images', ENCODERS[True]: 'latents'}
 UNSTATED_NETWORK = 'network not stated'
 
-# The settings in the order in which a table names them, grouped by what they describe. A loader has no model, and
-# neither measurements nor forecasts have a training result.
+# The settings in the order of the tables. A measurement of the loader has no model settings, and measurements and
+# forecasts have no learning settings, which affect only the training result.
 LOADER_SETTINGS = ['stage', 'program', 'device', 'image_size', 'input', 'dataset', 'batch_size']
+DATA_FLAGS = ['use_synth_data', 'use_synth_latents']  # the settings `dataset` and `input` follow from them
 MODEL_FLAGS = ['model_name', *SWITCHES]
 LEARNING_SETTINGS = []
 for field in SAME_ON_RESUME:
     if field.name in NO_EFFECT_ON_SPEED:
         LEARNING_SETTINGS.append(field.name)
-    elif field.name not in (*LOADER_SETTINGS, *MODEL_FLAGS, 'use_synth_data', 'use_synth_latents'):  # see `dataset`
+    elif field.name not in (*LOADER_SETTINGS, *MODEL_FLAGS, *DATA_FLAGS):
         MODEL_FLAGS.append(field.name)
 MODEL_SETTINGS = [*MODEL_FLAGS, 'network']
 LEARNING_SETTINGS += ['max_duration', 'load_weights', 'remote', 'eval_remote']
@@ -35,24 +35,12 @@ SPEED_SETTINGS = [*LOADER_SETTINGS, *MODEL_SETTINGS, 'num_workers', *VERSIONS]
 SETTINGS = [*SPEED_SETTINGS, *LEARNING_SETTINGS]
 
 
-def read_value(value: Any) -> Any:
-    """Return a value of a record: a cell of a CSV file as JSON where that is possible, or else as text.
+def known_value(value: Any) -> Any:
+    """Return a value of a record, with whole numbers as int; None if it is not known.
 
-    FALSE and 512.0, as spreadsheets and pandas write them, are false and 512. An empty cell or NaN is None: not known.
+    'auto' is not known: it is the microbatch of a run that ended before the search did.
     """
-    if isinstance(value, str):
-        text = value.strip()
-        if text.lower() in NOT_KNOWN:
-            return None
-        if text.lower() in TRUTHS:
-            return TRUTHS[text.lower()]
-        try:
-            value = json.loads(text)
-        except ValueError:
-            return text
-        if isinstance(value, float) and math.isinf(value):  # such as a hash, 12e3456789
-            return text
-    if isinstance(value, float) and math.isnan(value):
+    if value == 'auto' or isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -60,7 +48,7 @@ def read_value(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Return a value of a record as one line of text, without control characters that a terminal would obey."""
+    """Return a value of a record as one line of text, without control characters, which a terminal would obey."""
     if value is None or value == []:
         return ''
     if isinstance(value, bool):
@@ -68,48 +56,48 @@ def text_of(value: Any) -> str:
     return ' '.join(''.join(char if char.isprintable() else ' ' for char in str(value)).split())
 
 
-# The default of each flag in the form that records have it. A record of an older version lacks the newer flags.
+# The default of each flag, in the form that records store it. Records of older versions lack newer flags.
 DEFAULTS = {}
 for field in fields(Train):
-    if field.name in SETTINGS and read_value(field.default) is not None:
-        DEFAULTS[field.name] = read_value(json.loads(json.dumps(field.default)))
+    if field.name in SETTINGS and known_value(field.default) is not None:
+        DEFAULTS[field.name] = known_value(json.loads(json.dumps(field.default)))
 
 
-def learns(record: dict) -> bool:
-    """Tell whether a record is of a real training (--max_duration), not of a measurement or a forecast."""
+def has_training_result(record: dict) -> bool:
+    """Tell whether a record has a training result: a training with --max_duration, not a measurement or a forecast."""
     by_default = record.get('by_default', ())
     is_measurement = 'max_duration' in by_default or ('max_duration' not in record and 'measure_batches' in record)
     return record['stage'] == 'train' and record['status'] != FORECAST and not is_measurement
 
 
 def setup_of(record: dict) -> dict[str, str]:
-    """Return the settings of a record as text, '' where it does not state one or where it has no effect on this run.
+    """Return the settings of a record as text; '' if the record does not state one or if it has no effect on this run.
 
     A record that a command has written states every flag, so a flag that it lacks had its default. A flag that the user
-    left open (`by_default`) is no setting. `num_nodes` is the number of machines, rounded up, and `network` what joins
-    them: '' on one machine, within one NVLink domain, and where the number of machines is not known.
+    left open (`by_default`) is not a setting. `num_nodes` is the number of machines, rounded up. `network` connects the
+    machines; it is '' on one machine, within one NVLink domain, and if the number of machines is not known.
 
     Args:
-        record: its values as `read_value` returns them. It must contain `stage`, `status` and `device`.
+        record: values as `known_value` returns them, with `stage`, `status` and `device` among them.
     """
     if record['stage'] == 'train' and 'command' in record:
         record = DEFAULTS | record
     stated = record | record.get('versions', {})
     stated['input'] = INPUTS.get(record.get('encoders'), record.get('encoders'))
 
-    # the machines, and the network between them
-    nodes = machines_of(record)
+    # Gradients travel over a network only between machines that NVLink does not connect.
+    nodes = num_machines(record)
     stated['num_nodes'] = nodes
     stated['network'] = None
     if nodes and nodes > 1 and not is_one_nvlink_domain(record['device'], record['num_devices']):
         gbits = record.get('network_gbits')
         stated['network'] = UNSTATED_NETWORK if gbits is None else f'{gbits} Gbit/s network'
 
-    # settings without an effect here
+    # Ignore settings without an effect on this run, because runs that differ only in them have the same setup.
     without_effect = [*record.get('by_default', ())]
     if not record.get('compile'):
         without_effect.append('compile_blocks')
-    if not learns(record):
+    if not has_training_result(record):
         without_effect += LEARNING_SETTINGS
     if record['status'] == FORECAST:
         without_effect += VERSIONS
@@ -118,31 +106,31 @@ def setup_of(record: dict) -> dict[str, str]:
     return {key: '' if key in without_effect else text_of(stated.get(key)) for key in (*SETTINGS, 'num_nodes')}
 
 
-def machines_of(record: dict) -> int | None:
-    """Return the number of machines that a record ran on, rounded up; None where it does not say."""
+def num_machines(record: dict) -> int | None:
+    """Return the number of machines that a run used, rounded up; None if its record does not say."""
     if record.get('gpus_per_node') and 'num_devices' in record:
         return machines_for(record['num_devices'], record['gpus_per_node'])
     return record.get('num_nodes')
 
 
 def forecast_command(record: dict, file: str) -> list[str]:
-    """Return the program and flags that append the forecast for the setup of a measured training to a file.
+    """Return the program and flags that append a forecast for the setup of a measured training to a file.
 
-    The forecast is for the same microbatch, on as many machines. It says nothing of how long the training was, so it
-    cannot change how many images a plan trains on.
+    The forecast has the same microbatch and number of machines. It has no --max_duration, because plans would take the
+    number of images to train on from it.
     """
-    record = {key: read_value(value) for key, value in record.items()}
+    record = {key: known_value(value) for key, value in record.items()}
     setup = setup_of(record)
     flags = ['benchmark.py', '--dry_run', str(record['num_devices']), '--gpu', record['device']]
 
-    # machines, where a dry run would assume another number of them
-    nodes = machines_of(record)
+    # State the GPUs per machine if a dry run would assume another number of machines.
+    nodes = num_machines(record)
     if nodes and machines_for(record['num_devices'], record['device']) != nodes:
         flags += ['--gpus_per_node', str(record.get('gpus_per_node') or math.ceil(record['num_devices'] / nodes))]
     if setup['network'] and record.get('network_gbits') is not None:
         flags += ['--network_gbits', str(record['network_gbits'])]
 
-    # the settings that decide the speed, unless they have their default or were left open
+    # Add the flags that decide the speed, unless they have their default or were left open.
     if setup['input'] == INPUTS[ENCODERS[True]]:
         flags.append('--use_synth_latents')
     for name in ('image_size', 'batch_size', *MODEL_FLAGS):
@@ -155,6 +143,6 @@ def forecast_command(record: dict, file: str) -> list[str]:
             flags += [f'--{name}', *map(str, value)]
         else:
             flags += [f'--{name}', str(value)]
-    if record.get('device_train_microbatch_size') is not None:  # a record written by hand may not state it
+    if record.get('device_train_microbatch_size') is not None:  # a hand-written record may not state it
         flags += ['--device_train_microbatch_size', str(record['device_train_microbatch_size'])]
     return [*flags, '--results', file]

@@ -1,4 +1,4 @@
-"""Write the summary of a run for people. Nothing here needs torch."""
+"""Write the summary that a run prints for people. Nothing here needs torch."""
 import math
 import os
 import shlex
@@ -10,24 +10,23 @@ from sdbench.flags.times import to_batches
 from sdbench.flags.train import Train
 from sdbench.gpus import peak_of
 from sdbench.paths import sibling_path
-from sdbench.records.figures import EVALUATION_LINES, LINES, TRAINING_LINES, rounded, summary_lines, table_of
+from sdbench.records.figures import EVALUATION_LINES, LINES, TRAINING_LINES, rounded, summary_lines, text_table
 from sdbench.records.setup import forecast_command
 from sdbench.records.status import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
-# A plan whose forecasts the records in two files correct: what was measured, and the forecast of the same flags.
+# The command for a plan that is corrected by a measurement and by the forecast for the same setup
 PLAN_COMMAND = 'python report.py docs/plan.jsonl {} @recipes/plan.txt @recipes/prices-on-demand.txt'
 
 
 def run_summary(record: dict, settings: Train) -> str:
-    """Write the record of a run for people, with three significant digits or whole units."""
+    """Return the summary of a benchmark or a training, one line per figure."""
     values = record | notes_on_training(record, settings) | notes_on_speed(record, settings)
     return '\n'.join(summary_lines(LINES if settings.measures else TRAINING_LINES, values))
 
 
 def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
-    """Return what a summary adds to the record on what was trained: how far, and where it is."""
-    # how far it is, but for what is nought
+    """Return the values that a summary adds to the record of a training: its progress, checkpoints and samples."""
     notes = {}
     if record['trained_epochs']:
         notes['whole_epochs'] = record['trained_epochs']
@@ -36,11 +35,11 @@ def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
     if settings.sample_prompts and os.path.isdir(settings.sample_folder):
         notes['sample_images'] = settings.sample_folder
 
-    # without this a reader would look for an average in the checkpoint
+    # Say that the EMA has not started, or users would look for EMA weights in the checkpoint.
     if settings.ema_start and record['trained_batches'] < to_batches(settings.ema_start):
         notes['ema_start_to_come'] = settings.ema_start
 
-    # the checkpoints, and how they become a pipeline
+    # Say where the checkpoints are, and how to export a pipeline from them.
     if settings.save_folder and record['status'] not in (FAILED, INTERRUPTED):
         notes['checkpoints'] = settings.save_folder
         pipeline = sibling_path(settings.save_folder, 'model')
@@ -49,14 +48,14 @@ def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
 
 
 def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
-    """Return what a summary adds to the record on its speed: whether to trust it, and what a training would cost."""
+    """Return the values that a summary adds to the record about speed: a caution, or the cost of a full training."""
     if not record['images_per_sec']:
-        return {'why_no_speed': 'the run was over before the clock started, so that no batch was measured'}
+        return {'why_no_speed': 'the run was over before the clock started, so no batch was measured'}
     notes = {'on_waiting': ''}
     if record['data_wait_fraction'] > MUCH_WAITING_FOR_DATA:
         notes['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
 
-    # A caution, or the cost of a whole training: one by a doubtful speed would be believed, and of a CPU it is years.
+    # An unreliable speed gets a caution instead of a cost, which people would believe. On a CPU, training takes years.
     notes['caution'] = caution_about(record)
     if notes['caution'] is None and settings.training_images and record['device_type'] == 'cuda':
         speed = record['images_per_sec']
@@ -67,7 +66,7 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
         notes['full_hours'] = hours
         price = price_of(record['device'], settings.dollars_per_gpu_hour)
 
-        # the commands that set this measurement beside its forecast, for a card that has one
+        # Print the commands that correct a plan with this measurement, if the GPU has a forecast.
         if peak_of(record['device'], record.get('precision', 'fp32')) is not None:
             file = 'results.jsonl' if settings.results_file == '-' else settings.results_file
             notes['forecast_command'] = f'python {shlex.join(forecast_command(record, "plan.jsonl"))}'
@@ -77,13 +76,10 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
 
 
 def evaluation_summary(record: dict) -> str:
-    """Write the record of an evaluation for people: what drew, the scores at each guidance scale, and cautions."""
-    # what drew
-    notes = {'drawn_by': record['model']}
+    """Return the summary of an evaluation: the model, the scores at each guidance scale, and cautions."""
+    notes = {'generated_by': record['model']}
     if record['trained_batches'] is not None:
-        notes['drawn_by'] += f', {record["weights"]} weights after {record["trained_batches"]:,} batches'
-
-    # the scores, in columns
+        notes['generated_by'] += f', {record["weights"]} weights after {record["trained_batches"]:,} batches'
     table = []
     if record['inception'] or record['clip']:
         rows = []
@@ -92,22 +88,22 @@ def evaluation_summary(record: dict) -> str:
             for heading, key in (('FID', 'fid'), ('CLIP score', 'clip_score')):
                 row[heading] = '' if score[key] is None else rounded(score[key], 2)
             rows.append(row)
-        table.append(table_of(rows, ['guidance'], 'plain'))
+        table.append(text_table(rows))
     else:
-        notes['not_scored'] = ('--inception is for FID, --clip for the CLIP score; the same command with them scores '
-                               'these pictures')
+        notes['not_scored'] = ('run the same command with --inception for FID, and with --clip for the CLIP score; it '
+                               'scores these images')
 
-    # what they do not say
+    # Say what the scores cannot be compared with.
     cautions = []
     if record['trained_on_data']:
-        cautions.append('DATA is what the model was trained on: the scores say nothing of other captions and images')
+        cautions.append('the model was trained on DATA, so the scores say nothing about other captions and images')
     elif record['trained_on_data'] is None:
         cautions.append('DATA is not known to be held out from the training of the model')
     if record.get('fid_is_biased'):
-        cautions.append(f'FID of {record["samples"]:,} pictures is too high: below {FEWEST_FOR_FID:,} it is biased, '
-                        'and compares only with the same number')
+        cautions.append(f'FID is too high, because it is biased below {FEWEST_FOR_FID:,} images; compare it only with '
+                        f'FIDs of {record["samples"]:,} images')
     if record.get('fid_of_published_weights') is False:
-        cautions.append('the weights of --inception are not those of published FIDs')
+        cautions.append('--inception has other weights than published FIDs, so do not compare with them')
     lines = summary_lines(EVALUATION_LINES, record | notes) + table
     for caution in cautions:
         lines += summary_lines(['caution'], {'caution': caution})

@@ -1,4 +1,4 @@
-"""Which program this is, and with which libraries; told without importing any of them."""
+"""Find the commit of this program and the versions of its libraries, without importing the libraries."""
 import importlib.metadata
 import subprocess
 from pathlib import Path
@@ -7,7 +7,7 @@ PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformer
 
 
 def git_commit() -> str | None:
-    """Return the commit of this program, marked where files differ from it; None outside a git checkout."""
+    """Return the commit of this program, with '-dirty' if files have changed; None outside a git checkout."""
     command = ['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
     try:
         return subprocess.run(command, check=True, cwd=Path(__file__).parent, capture_output=True,
@@ -17,7 +17,7 @@ def git_commit() -> str | None:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return the versions of the libraries that bear on speed; None where one is not installed."""
+    """Return the versions of the libraries that affect speed; None for a library that is not installed."""
     found = {}
     for package in PACKAGES:
         try:

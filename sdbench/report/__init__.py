@@ -1,1 +1,1 @@
-"""What report.py shows: tables and pictures."""
+"""Reports from records: tables of speeds, plans and scores, figures, and an HTML page."""

@@ -1,6 +1,6 @@
-"""Write rows as Markdown tables of at most 120 columns: one column in words for the settings in which rows differ.
+"""Write rows as Markdown tables of at most 120 columns.
 
-What all rows agree in stands below the tables.
+One column describes the settings that differ between rows. One line below the tables has the settings that all share.
 """
 import functools
 import textwrap
@@ -12,21 +12,22 @@ import pandas as pd
 from sdbench.flags.parser import build_parser
 from sdbench.flags.train import Train
 from sdbench.gpus import short_name
-from sdbench.records.figures import COLUMNS, WIDTH, cell, table_of
+from sdbench.records.figures import COLUMNS, WIDTH, format_figure, text_table
 from sdbench.records.setup import DEFAULTS, SETTINGS, UNSTATED_NETWORK, VERSIONS, text_of
 
 RECIPES = Path(__file__).parents[2] / 'recipes'
-NAMED_RECIPES = ('fastest.txt', 'original.txt')
-# How a sentence or a legend writes a setting, where its name and its value are not enough
-IN_WORDS = {'stage': '{}', 'device': '{}', 'device_train_microbatch_size': 'microbatch {}', 'image_size': '{} pixels',
-            'input': 'on {}', 'model_name': '{}', 'batch_size': 'batch of {}', 'use_ema': 'EMA', 'model': '{}',
-            'weights': '{}', 'guidance': 'guidance {:g}', 'trained_batches': 'batch {:,.0f}',
-            'num_nodes': '{} machines', 'network': '{}', 'program': '{}', 'save_folder': 'in {}',
-            'git_commit': 'commit {}'}
-USUAL = {'stage': 'train', 'input': 'images', 'precision': 'amp_bf16', 'encoder_precision': 'bf16'}
-TEXTS = ('run', 'device', 'settings', 'date', 'notes')  # columns of text, which stand to the left
-# The figures of a table that would be too wide are split by subject.
-SUBJECTS = [
+NAMED_RECIPES = ('fastest.txt', 'original.txt')  # their names replace their settings in tables and legends
+# Text for a setting in sentences and legends, if its name and its value are not enough
+SETTING_TEMPLATES = {
+    'stage': '{}', 'device': '{}', 'device_train_microbatch_size': 'microbatch {}', 'image_size': '{} pixels',
+    'input': 'on {}', 'model_name': '{}', 'batch_size': 'batch of {}', 'use_ema': 'EMA', 'model': '{}',
+    'weights': '{}', 'guidance': 'guidance {:g}', 'trained_batches': 'batch {:,.0f}', 'num_nodes': '{} machines',
+    'network': '{}', 'program': '{}', 'save_folder': 'in {}', 'git_commit': 'commit {}'}
+# Values that most runs on GPUs have, besides the defaults of the flags
+USUAL_VALUES = {'stage': 'train', 'input': 'images', 'precision': 'amp_bf16', 'encoder_precision': 'bf16'}
+TEXT_COLUMNS = ('run', 'device', 'settings', 'date', 'notes')  # aligned to the left
+# A table that is too wide is split into one table for each of these groups of figures.
+FIGURE_GROUPS = [
     ('images_per_sec', 'images_per_sec_per_device', 'scaling_efficiency', 'speed_over_first', 'days',
      'total_gpu_hours', 'cost_usd', 'notes'),
     ('data_wait_fraction', 'microbatch', 'peak_memory_gib', 'mfu'),
@@ -34,16 +35,16 @@ SUBJECTS = [
 ]
 
 
-def differing(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
-    """Return the keys with several values, and those that only some rows of a stage state; '' means not stated."""
-    stated = rows[list(keys)].replace('', None).nunique()
-    in_a_stage = rows.groupby('stage')[list(keys)].nunique().max()  # '' is a value
+def differing_settings(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
+    """Return the keys whose values differ between rows, or that only some rows of a stage state."""
+    stated = rows[list(keys)].replace('', None).nunique()  # '' means that a row does not state the setting
+    in_a_stage = rows.groupby('stage')[list(keys)].nunique().max()  # here '' counts as a value
     return [key for key in keys if stated[key] > 1 or (in_a_stage[key] > 1 and key not in VERSIONS)]
 
 
 @functools.cache
-def settings_of_recipes() -> dict[str, dict[str, str]]:
-    """Return the settings, as text, that each named recipe gives."""
+def recipe_settings() -> dict[str, dict[str, str]]:
+    """Return the settings that each named recipe gives, as text."""
     settings = {}
     for name in NAMED_RECIPES:
         given = vars(build_parser(Train, '', 'benchmark.py').parse_args([f'@{RECIPES / name}']))
@@ -51,161 +52,165 @@ def settings_of_recipes() -> dict[str, dict[str, str]]:
     return settings
 
 
-def recipe_of(row: pd.Series) -> str | None:
-    """Return the named recipe whose settings a row has; None if it has those of none."""
-    for name, settings in settings_of_recipes().items():
+def matching_recipe(row: pd.Series) -> str | None:
+    """Return the named recipe whose settings a row has; None if it has the settings of none."""
+    for name, settings in recipe_settings().items():
         if all(row.get(key) == value for key, value in settings.items()):
             return name
     return None
 
 
 def usual_value(row: pd.Series, key: str) -> str | None:
-    """Return the value that a setting has by default on GPUs and that needs no mention; None if it is always told."""
+    """Return the value of a setting that needs no mention in a row; None if the setting is always mentioned."""
     if key == 'channels_last':
-        return text_of(row['compile'] not in ('', 'no'))
+        return text_of(row['compile'] not in ('', 'no'))  # its default follows from --compile
     if key == 'network':
         return UNSTATED_NETWORK
-    default = USUAL.get(key, DEFAULTS.get(key))
-    return text_of(default) if isinstance(default, (bool, str)) else None  # a number is always told
+    default = USUAL_VALUES.get(key, DEFAULTS.get(key))
+    return text_of(default) if isinstance(default, (bool, str)) else None  # numbers are always mentioned
 
 
-def settings_in_words(row: pd.Series, keys: Sequence[str], with_defaults: bool = True) -> str:
-    """Return those settings of a row that it states, such as 'on latents, microbatch 4, no compile'.
+def describe_settings(row: pd.Series, keys: Sequence[str], with_defaults: bool = True) -> str:
+    """Return the stated settings of a row as text, such as 'on latents, microbatch 4, no compile'.
 
     Args:
-        row: of a report.
-        keys: of the settings.
-        with_defaults: whether what has its usual value is named. Without it, a recipe stands for its settings.
+        row: a row of a report.
+        keys: the settings to describe.
+        with_defaults: whether usual values are mentioned. If not, the name of a recipe also replaces its settings.
     """
-    words = []
+    texts = []
     keys = list(keys)
-    recipe = None if with_defaults else recipe_of(row)
-    if recipe and set(keys) & set(settings_of_recipes()[recipe]):
-        words.append(recipe)
-        keys = [key for key in keys if key not in settings_of_recipes()[recipe]]
+
+    # Replace the settings of a recipe by its name.
+    recipe = None if with_defaults else matching_recipe(row)
+    if recipe and set(keys) & set(recipe_settings()[recipe]):
+        texts.append(recipe)
+        keys = [key for key in keys if key not in recipe_settings()[recipe]]
+
+    # Describe switches by their names, and other settings by their templates.
     for key in keys:
         value = row[key]
         name = key.replace('_', ' ')
         if value == usual_value(row, key) and not with_defaults:
             continue
         if value in ('yes', 'no'):
-            name = IN_WORDS.get(key, name)
-            words.append(name if value == 'yes' else f'no {name}')
+            name = SETTING_TEMPLATES.get(key, name)
+            texts.append(name if value == 'yes' else f'no {name}')
         elif key == 'device':
-            words.append(short_name(value))
+            texts.append(short_name(value))
         elif value != '' and pd.notna(value):
-            words.append(IN_WORDS.get(key, f'{name} {{}}').format(value))
-    return ', '.join(words)
+            texts.append(SETTING_TEMPLATES.get(key, f'{name} {{}}').format(value))
+    return ', '.join(texts)
 
 
-def names_of_lines(firsts: pd.DataFrame, keys: Sequence[str], apart: str = 'stage') -> list[str]:
-    """Return a name for each line of a figure, from the settings in which the lines differ.
+def line_labels(firsts: pd.DataFrame, keys: Sequence[str]) -> list[str]:
+    """Return a label for each line of a figure, from the settings that differ between lines.
 
-    If two lines would have the same name, the names also include settings that only some lines state. The number of a
-    `training` is never in a name.
+    If two lines would have the same label, the labels also include settings that only some lines state. The number of
+    a `training` is never in a label.
 
     Args:
-        firsts: one row for each line.
-        keys: the settings that may be in a name.
-        apart: a key that already distinguishes lines, for example by color.
+        firsts: the first row of each line.
+        keys: the settings that may be in a label.
     """
     keys = [key for key in keys if key != 'training']
     named = [key for key in keys if firsts[key].replace('', None).nunique() > 1]
-    if firsts.duplicated([*named, apart]).any():
+    if firsts.duplicated([*named, 'stage']).any():
         named = [key for key in keys if firsts[key].nunique(dropna=False) > 1]
-    return [settings_in_words(first, named) for _, first in firsts.iterrows()]
+    return [describe_settings(first, named) for _, first in firsts.iterrows()]
 
 
-def in_common(rows: pd.DataFrame, keys: Sequence[str]) -> str:
-    """Return what rows agree in, of some keys. A switch that is off is not named."""
-    columns = differing(rows, keys)
+def shared_settings(rows: pd.DataFrame, keys: Sequence[str]) -> str:
+    """Return the line about the settings that all rows share, without switches that are off; '' if there are none."""
+    differing = differing_settings(rows, keys)
     settings = []
     for key in keys:
-        value = rows[key].max()  # '' where a row does not state it
-        if key not in columns and value not in ('', 'no'):
+        value = rows[key].max()  # '' sorts first, so a row that does not state the setting is ignored
+        if key not in differing and value not in ('', 'no'):
             settings.append(f'{key} {value}')
     return f'All rows: {", ".join(settings)}' if settings else ''
 
 
-def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
-    """Return Markdown tables of rows: the settings of `keys` in which they differ, their figures and notes."""
-    cells = labels_of(rows, keys)
+def markdown_tables(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
+    """Return rows as Markdown tables: the settings among `keys` that differ between rows, figures and notes."""
+    cells = label_columns(rows, keys)
     device = 'device' if 'on_cpu' in rows and rows['on_cpu'].any() else 'GPU'
     headings = {key: column.heading.format(device) for key, column in COLUMNS.items()}
     for key, heading in headings.items():
         if key in rows:
-            cells[heading] = [cell(key, value) for value in rows[key]]
+            cells[heading] = [format_figure(key, value) for value in rows[key]]
     cells['notes'] = rows['notes']
 
-    # one table, or one for each subject, which repeats the labels
-    labels = [heading for heading in cells if heading in TEXTS[:-1] or heading == headings['num_devices']]
-    subjects = [[headings.get(key, key) for key in keys_of_subject] for keys_of_subject in SUBJECTS]
-    return fitting_tables(cells, labels, subjects, TEXTS)
+    # A table that is split repeats the columns that say which run a row is.
+    labels = [heading for heading in cells if heading in TEXT_COLUMNS[:-1] or heading == headings['num_devices']]
+    groups = [[headings.get(key, key) for key in group] for group in FIGURE_GROUPS]
+    return tables_within_width(cells, labels, groups, TEXT_COLUMNS)
 
 
-def labels_of(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """Return the columns that say which run a row is: run, device and date where there are several, and settings."""
-    keys = differing(rows, keys)
+def label_columns(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Return the columns that say which run a row is: its settings, and its run, device and date if they differ."""
+    keys = differing_settings(rows, keys)
     labels = pd.DataFrame(index=rows.index)
     if 'run' in keys:
         labels['run'] = rows['run']
     if 'device' in keys:
         labels['device'] = rows['device'].map(short_name)
-    others = [key for key in keys if key not in TEXTS]
+
+    # Leave usual values out of the column of settings, unless two different settings would then have the same text.
+    others = [key for key in keys if key not in TEXT_COLUMNS]
     for with_defaults in (False, True):
-        labels['settings'] = [settings_in_words(row, others, with_defaults) for _, row in rows.iterrows()]
-        is_other = rows[keys].apply(tuple, axis='columns') if keys else pd.Series('', rows.index)
-        if is_other.groupby(labels.apply(tuple, axis='columns')).nunique().max() == 1:
-            break  # no two settings have the same words
+        labels['settings'] = [describe_settings(row, others, with_defaults) for _, row in rows.iterrows()]
+        settings = rows[keys].apply(tuple, axis='columns') if keys else pd.Series('', rows.index)
+        if settings.groupby(labels.apply(tuple, axis='columns')).nunique().max() == 1:
+            break
     if 'date' in keys:
         labels['date'] = rows['date']
     return labels
 
 
-def fitting_tables(cells: pd.DataFrame, labels: Sequence[str], subjects: Sequence[Sequence[str]],
-                   texts: Sequence[str]) -> list[str]:
-    """Return cells as Markdown tables of at most WIDTH characters, and lines below them for text that has no room.
+def tables_within_width(cells: pd.DataFrame, labels: Sequence[str], groups: Sequence[Sequence[str]],
+                        left: Sequence[str]) -> list[str]:
+    """Return cells as Markdown tables of at most WIDTH characters, and below them a block of texts that did not fit.
 
-    It is one table where that fits, or else one for each subject. While one is still too wide, the rows are numbered,
-    and the widest column of text moves below the tables.
+    The result is one table if it fits, or else one table for each group of columns. While a table is still too wide,
+    the rows get numbers, and the widest column of text moves to the block below the tables.
 
     Args:
-        cells: text of all columns.
-        labels: columns that each table repeats.
-        subjects: lists of other columns. Those in no list are a subject of their own.
-        texts: columns of text, which stand to the left.
+        cells: the text of all columns.
+        labels: headings of the columns that each table repeats.
+        groups: headings of the other columns, by group. Columns in no group are in a table by themselves.
+        left: headings of the columns that are aligned to the left.
     """
-    whole = table_text(cells, texts)
-    if width_of(whole) <= WIDTH:
+    whole = text_table(cells.to_dict('records'), left, markdown=True)
+    if table_width(whole) <= WIDTH:
         return [whole]
-    known = {heading for subject in subjects for heading in subject}
-    others = [heading for heading in cells if heading not in known and heading not in labels]
+
+    # Split the columns, and move text until each table fits.
+    grouped = {heading for group in groups for heading in group}
+    ungrouped = [heading for heading in cells if heading not in grouped and heading not in labels]
     moved = []
     while True:
         tables = []
-        for subject in [*subjects, others]:
-            part = cells[[heading for heading in cells if heading in ('run', *labels, *subject)]]
-            if (part.drop(columns=[*labels, *TEXTS], errors='ignore') != '').any(axis=None):
-                tables.append(table_text(part, texts))
-        movable = [heading for heading in cells if heading in TEXTS and heading != 'run']
-        if not movable or max(map(width_of, tables)) <= WIDTH:
+        for group in [*groups, ungrouped]:
+            part = cells[[heading for heading in cells if heading in ('run', *labels, *group)]]
+            if (part.drop(columns=[*labels, *TEXT_COLUMNS], errors='ignore') != '').any(axis=None):
+                tables.append(text_table(part.to_dict('records'), left, markdown=True))
+        movable = [heading for heading in cells if heading in TEXT_COLUMNS and heading != 'run']
+        if not movable or max(map(table_width, tables)) <= WIDTH:
             break
         widest = max(movable, key=lambda heading: cells[heading].str.len().max())
         moved.append(cells.pop(widest))
         if 'run' not in cells:
             cells.insert(0, 'run', [str(number) for number in range(1, len(cells) + 1)])
+
+    # Write the moved text of each row, after the number of the row.
     lines = []
-    for number, of_row in enumerate(zip(*moved, strict=True), start=1):
-        if any(of_row):
-            lines.append(textwrap.fill(f'{number}: {"; ".join(filter(None, of_row))}', WIDTH, subsequent_indent='   '))
+    for number, texts in enumerate(zip(*moved, strict=True), start=1):
+        if any(texts):
+            lines.append(textwrap.fill(f'{number}: {"; ".join(filter(None, texts))}', WIDTH, subsequent_indent='   '))
     return [*tables, '\n'.join(lines)] if lines else tables
 
 
-def width_of(table: str) -> int:
-    """Return the characters of the longest line of a table."""
+def table_width(table: str) -> int:
+    """Return the number of characters in the longest line of a table."""
     return max(map(len, table.splitlines()))
-
-
-def table_text(cells: pd.DataFrame, texts: Sequence[str]) -> str:
-    """Return a Markdown table of cells; columns of `texts` stand to the left. One with nothing in it is left out."""
-    return table_of(cells.to_dict('records'), texts)

@@ -1,8 +1,8 @@
-"""Write a report as one HTML file that opens without a network: verdict, figures, tables, notes, and how it was made.
+"""Write a report as one HTML file that opens without a network: verdict, figures, tables, notes and the command.
 
-page.html is its template. Jinja, which torch needs anyway, escapes whatever the template puts into the page, and the
-page's Content-Security-Policy forbids every request. itables brings DataTables, which sorts and filters the tables; a
-reader without JavaScript, such as a mail program, still shows them.
+page.html is the template. Jinja, which torch depends on, escapes everything that the template inserts, and the
+Content-Security-Policy of the page forbids all requests. itables brings DataTables, which sorts and filters the tables.
+Readers without JavaScript, such as mail programs, still show the tables.
 """
 import datetime
 import math
@@ -15,32 +15,31 @@ import pandas as pd
 
 from sdbench.errors import UserError, redacted
 from sdbench.gpus import short_name
-from sdbench.records.figures import COLUMNS, cell, days_in_words, heading_with_unit, rounded
-from sdbench.records.read import EVALUATED, MEASURED, OF_LOSSES, WITH_FIGURES
+from sdbench.records.figures import COLUMNS, format_days, format_figure, heading_with_unit, rounded
+from sdbench.records.read import EVALUATION_SETTINGS, LOSS_SETTINGS, MEASURED, WITH_FIGURES
 from sdbench.records.setup import VERSIONS
 from sdbench.records.status import FORECAST
 from sdbench.records.versions import git_commit
-from sdbench.report.markdown import differing, labels_of, settings_in_words, usual_value
-from sdbench.report.plans import CORRECTED, FORECAST_ERROR, gpus_of
+from sdbench.report.markdown import describe_settings, differing_settings, label_columns, usual_value
+from sdbench.report.plans import CORRECTED, FORECAST_ERROR, describe_gpus
 
-FIRST_FIGURES = ('num_devices', 'cost_usd', 'days', 'images_per_sec')  # a telephone shows these without scrolling
+FIRST_FIGURES = ('num_devices', 'cost_usd', 'days', 'images_per_sec')  # a phone shows these without scrolling
 SAME_WORK = ('model_name', 'image_size', 'input')
-# What a row is marked for: its figure is the lowest of all rows that agree in some settings.
+# Marks for the best rows: the mark, the figure that is lowest, and the settings that compared rows must share
 MARKS = (('cheapest', 'cost_usd', SAME_WORK), ('fastest', 'days', SAME_WORK),
-         ('lowest eval loss', 'eval_loss', OF_LOSSES),
-         ('lowest FID', 'fid', [key for key in EVALUATED if key not in ('model', 'weights')]))
+         ('lowest eval loss', 'eval_loss', LOSS_SETTINGS),
+         ('lowest FID', 'fid', [key for key in EVALUATION_SETTINGS if key not in ('model', 'weights')]))
 
 
 class Table(NamedTuple):
     """A table of the page.
 
     Attributes:
-        caption: what its rows are.
-        cells: text, and numbers, whose headings have their units; '' or NaN where there is nothing to show.
-        decimals: by heading of a column of numbers, how many a cell has, or three significant digits where these are
-            more; None: whole numbers.
-        marks: of each row, such as 'cheapest'.
-        doubtful: whether a row is not reliable.
+        caption: heading of the table.
+        cells: texts and numbers; '' or NaN for an empty cell. The headings of numbers include their units.
+        decimals: minimum number of decimals of each column of numbers, by heading; None: whole numbers.
+        marks: mark of each row, such as 'cheapest'; '' for none.
+        doubtful: whether each row is not reliable.
     """
     caption: str
     cells: pd.DataFrame
@@ -50,13 +49,13 @@ class Table(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A figure of the page: what it shows, and itself as SVG."""
+    """A figure of the page: its caption, and the figure as SVG."""
     caption: str
     svg: str
 
 
 def require_itables() -> Path:
-    """Return the folder of itables with DataTables in it. Raises UserError if it is not installed."""
+    """Return the folder of itables that contains DataTables. Raises UserError if itables is not installed."""
     try:
         import itables
     except ImportError:
@@ -69,13 +68,13 @@ def write_page(path: Path, verdict: str, answers: Sequence[str], figures: Sequen
     """Write the page to a file.
 
     Args:
-        path: of the file.
-        verdict: its title, which answers first.
-        answers: sentences below the title: how sure that is, and what to do first.
-        figures: that stand above the tables.
-        tables: in their order.
-        notes: sentences below the tables; the lines of one that has several are those of a command.
-        command: that made the page.
+        path: the file.
+        verdict: the answer in one line, which is the title.
+        answers: sentences below the title.
+        figures: figures, which come before the tables.
+        tables: tables in their order.
+        notes: sentences below the tables. A note of several lines contains a command and keeps its lines.
+        command: the command that made the page.
     """
     import jinja2
 
@@ -85,17 +84,21 @@ def write_page(path: Path, verdict: str, answers: Sequence[str], figures: Sequen
     library = b64encode((bundle / 'dt_bundle.js').read_bytes()).decode()
     page = template.render(
         verdict=verdict, answers=answers, figures=figures, notes=notes, command=redacted(command),
-        tables=[(table, list(rows_of_html(table))) for table in tables],
+        tables=[(table, list(formatted_rows(table))) for table in tables],
         date=datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M UTC'), commit=git_commit(),
         style=(bundle / 'dt_bundle.css').read_text(), library=library)
-    # Records come from strangers, and somebody may print the page to a terminal, which would obey control characters.
+    # Records may come from strangers, and a terminal that prints the page would obey control characters in them.
     path.write_text(''.join(char if char.isprintable() or char == '\n' else ' ' for char in page), encoding='utf-8')
 
 
-def rows_of_html(table: Table) -> Iterable[tuple[str, bool, list[str]]]:
-    """Yield of each row its mark, whether it is doubtful, and its cells as text."""
-    marks = table.marks or [''] * len(table.cells)
-    doubtful = table.doubtful or [False] * len(table.cells)
+def formatted_rows(table: Table) -> Iterable[tuple[str, bool, list[str]]]:
+    """Yield the mark of each row, whether the row is doubtful, and the texts of its cells."""
+    marks = table.marks
+    if not len(marks):
+        marks = [''] * len(table.cells)
+    doubtful = table.doubtful
+    if not len(doubtful):
+        doubtful = [False] * len(table.cells)
     for mark, is_doubtful, (_, row) in zip(marks, doubtful, table.cells.iterrows(), strict=True):
         cells = []
         for heading, value in row.items():
@@ -109,10 +112,10 @@ def rows_of_html(table: Table) -> Iterable[tuple[str, bool, list[str]]]:
         yield mark, is_doubtful, cells
 
 
-def table_of_rows(rows: pd.DataFrame, keys: Sequence[str], caption: str) -> Table:
-    """Return rows of a report as a table: the settings of `keys` in which they differ, their figures and notes."""
-    labels = labels_of(rows, [key for key in keys if key not in ('input', *VERSIONS)])
-    versions = [key for key in differing(rows, keys) if key in VERSIONS]
+def html_table(rows: pd.DataFrame, keys: Sequence[str], caption: str) -> Table:
+    """Return rows of a report as a table of the page: the settings among `keys` that differ, figures and notes."""
+    labels = label_columns(rows, [key for key in keys if key not in ('input', *VERSIONS)])
+    versions = [key for key in differing_settings(rows, keys) if key in VERSIONS]
     devices = 'device' if 'on_cpu' in rows and rows['on_cpu'].any() else 'GPU'
     cells = pd.DataFrame(index=rows.index)
     if 'run' in labels:
@@ -121,8 +124,8 @@ def table_of_rows(rows: pd.DataFrame, keys: Sequence[str], caption: str) -> Tabl
     if 'input' in rows:
         cells['input'] = rows['input']
 
-    # the figures that decide, then the settings, then all other figures
-    marks = marks_of(rows)
+    # The figures that decide come first, then marks, notes and settings, and then all other figures.
+    marks = best_marks(rows)
     decimals = {}
     for key in dict.fromkeys((*FIRST_FIGURES, *COLUMNS)):
         if key not in FIRST_FIGURES and 'settings' not in cells:
@@ -139,94 +142,110 @@ def table_of_rows(rows: pd.DataFrame, keys: Sequence[str], caption: str) -> Tabl
             decimals[heading] = COLUMNS['days'].decimals
             cells[heading] = parts[key]
     cells['date'] = rows['date'].str[:10] if 'date' in rows and (rows['stage'] != 'plan').all() else ''
-    cells['libraries'] = [settings_in_words(row, versions) for _, row in rows.iterrows()]
+    cells['libraries'] = [describe_settings(row, versions) for _, row in rows.iterrows()]
+
+    # Remove columns that are empty in all rows.
     cells = cells.loc[:, [column.notna().any() and (column != '').any() for _, column in cells.items()]]
     doubtful = [status not in (*WITH_FIGURES, 'plan') for status in rows['status']]
     return Table(caption, cells, decimals, marks, doubtful)
 
 
 def nearest_to_limits(rows: pd.DataFrame) -> pd.Index:
-    """Return the plan that is nearest to the limits where none is within them; nothing else."""
+    """Return the index of the plan that is nearest to the limits, if no plan is within them; else an empty index."""
     return rows.index[rows['is_nearest']] if 'is_nearest' in rows else rows.index[:0]
 
 
-def marks_of(rows: pd.DataFrame) -> list[str]:
-    """Return what each row is marked for; '' for most. Only rows of the same work are compared."""
-    marks = {row: {} for row in rows.index}  # by the work that it is the best at, in words
+def best_marks(rows: pd.DataFrame) -> list[str]:
+    """Return the marks of each row, such as 'cheapest and fastest, 512 pixels'; '' for rows that are best at nothing.
+
+    Only rows that do the same work are compared. If rows do different work, the mark names the work.
+    """
+    marks = {row: {} for row in rows.index}  # lists of marks by the description of the work
     for row in nearest_to_limits(rows):
         marks[row][''] = ['nearest to the limits']
     for mark, column, keys in MARKS:
         known = rows[rows[column].notna()] if column in rows else rows[:0]
         if len(known) < 2 or (keys == SAME_WORK and (rows['stage'] == 'evaluate').all()):
-            continue  # a checkpoint is not better because it came earlier
+            continue  # a checkpoint is not better because it is earlier and therefore cheaper
+
+        # A setting that a row does not state has its usual value. Plans all do the same work.
         keys = [key for key in keys if key in known] if (rows['stage'] != 'plan').all() else []
         work = pd.DataFrame([{key: row[key] or usual_value(row, key) for key in keys} for _, row in known.iterrows()],
                             known.index)
-        several = [key for key in keys if work[key].nunique() > 1]
-        for _, comparable in known.groupby([work[key].fillna('') for key in several] or (lambda row: 0)):
+        differing = [key for key in keys if work[key].nunique() > 1]
+        for _, comparable in known.groupby([work[key].fillna('') for key in differing] or (lambda row: 0)):
             best = comparable[column].idxmin()
-            words = settings_in_words(work.loc[best], several)
-            marks[best].setdefault(words, []).append(mark)
-    return ['; '.join(', '.join(filter(None, [' and '.join(found), words])) for words, found in of_row.items())
-            for of_row in marks.values()]
+            description = describe_settings(work.loc[best], differing)
+            marks[best].setdefault(description, []).append(mark)
+    texts = []
+    for marks_of_row in marks.values():
+        named = [', '.join(filter(None, [' and '.join(found), work])) for work, found in marks_of_row.items()]
+        texts.append('; '.join(named))
+    return texts
 
 
-def verdict_on(rows: pd.DataFrame, table: Table) -> tuple[str, list[str]]:
-    """Return what rows come to in a line, and in sentences the other marked rows, how sure that is and what to do.
+def verdict_and_answers(rows: pd.DataFrame, table: Table) -> tuple[str, list[str]]:
+    """Return the best row in one line, and sentences about other marked rows, about certainty and about what to do.
 
-    The verdict names the plan that is nearest to the limits where none is within them, or the training that learned
-    best where their losses compare, or else the row with the lowest FID, the lowest cost, the fewest days, or the
-    highest speed or CLIP score.
+    The best row is the first of these that exists: the plan nearest to limits that no plan meets; the training with the
+    lowest eval loss, if all losses compare; the row with the lowest FID, the lowest cost or the fewest days; the row
+    with the highest speed or CLIP score.
     """
     keys = ['fid', 'cost_usd', 'days']
-    if 'eval_loss' in rows and len(rows[rows['eval_loss'].notna()].drop_duplicates(OF_LOSSES)) == 1:
+    if 'eval_loss' in rows and len(rows[rows['eval_loss'].notna()].drop_duplicates(LOSS_SETTINGS)) == 1:
         keys.insert(0, 'eval_loss')
-    of_speed = 'images_per_sec' if 'images_per_sec' in rows else 'clip_score'
-    by = next((key for key in keys if key in rows and rows[key].notna().any()), None)
-    best = rows.loc[rows[by].idxmin()] if by else rows.loc[rows[of_speed].fillna(0).idxmax()]
+    highest = 'images_per_sec' if 'images_per_sec' in rows else 'clip_score'
+    lowest = next((key for key in keys if key in rows and rows[key].notna().any()), None)
+    best = rows.loc[rows[lowest].idxmin()] if lowest else rows.loc[rows[highest].fillna(0).idxmax()]
     for row in nearest_to_limits(rows):
         best = rows.loc[row]
+
     marks = dict(zip(rows.index, table.marks, strict=True))
     settings = table.cells.get('settings', pd.Series('', rows.index))
-
-    # other rows that are marked
     answers = []
     if settings[best.name]:
         answers.append(f'Settings: {settings[best.name]}.')
     for row, mark in marks.items():
         if mark and row != best.name:
-            answers.append(', '.join(filter(None, [described(rows.loc[row], mark), settings[row]])) + '.')
-    return described(best, marks[best.name]), [*answers, *how_sure(best, by)]
+            answers.append(', '.join(filter(None, [describe_row(rows.loc[row], mark), settings[row]])) + '.')
+    return describe_row(best, marks[best.name]), [*answers, *certainty_and_next_step(best, lowest)]
 
 
-def how_sure(best: pd.Series, by: str | None) -> list[str]:
-    """Return in sentences how sure the row of the verdict is, and what to do first."""
+def certainty_and_next_step(best: pd.Series, key: str | None) -> list[str]:
+    """Return sentences that say how certain the best row is, and what to do first.
+
+    Args:
+        best: the best row.
+        key: the figure that makes it the best.
+    """
     if best['stage'] == 'evaluate':
-        return [f'How sure: {best["notes"]}.'] if best['notes'] else []
-    if by == 'eval_loss':
-        return [f'How sure: the loss was evaluated on --eval_remote after batch {best["eval_batch"]:,.0f}; another '
-                'seed may change the order of close ones.', 'First score the images of the best ones with evaluate.py.']
+        return [f'How certain: {best["notes"]}.'] if best['notes'] else []
+    if key == 'eval_loss':
+        return [f'How certain: the loss was evaluated on --eval_remote after batch {best["eval_batch"]:,.0f}. Another '
+                'seed may change the order of trainings with similar losses.',
+                'What to do first: score images of the best trainings with evaluate.py.']
     statuses = {part.status for part in best['parts']} if best['stage'] == 'plan' else {best['status']}
     if statuses == {MEASURED}:
         on = ' on synthetic data' if best['dataset'] == 'synthetic' else ''
-        return [f'How sure: measured{on}.',
-                'First check that your own data loads as fast: benchmark.py --loader_only --remote DATA.']
-    sure = f'How sure: {best["notes"]}.'
-    first = f'First run make smoke on a machine with this GPU ({short_name(best["device"])}), which takes minutes'
+        return [f'How certain: measured{on}.', 'What to do first: check that your own data loads as fast, with '
+                'benchmark.py --loader_only --remote DATA.']
+    certainty = f'How certain: {best["notes"]}.'
+    first = (f'What to do first: run make smoke on a machine with this GPU ({short_name(best["device"])}), which takes '
+             'minutes.')
     if statuses & {FORECAST, CORRECTED}:
-        sure += f' {FORECAST_ERROR}'
-    if statuses & {FORECAST, CORRECTED} and best['stage'] == 'plan':
-        first += ': with its results.jsonl as one more file, this report corrects the forecasts for it'
-    return [sure, f'{first}.']
+        certainty += f' {FORECAST_ERROR}'
+        if best['stage'] == 'plan':
+            first += ' Give its results.jsonl to this report as one more file, which then corrects the forecasts.'
+    return [certainty, first]
 
 
-def described(row: pd.Series, mark: str) -> str:
-    """Return a row in words: what it is marked for, its GPUs or its model, and its figures."""
-    words = [gpus_of(row)] if 'num_devices' in row else [row['model'], f'guidance {row["guidance"]:g}']
+def describe_row(row: pd.Series, mark: str) -> str:
+    """Return a row as text: its mark, its GPUs or its model, and its figures."""
+    texts = [describe_gpus(row)] if 'num_devices' in row else [row['model'], f'guidance {row["guidance"]:g}']
     for key, unit in (('eval_loss', ' eval loss'), ('fid', ' FID'), ('clip_score', ' CLIP score'),
                       ('cost_usd', ''), ('days', ' days'), ('images_per_sec', ' images/s')):
         value = row.get(key, math.nan)
         if not math.isnan(value):
-            words.append(days_in_words(value, unit) if key == 'days' else cell(key, value) + unit)
-    text = ', '.join(words)
+            texts.append(format_days(value, unit) if key == 'days' else format_figure(key, value) + unit)
+    text = ', '.join(texts)
     return f'{mark[:1].upper()}{mark[1:]}: {text}' if mark else text

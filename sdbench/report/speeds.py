@@ -1,4 +1,4 @@
-"""Make the tables of speeds and of scores, with what follows: efficiency, days, dollars, the speed of more GPUs."""
+"""Make the tables of speeds and of scores, with efficiency, days, dollars and predictions for more GPUs."""
 import math
 from collections.abc import Sequence
 
@@ -9,80 +9,87 @@ from scipy.optimize import nnls
 from sdbench.costs import TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
-from sdbench.records.figures import OF_A_RUN
-from sdbench.records.read import EXTRAPOLATED, LEARNED, MEASURED, OF_LOSSES, WITH_FIGURES
+from sdbench.records.figures import RUN_FIGURES
+from sdbench.records.read import EXTRAPOLATED, LOSS_SETTINGS, MEASURED, RESULT_FIGURES, WITH_FIGURES
 from sdbench.records.setup import SETTINGS
 from sdbench.records.status import FORECAST
-from sdbench.report.markdown import differing, settings_in_words
+from sdbench.report.markdown import describe_settings, differing_settings
 
-UNKNOWN = dict.fromkeys((*OF_A_RUN, *LEARNED, 'microbatch'), math.nan)  # the figures of a row that no run has
+# Figures of a row that is not the row of a run, such as a prediction or a plan
+NO_RUN_FIGURES = dict.fromkeys((*RUN_FIGURES, *RESULT_FIGURES, 'microbatch'), math.nan)
 
 
 def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
-    """Return a row for each setting and number of devices, with all that follows from its speed; and sentences on them.
+    """Return a row for each setting and GPU count, with days and dollars, and sentences that explain them.
 
-    With --compare there is a row for each training, and with --learned those that learned best come first.
+    With --compare there is a row for each training. With --learned the trainings with the lowest losses come first.
     """
-    # the rows, of forecasts that agree in all settings the newest, and which of them are of one setting
+    # Of forecasts that agree in all settings only the newest counts: older ones may come from an older forecast model.
     newest = records.sort_values('date', kind='stable').drop_duplicates(
         ['status', *SETTINGS, 'num_devices', 'num_nodes'], keep='last')
     rows = records[(records['status'] != FORECAST) | records.index.isin(newest.index)]
-    rows = rows.assign(setting=numbers_of_settings(rows))
+    rows = rows.assign(setting=setting_numbers(rows))
+
+    # A microbatch that was given is a setting. Only one that the search found is shown as a figure.
     is_found = rows['device_train_microbatch_size'] == ''
-    rows['microbatch'] = rows['microbatch'].where(is_found)  # else it is a setting
+    rows['microbatch'] = rows['microbatch'].where(is_found)
+
     sentences = []
     if settings.compare:
         rows = rows[rows['stage'] == 'train'].reset_index(drop=True)
         rows['run'] = [str(number) for number in range(1, len(rows) + 1)]
-        rows['speed_over_first'] = over_first(rows, 'images_per_sec', ['model_name', 'image_size'])
+        rows['speed_over_first'] = ratio_to_first(rows, 'images_per_sec', ['model_name', 'image_size'])
     else:
-        rows = medians(rows)
+        rows = merge_repeated_runs(rows)
         if settings.extrapolate:
-            predicted, sentences = predictions(rows, settings.extrapolate)
+            predicted, sentences = predict_speeds(rows, settings.extrapolate)
             rows = pd.concat([rows, predicted])
         rows = rows.sort_values(['setting', 'num_devices'], kind='stable', ignore_index=True)
 
-    # what follows from a speed
-    rows, of_days = with_days(rows, settings)
-    sentences += of_days
+    rows, sentences_on_days = add_days_and_costs(rows, settings)
+    sentences += sentences_on_days
     if settings.learned:
-        rows = rows.sort_values([*OF_LOSSES, 'eval_loss'], kind='stable', ignore_index=True)
+        rows = rows.sort_values([*LOSS_SETTINGS, 'eval_loss'], kind='stable', ignore_index=True)
         if rows['eval_batch'].nunique() > 1:
-            sentences.append('The losses were evaluated after different batches ("eval batch"); the picture compares '
-                             'them at the same images.')
+            sentences.append('The losses were evaluated after different batches (see "eval batch"). The figure of '
+                             '--learned shows all losses over the images seen.')
     return rows, sentences
 
 
-def numbers_of_settings(rows: pd.DataFrame) -> pd.Series:
-    """Return a number for each setting. Runs on one machine, without a network, count with those over one network."""
+def setting_numbers(rows: pd.DataFrame) -> pd.Series:
+    """Return the number of the setting of each row: rows with the same settings have the same number.
+
+    Runs on one machine use no network. They get the number of the runs with the same other settings over a network, if
+    there is only one such network, because the efficiency on several machines is relative to one machine.
+    """
     network = rows['network'].replace('', None)
     others = rows[SETTINGS].drop(columns='network')
-    alike = network.groupby([others[key] for key in others], sort=False)
-    only_one = alike.transform('first').where(alike.transform('nunique') == 1)
-    return others.assign(network=network.fillna(only_one).fillna('')).groupby(SETTINGS, sort=False).ngroup()
+    networks = network.groupby([others[key] for key in others], sort=False)
+    only_network = networks.transform('first').where(networks.transform('nunique') == 1)
+    return others.assign(network=network.fillna(only_network).fillna('')).groupby(SETTINGS, sort=False).ngroup()
 
 
-def with_days(rows: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
-    """Return the rows with what follows from their speed, and sentences on that: efficiency, days and dollars."""
-    # the speed of each device, and of trainings on several numbers of them the efficiency
+def add_days_and_costs(rows: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
+    """Return the rows with efficiency, days, GPU-hours and dollars, and sentences that explain the days."""
+    # Efficiency is shown only for settings that were measured on several GPU counts.
     sentences = []
     rows['images_per_sec_per_device'] = rows['images_per_sec'] / rows['num_devices']
     if not settings.compare:
-        several = rows.groupby('setting')['num_devices'].transform('nunique') > 1
-        rows['scaling_efficiency'] = over_first(rows, 'images_per_sec_per_device', ['setting']).where(several)
+        is_scaled = rows.groupby('setting')['num_devices'].transform('nunique') > 1
+        rows['scaling_efficiency'] = ratio_to_first(rows, 'images_per_sec_per_device', ['setting']).where(is_scaled)
 
-    # the days of a training, or what some days buy
+    # Only trainings have days, because encoding and loading are not a training. Nobody trains the tiny model for real.
     has_days = (rows['stage'] == 'train') & rows['status'].isin(WITH_FIGURES)
     if settings.training_images is None and (rows['model_name'] == 'tiny').any():
         has_days &= rows['model_name'] != 'tiny'
-        sentences.append('The model tiny is for trying things out and has no days and no cost; --training_images asks '
-                         'for them.')
+        sentences.append('The tiny model is for trying things out, so it has no days and no cost; --training_images '
+                         'adds them.')
     images = settings.training_images or TRAINING_IMAGES
     days = days_to_train(rows['images_per_sec'], images).where(has_days)
     if days.notna().any():
-        sentences.append(f'Days: to train on {images:,} images (--training_images).')
+        sentences.append(f'Days: for training on {images:,} images (--training_images).')
 
-    # what they cost, where they are those of GPUs: by the prices that the report is given, or else by the record's
+    # Prices come from --dollars_per_gpu_hour, or else from the record. A CPU has no GPU-hours.
     given = settings.dollars_per_gpu_hour
     prices = [price_of(device, given or own) for device, own in zip(rows['device'], rows['prices'], strict=True)]
     hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
@@ -90,17 +97,18 @@ def with_days(rows: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[
     return rows, sentences
 
 
-def medians(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a row with the median of the measured runs of each setting on so many devices and nodes.
+def merge_repeated_runs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return one row for the measured runs of each setting on the same GPUs and machines, with their median figures.
 
-    A training with a loss on --eval_remote has a row of its own, and so has each record that was not measured.
+    A training with a loss on --eval_remote keeps a row by itself, and so does each row that was not measured.
     """
     is_measured = rows['status'] == MEASURED
-    trained = rows['training'].where(rows['eval_loss'].notna(), -1)
+    evaluated_training = rows['training'].where(rows['eval_loss'].notna(), -1)
     merged = []
-    for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes', trained]):
+    for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes', evaluated_training]):
         runs = runs.sort_values('trained_batches', kind='stable', na_position='first')
-        row = runs.iloc[[-1]].assign(**{key: runs[key].median() for key in OF_A_RUN})  # what went furthest
+        longest = runs.iloc[[-1]]
+        row = longest.assign(**{key: runs[key].median() for key in RUN_FIGURES})
         if len(runs) > 1:
             speeds = runs['images_per_sec']
             row['notes'] = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
@@ -110,88 +118,97 @@ def medians(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([*merged, rows[~is_measured]])
 
 
-def over_first(rows: pd.DataFrame, key: str, group: list[str]) -> pd.Series:
-    """Return a figure of the rows over that of the first that was measured in the same group, or else forecast."""
+def ratio_to_first(rows: pd.DataFrame, key: str, group: list[str]) -> pd.Series:
+    """Return a figure divided by the figure of the first measured row in the same group, or else the first forecast."""
     groups = [rows[name] for name in group]
-    bases = rows[key].where(rows['status'] == MEASURED).groupby(groups).transform('first')
+    measured = rows[key].where(rows['status'] == MEASURED).groupby(groups).transform('first')
     forecasts = rows[key].where(rows['status'] == FORECAST).groupby(groups).transform('first')
-    bases = bases.fillna(forecasts)
-    return rows[key].where(rows['status'].isin(WITH_FIGURES)) / bases
+    return rows[key].where(rows['status'].isin(WITH_FIGURES)) / measured.fillna(forecasts)
 
 
-def one_of_each_number(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """Return one row of each number of GPUs of those that agree in some keys, with the fewest GPUs first.
+def one_row_per_gpu_count(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Return one row per GPU count among the rows that agree in `keys`, with the fewest GPUs first.
 
-    It is the first of those on the fewest machines, with the median of their images/s.
+    It is the first row on the fewest machines, with the median images/s of the rows on these machines.
     """
     rows = rows.assign(nodes=pd.to_numeric(rows['num_nodes'])).sort_values(['num_devices', 'nodes'], kind='stable')
     speeds = rows.groupby([*keys, 'status', 'num_devices', 'num_nodes'])['images_per_sec'].transform('median')
     return rows.assign(images_per_sec=speeds).drop_duplicates([*keys, 'num_devices'])
 
 
-def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame, list[str]]:
-    """Return rows for `counts` GPUs at the same batch in each setting that allows it, and sentences that say from what.
+def predict_speeds(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame, list[str]]:
+    """Return a row for each of `counts` GPUs in each setting, at the same batch size, and sentences about the fits.
 
-    A number of GPUs that was measured on several numbers of nodes counts with the fewest. Raises UserError if no
-    setting allows a prediction.
+    A setting needs measurements on three GPU counts. If a GPU count was measured on several numbers of machines, the
+    fewest machines count. Raises UserError if no setting allows a prediction.
     """
+    trained = rows[(rows['status'] == MEASURED) & (rows['stage'] == 'train')]
+    trained = one_row_per_gpu_count(trained, ['setting'])
+    differing = differing_settings(rows[rows['stage'] == 'train'], SETTINGS)
+    counts = sorted(set(counts))
     predicted = []
     sentences = []
-    too_few = []  # settings with fewer counts than the fit needs
-    # one run of each setting on so many GPUs
-    trained = rows[(rows['status'] == MEASURED) & (rows['stage'] == 'train')]
-    trained = one_of_each_number(trained, ['setting'])
-    different = differing(rows[rows['stage'] == 'train'], SETTINGS)  # tell a setting from the others
+    too_few = []  # descriptions of settings with fewer GPU counts than the fit needs
     for _, runs in trained.groupby('setting'):
-        first = runs.iloc[0]
-        which = settings_in_words(first, different)
+        setting = describe_settings(runs.iloc[0], differing)
         if len(runs) < 3:
-            too_few.append(which)
+            too_few.append(setting)
             continue
 
-        # Without a stated batch size the seconds below are those of one image, and no count is too large.
-        batch = int(first['batch_size'] or 1)
-        possible = sorted(set(counts))
-        if first['batch_size']:
-            possible = [count for count in possible if count <= batch]
-        if len(possible) < len(set(counts)):
-            more = ' and '.join(str(count) for count in sorted(set(counts)) if count not in possible)
-            sentences.append(f'{which or "Extrapolated"}: not to {more} GPUs, which are more than the '
-                             f'{plural(batch, "image")} of a batch.')
-
-        # the a, b >= 0 for which a / n + b is closest to the seconds of a step on n devices: closest by relative
-        # errors, since the long steps on few devices would outweigh all others in absolute ones
-        seconds = (batch / runs['images_per_sec']).to_numpy()
-        terms = np.stack([1 / runs['num_devices'].to_numpy(), np.ones(len(runs))], axis=1)  # (measurements, 2)
-        (a, b), _ = nnls(terms / seconds[:, None], np.ones(len(runs)))
-        for count in possible:
-            note = 'extrapolated'
-            if first['batch_size'] and batch / count < int(first['device_train_microbatch_size'] or 0):
-                note += f'; {batch / count:.3g} images a GPU: a smaller microbatch'
-            predicted.append(first.to_dict() | UNKNOWN | {
-                'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
-                'status': EXTRAPOLATED, 'notes': note, 'record': first['record'] | {'extrapolated': True}})
-
-        # how well the fit meets what was measured
-        residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
-        worst = residuals.abs().argmax()
-        of_what = f'a batch of {plural(batch, "image")}' if first['batch_size'] else 'each image'
-        sentences.append(
-            f'{which or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for {of_what}, '
-            f'fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
-            f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
+        # A batch cannot be divided among more GPUs than it has images. A record may not state its batch size.
+        batch_size = runs['batch_size'].iloc[0]
+        possible = [count for count in counts if not batch_size or count <= int(batch_size)]
+        if len(possible) < len(counts):
+            excluded = ' and '.join(str(count) for count in counts if count not in possible)
+            sentences.append(f'{setting or "Extrapolated"}: not extrapolated to {excluded} GPUs, because a batch has '
+                             f'only {plural(int(batch_size), "image")}.')
+        fitted, sentence = fit_and_predict(runs, possible)
+        predicted += fitted
+        sentences.append(f'{setting or "Extrapolated"}: {sentence}')
     if too_few:
-        sentences.append(f'Not extrapolated, since the fit needs three GPU counts: {"; ".join(too_few)}.')
+        sentences.append(f'Not extrapolated, because the fit needs three GPU counts: {"; ".join(too_few)}.')
     if not predicted:
         raise UserError(f'--extrapolate {max(counts)} needs complete and reliable measurements of one setting on three '
-                        'GPU counts, and a batch_size, where it is stated, of as many images as GPUs')
+                        'GPU counts, and a batch_size (if stated) of at least as many images as GPUs')
     return pd.DataFrame(predicted), sentences
 
 
+def fit_and_predict(runs: pd.DataFrame, counts: Sequence[int]) -> tuple[list[dict], str]:
+    """Fit step_seconds(n) = a / n + b to the runs of one setting; return rows for `counts` GPUs, and the fit as text.
+
+    Without a stated batch size the seconds are per image instead of per batch.
+    """
+    first = runs.iloc[0]
+    batch = int(first['batch_size'] or 1)
+    microbatch = int(first['device_train_microbatch_size'] or 0)
+
+    # Minimize relative errors with a, b >= 0, because in absolute errors the long steps on few GPUs would dominate.
+    seconds = (batch / runs['images_per_sec']).to_numpy()
+    terms = np.stack([1 / runs['num_devices'].to_numpy(), np.ones(len(runs))], axis=1)  # (runs, 2)
+    (a, b), _ = nnls(terms / seconds[:, None], np.ones(len(runs)))
+
+    rows = []
+    for count in counts:
+        note = 'extrapolated'
+        if first['batch_size'] and batch / count < microbatch:
+            note += f'; {batch / count:.3g} images per GPU, a smaller microbatch'
+        rows.append(first.to_dict() | NO_RUN_FIGURES | {
+            'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
+            'status': EXTRAPOLATED, 'notes': note, 'record': first['record'] | {'extrapolated': True}})
+
+    # Say how well the fit meets the measurements.
+    residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
+    worst = residuals.abs().argmax()
+    unit = f'a batch of {plural(batch, "image")}' if first['batch_size'] else 'each image'
+    counts_fitted = ', '.join(map(str, runs['num_devices']))
+    return rows, (f'step_seconds(n) = {a:.5g} / n + {b:.5g} for {unit}, fitted on {counts_fitted} GPUs; worst residual '
+                  f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
+
+
 def score_table(evaluations: pd.DataFrame, prices: Prices) -> pd.DataFrame:
-    """Return a row for each guidance scale of each evaluation, checkpoints in order, and what the training took."""
+    """Return a row for each guidance scale of each evaluation, sorted by checkpoint, with the cost of the training."""
     rows = evaluations.sort_values(['model', 'trained_batches', 'guidance'], kind='stable', ignore_index=True)
     rows = rows.assign(price=[price_of(device, prices) for device in rows['device']])
-    if not prices:  # what the training has cost by its own
+    if not prices:  # use the dollars in the record of the training, if it has any
         rows['price'] = (rows['dollars'] / rows['total_gpu_hours']).fillna(rows['price'])
     return rows.assign(cost_usd=rows['total_gpu_hours'] * rows['price'])

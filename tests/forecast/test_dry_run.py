@@ -58,7 +58,7 @@ def test_an_index_is_enough_and_one_screen_has_each_card_the_cheapest_first(shar
     assert len(costs) == len(forecasts) == 4
     assert costs == sorted(costs)
     text = ' '.join(lines)
-    assert '$1 for A100 40GB and A100 PCIE 40GB' in text
+    assert '$1 per GPU-hour for A100 40GB and A100 PCIE 40GB' in text
     assert '$3 for A100 80GB and A100 80GB PCIe' in text
     [epochs] = re.findall(r'8,640,000,000,000 images \(([\d,]+) epochs\)', text)
     assert number(epochs) * forecasts[0]['batches_per_epoch'] == 8_640_000_000_000 / 64

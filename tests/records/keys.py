@@ -1,4 +1,4 @@
-"""The keys of a record, as the tables of docs/measuring.md have them."""
+"""List the keys of a record that the tables in docs/measuring.md explain."""
 import re
 from pathlib import Path
 

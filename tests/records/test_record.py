@@ -1,4 +1,4 @@
-"""The record of a run: kept whole and without secrets, and its summary for people."""
+"""Claims about the record of a run, which is complete and without passwords, and about its summary for people."""
 import json
 import multiprocessing
 import sys
@@ -19,14 +19,14 @@ from tests.runs import SMALLEST, TINY, check_keys, one_error_line, settings_of
 
 
 def lines_of(summary: str) -> list[str]:
-    return [line for line in summary.splitlines() if 'waited' not in line]  # a caution that a busy machine adds
+    return [line for line in summary.splitlines() if 'waited' not in line]  # a busy machine adds a caution
 
 
-def test_no_flag_has_the_name_of_a_figure_which_would_stand_in_its_place():
+def test_no_flag_of_a_training_has_the_key_of_a_figure():
     assert {field.name for field in fields(Train)} & COLUMNS.keys() == {'num_devices'}  # which no flag sets
 
 
-def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file_and_nothing_else(tmp_path, capsys):
+def test_a_measurement_prints_its_summary_and_writes_only_its_record(tmp_path, capsys):
     main(['--use_synth_data', '--use_ema', *TINY])
     output, errors = capsys.readouterr()
     [file] = tmp_path.iterdir()
@@ -40,19 +40,19 @@ def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file_and_
     assert record['versions']['torch'] == torch.__version__.split('+')[0]
     assert 0 < record['loss'] < 5
     assert 0.1 < record['peak_memory_gib'] < 24
-    assert record['images_per_sec_per_device'] == record['images_per_sec'] > 0  # of one device
+    assert record['images_per_sec_per_device'] == record['images_per_sec'] > 0  # on one device
     assert record['tflops_per_sec_per_device'] == pytest.approx(
         record['images_per_sec_per_device'] * record['tflops_per_image'])
 
-    # what people are told of it
-    [built] = [line for line in errors.splitlines() if ' left' not in line]  # of a run that took long
+    # The output for people has the summary and no JSON.
+    [built] = [line for line in errors.splitlines() if ' left' not in line]  # a long run adds progress lines
     assert built == f'building {SMALLEST} for images of 16 px, 4 a batch, on 1 device'
     *_, speed, trained, loss, caution, last = lines_of(output)
     assert (trained, loss) == ('trained         up to batch 4', f'loss            {record["loss"]:.3g}')
     assert caution.startswith('caution         only 3 measured batches: use --measure_batches 20 or more')
     assert last == 'record          appended to results.jsonl'
     assert '{' not in output
-    assert 'GPU' not in output  # nobody trains tiny for real
+    assert 'GPU' not in output  # nobody trains the tiny model for real
 
 
 def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_it(results, tmp_path, capfd):
@@ -68,11 +68,11 @@ def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_i
 
 
 @pytest.mark.parametrize('changed, sentence', [
-    ({'drift': 0.465}, 'speed changed by +46.5%: measure again, while no other program runs, with more'),
+    ({'drift': 0.465}, 'speed changed by +46.5%: measure again with more --warmup_batches'),
     ({'measured_batches': 30, 'queue_batches': 16}, 'only 30 measured batches: use --measure_batches 80 or more'),
-    ({'status': 'profiled'}, 'these figures include the cost of the trace'),
+    ({'status': 'profiled'}, 'the speed includes the overhead of --profile'),
 ])
-def test_a_speed_that_should_not_be_trusted_says_so_with_one_remedy_and_has_no_days(changed, sentence):
+def test_an_unreliable_speed_has_one_caution_with_a_fix_and_no_days(changed, sentence):
     text = run_summary(measured(**changed), settings_of('--use_synth_data'))
     assert text.count('caution  ') == 1
     assert f'caution         {sentence}' in text and 'full training' not in text
@@ -86,21 +86,21 @@ def test_a_speed_that_should_not_be_trusted_says_so_with_one_remedy_and_has_no_d
      'eval loss       0.1235 on 300 samples of --eval_remote, after batch 2,000'),
     ({'images_per_sec': None, 'status': 'interrupted'}, 'no speed        the run was over before the clock'),
 ])
-def test_a_line_of_the_summary_is_there_where_its_figure_is(changed, line):
+def test_a_line_of_the_summary_is_printed_only_if_its_figures_are_known(changed, line):
     for length in ('--measure_batches', '3000'), ('--max_duration', '3000ba'):
         settings = settings_of('--use_synth_data', '--use_ema', '--ema_start', '2001ba', *length)
         assert line in run_summary(measured(**changed), settings)
         assert line not in run_summary(measured(trained_batches=2001), settings)
 
 
-def test_a_speed_is_explained_by_the_wait_for_data_the_gpus_peak_and_their_power():
+def test_the_summary_explains_a_speed_by_wait_for_data_mfu_and_power():
     text = run_summary(measured(data_wait_fraction=0.23, mfu=0.18, gpu_power_watts_mean=412.4, joules_per_image=10.27),
                    settings_of('--use_synth_data'))
     assert 'wait for data   23.0% of the time; more --num_workers shorten it' in text
     assert 'MFU             18.0%' in text and 'power           412 W each, 10.3 J an image' in text
 
 
-def test_a_record_that_cannot_be_kept_is_printed(tmp_path, capsys):
+def test_a_record_that_cannot_be_written_is_printed(tmp_path, capsys):
     with pytest.raises(DataError, match=f'--results {tmp_path} could not be written'):
         append_record({'name': 'a'}, 'summary', str(tmp_path))
     assert capsys.readouterr().out == 'summary\n{"name": "a"}\n'
@@ -111,12 +111,12 @@ def append_records(path: str, name: str):
         append_record({'name': name, 'index': index, 'text': name * 200_000}, '', path)
 
 
-def test_runs_that_write_to_one_file_at_once_keep_every_record_whole(results, capfd):
+def test_runs_that_append_to_one_file_concurrently_keep_every_record_complete(results, capfd):
     results.write_text('{"cut by a full di')
     with ProcessPoolExecutor(3, multiprocessing.get_context('fork')) as writers:
         list(writers.map(append_records, [str(results)] * 3, 'abc'))
     cut, *lines = results.read_text().splitlines()
-    records = [json.loads(line) for line in lines if line]  # an empty one where two ended the cut one at once
+    records = [json.loads(line) for line in lines if line]  # two processes may end the cut line, so one line is empty
     assert cut == '{"cut by a full di'
     assert len(records) == 60
     assert {(record['name'], record['index']) for record in records} == {(n, i) for n in 'abc' for i in range(20)}
@@ -125,7 +125,7 @@ def test_runs_that_write_to_one_file_at_once_keep_every_record_whole(results, ca
 @pytest.mark.parametrize('text', [
     's3://key:sec/ret@bucket/a', 's3://key:sec@ret@bucket', 'https://secret@host/a', 'https://a/b?sig=secret&x=y',
     'AccountName=x;AccountKey=sec/ret+==;EndpointSuffix=y', 'Error at s3://bucket: SharedAccessSignature=secret'])
-def test_no_form_of_password_is_left_in_a_text_nor_in_a_record(text, monkeypatch):
+def test_no_form_of_password_stays_in_a_text_or_a_record(text, monkeypatch):
     monkeypatch.setattr(sys, 'argv', ['benchmark.py', '--remote', text])
     record = make_record('train', replace(settings_of('--use_synth_data'), remote=text), {})
     for told in (redacted(text), record['command'], record['remote']):
@@ -134,7 +134,7 @@ def test_no_form_of_password_is_left_in_a_text_nor_in_a_record(text, monkeypatch
     assert redacted('s3://bucket/path, a@b, key: x, 5 = 6') == 's3://bucket/path, a@b, key: x, 5 = 6'
 
 
-def test_a_run_that_ends_within_its_warmup_is_marked_and_leaves_the_others_to_be_reported(results, capfd):
+def test_a_run_that_ends_within_its_warmup_is_unmeasured_and_the_report_shows_all_runs(results, capfd):
     flags = ['--use_synth_data', *TINY]
     main(flags)
     record = main([*flags, '--max_duration', '1ba'])
@@ -145,7 +145,7 @@ def test_a_run_that_ends_within_its_warmup_is_marked_and_leaves_the_others_to_be
 
 
 def measured(**changes) -> dict:
-    """Return a record as `summary` takes it, of 20 batches at 100 images/s."""
+    """Return the record of a measurement of 20 batches at 100 images/s, with changes."""
     return {'stage': 'train', 'status': 'complete', 'encoders': 'in_loop', 'images_per_sec': 100.0,
             'images_per_sec_per_device': 50.0,
             'num_devices': 2, 'device': 'X', 'device_type': 'cuda', 'drift': 0.0, 'batch_seconds_median': 0.1,
@@ -155,7 +155,7 @@ def measured(**changes) -> dict:
             'eval_loss': None, 'eval_batch': None, 'gpu_power_watts_mean': None, 'joules_per_image': None} | changes
 
 
-def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for_and_a_cpu_has_none():
+def test_the_cost_is_for_stable_diffusion_2_by_default_and_missing_on_a_cpu():
     def cost(*flags: str, **changes) -> str:
         text = run_summary(measured(**changes), settings_of('--use_synth_data', *flags))
         return text.partition('full training   ')[2]
@@ -165,7 +165,7 @@ def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for_and_
     assert cost('--model_name', 'tiny') == cost(device_type='cpu') == ''
 
 
-def test_a_measurement_on_a_gpu_ends_with_the_commands_that_correct_a_plan_by_it(tmp_path):
+def test_a_measurement_on_a_gpu_prints_the_commands_that_correct_a_plan_with_it(tmp_path):
     command = "benchmark.py --wandb_name 'a b' --max_duration 300ba --caption_weights key=2"
     text = run_summary(measured(device='NVIDIA H100 PCIe', command=command, num_nodes=2, use_ema=True,
                                 precision='amp_fp16'),
@@ -177,20 +177,20 @@ def test_a_measurement_on_a_gpu_ends_with_the_commands_that_correct_a_plan_by_it
     assert plan.endswith(f"'{tmp_path}/my results' @recipes/plan.txt @recipes/prices-on-demand.txt")
 
 
-def test_a_trace_holds_three_batches_wherever_they_lie_and_its_run_is_in_no_figure(tmp_path, shards, results, capfd):
-    """Epochs have three batches, and a run resumes in the middle of one; the trace is of its last three of five."""
+def test_a_trace_holds_three_batches_across_epochs_and_its_run_is_not_reliable(tmp_path, shards, results, capfd):
+    """Epochs have three batches. A run resumes in the middle of an epoch, and traces the last three of its five."""
     argv = ['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--save_folder', 'kept',
             '--autoresume', '--max_duration']
     folder = tmp_path / 'trace'
     for number, duration in enumerate(['1ba', '6ba', '11ba']):
         record = main([*argv, duration, *(['--profile', str(folder)] if number else [])])
-        traces = list(folder.glob('rank0.*.pt.trace.json'))  # the suffix by which TensorBoard knows a trace
+        traces = list(folder.glob('rank0.*.pt.trace.json'))  # TensorBoard finds traces by this suffix
         assert len(traces) == number
     names = {event['name'] for event in json.loads(traces[0].read_text())['traceEvents']}
     assert len([name for name in names if name.startswith('ProfilerStep#')]) == 3
     assert {'aten::convolution', 'Optimizer.step#AdamW.step'} <= names
     assert record['status'] == 'profiled'
-    assert 'no report counts them' in capfd.readouterr().out
+    assert 'reports do not use it' in capfd.readouterr().out
     report.main([str(results)])
     assert 'profiled' in capfd.readouterr().out
     assert '--profile needs 5 batches, of which it traces the last 3, and 4 are left' in one_error_line(

@@ -1,4 +1,4 @@
-"""The setup of a record: a measurement, its plan and the forecast that it is compared with are of one setup."""
+"""Claims about setups: a measurement, its plan and the forecast for it have the same setup."""
 import json
 import shlex
 
@@ -13,7 +13,7 @@ from sdbench.records.setup import forecast_command, setup_of
 from sdbench.records.summary import notes_on_speed
 from tests.runs import ROOT, SMALLEST, settings_of
 
-# GPUs, and GPUs in each machine; None: as many as its usual machines have
+# GPU count and GPUs per machine by GPU; None: as many per machine as usual
 LAYOUTS = {'NVIDIA H100 80GB HBM3': [(1, None), (8, None), (12, None), (64, None)],
            'NVIDIA L40S': [(1, None), (8, 8), (8, None), (16, 16), (16, 8)],
            'NVIDIA GB200': [(8, None), (64, None)]}
@@ -28,16 +28,16 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize('device, gpus, per_node, flags', SETUPS)
-def test_the_printed_command_forecasts_the_setup_of_a_measurement_which_then_corrects_the_plan(
+def test_the_printed_command_makes_a_forecast_with_which_a_measurement_corrects_a_plan(
         tmp_path, capsys, device, gpus, per_node, flags):
-    """The measurement has 0.9 of the speed of its forecast. The search found its microbatch, or a flag gave it."""
+    """The measured speed is 0.9 of the forecast speed. The microbatch was found by the search or given by a flag."""
     plan, results = tmp_path / 'plan.jsonl', tmp_path / 'results.jsonl'
     flags = [*shlex.split(flags), '--model_name', SMALLEST, '--image_size', '16', '--batch_size', str(12 * gpus)]
     layout = ['--gpus_per_node', str(per_node)] if per_node else []
     planned = benchmark.main([*flags, '--max_duration', '100ba', '--dry_run', str(gpus), '--gpu', device, *layout,
                               '--network_gbits', '100', '--results', str(plan)])
 
-    # what a run on these GPUs leaves
+    # Make the record of a run on these GPUs from the record of the plan.
     per_node = per_node or min(gpus, CARDS[device].gpus_per_node)
     network = 100 if machines_for(gpus, per_node) > 1 else None
     by_default = [name for name in planned[0]['by_default'] if name != 'max_duration' or '50ba' not in flags]
@@ -51,7 +51,7 @@ def test_the_printed_command_forecasts_the_setup_of_a_measurement_which_then_cor
     measured |= {'images_per_sec': 0.9 * forecast['images_per_sec'], 'images_per_sec_least': None}
     results.write_text(json.dumps(measured) + '\n')
 
-    # the plan is one plan for these GPUs, over as many images as before, at 0.9 of the speed
+    # The report has one plan for these GPUs, with as many images as before and 0.9 of the forecast speed.
     capsys.readouterr()
     report.main([str(plan), str(results), '--phase', '16'])
     text = ' '.join(capsys.readouterr().out.split())
@@ -62,8 +62,8 @@ def test_the_printed_command_forecasts_the_setup_of_a_measurement_which_then_cor
     assert ('Gbit/s' in text) == bool(network and device != 'NVIDIA GB200')
 
 
-def test_a_microbatch_that_the_search_found_is_forecast_though_little_room_is_left(monkeypatch):
-    """Of an H200, 128 images of fastest.txt took 132.2 of 139.8 GiB, less than the 12 % beside."""
+def test_a_microbatch_that_the_search_found_is_forecast_without_a_memory_margin(monkeypatch):
+    """On an H200, a microbatch of 128 took 132.2 of 139.8 GiB, which leaves less than the margin of 12 %."""
     monkeypatch.chdir(ROOT)
     flags = ['@recipes/fastest.txt', '--no-compile', '--use_ema', '--use_synth_data', '--batch_size', '128',
              '--dry_run', '1', '--gpu', 'NVIDIA-H200']
@@ -79,12 +79,12 @@ def test_a_microbatch_that_the_search_found_is_forecast_though_little_room_is_le
     ({'num_devices': 8, 'num_nodes': 1, 'network_gbits': 100}, '1', ''),
     ({'num_devices': 16, 'num_nodes': 2, 'network_gbits': 100}, '2', '100 Gbit/s network'),
     ({'num_devices': 8, 'num_nodes': 2, 'device': 'NVIDIA GB200'}, '2', ''), ({'num_devices': 8}, '', '')])
-def test_a_network_is_a_setting_only_where_gradients_leave_a_machine_and_its_nvlink(changes, machines, network):
+def test_a_network_is_a_setting_only_between_machines_that_nvlink_does_not_connect(changes, machines, network):
     setup = setup_of({'stage': 'train', 'status': 'complete', 'device': 'NVIDIA L40S'} | changes)
     assert (setup['num_nodes'], setup['network']) == (machines, network)
 
 
-def test_a_gpu_without_a_peak_in_its_precision_has_no_command_that_would_forecast_nothing():
+def test_no_forecast_command_is_printed_for_a_gpu_without_a_peak_in_its_precision():
     record = {'images_per_sec': 10.0, 'data_wait_fraction': 0.0, 'device': 'NVIDIA H200', 'device_type': 'cuda',
               'num_devices': 1, 'stage': 'train', 'status': 'complete', 'measured_batches': 20}
     settings = settings_of('--use_synth_data')
@@ -100,7 +100,7 @@ def test_figures_of_a_summary_are_plain_numbers():
     assert encoded == 'encoded         all, 12,440.0 images/s'
 
 
-def test_a_weight_of_captions_is_no_password():
+def test_caption_weights_are_not_redacted_as_a_password():
     for text, expected in (('--caption_weights key=2', '--caption_weights key=2'),
                            ('AccountKey=abcdefgh', 'AccountKey=***')):
         assert redacted(text) == expected
