@@ -25,7 +25,7 @@ from streaming import MDSWriter
 from sdbench.errors import DataError, UserError, one_line, plural, redacted
 from sdbench.files import atomic_write, locked, parse_json
 from sdbench.paths import CLAIM, INDEX, is_url
-from sdbench.stores import PATIENT, SILENCE, TRIES, download, files_below, parse_address, write
+from sdbench.stores import PATIENT, TIMEOUT, TRIES, download, files_below, parse_address, write
 
 LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
@@ -50,10 +50,10 @@ class Output:
         self.is_folder = not is_url(out)
         self.out = os.path.realpath(out) if self.is_folder else out.rstrip('/')
         if not self.is_folder:
-            self.key = parse_address(out, self.label, ours_only=True).key
+            self.key = parse_address(out, self.label).key
             print(f'reaching {redacted(self.label)}', file=sys.stderr, flush=True)
             try:
-                self.read(CLAIM, tries=TRIES, silence=SILENCE)
+                self.read(CLAIM, tries=TRIES, timeout=TIMEOUT)
             except DataError as error:
                 raise UserError(str(error)) from None
 

@@ -230,7 +230,7 @@ class Search:
 
         Raises UserError if it names nothing, and OSError if the store cannot be read.
         """
-        key = parse_address(source, f'SOURCE {source}', ours_only=True).key
+        key = parse_address(source, f'SOURCE {source}').key
         bucket = source.rstrip('/').removesuffix(key).rstrip('/')
         print(f'listing SOURCE {source}', file=sys.stderr, flush=True)  # a store that does not answer takes minutes
 

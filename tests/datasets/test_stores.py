@@ -1,6 +1,7 @@
 """Stores are opened with the environment that Streaming takes, and what goes wrong there is one line."""
 import inspect
 import io
+import json
 import os
 import re
 import time
@@ -10,24 +11,17 @@ from pathlib import Path
 
 import pytest
 from azure.storage.blob import BlobServiceClient
-from botocore import UNSIGNED
 from google.auth.credentials import AnonymousCredentials
+from google.cloud.storage import Client
 from werkzeug.wrappers import Request, Response
 
 from sdbench.datasets.output import Output, PartWriter, join_parts, write_index
 from sdbench.datasets.readers import open_file
 from sdbench.paths import CLAIM
-from sdbench.stores import (
-    addresses_in,
-    azure_service,
-    connect,
-    download,
-    files_below,
-    google_client,
-    make_client,
-    upload,
-    write,
-)
+from sdbench.stores import addresses_in, download, files_below, upload, write
+from sdbench.stores.azure import azure_service
+from sdbench.stores.google import google_client
+from sdbench.stores.s3 import make_client
 from tests.local_s3 import local_s3, served
 from tests.samples import read_back
 
@@ -44,6 +38,7 @@ def no_credentials(monkeypatch, tmp_path):
     monkeypatch.setenv('NO_GCE_CHECK', 'true')
     monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', str(tmp_path / 'credentials'))
     monkeypatch.setenv('AWS_CONFIG_FILE', str(tmp_path / 'config'))
+    monkeypatch.setenv('CLOUDSDK_CONFIG', str(tmp_path))
     for made_of_environment in (make_client, azure_service, google_client):
         made_of_environment.cache_clear()
 
@@ -71,13 +66,11 @@ def test_endpoint_region_and_keys_are_those_that_boto3_finds_and_without_keys_no
         assert not any('Authorization' in headers for _, headers in server.requests)
 
 
-def test_google_is_read_and_written_with_hmac_keys_or_read_unsigned(monkeypatch):
-    assert connect('gs', 'SOURCE').meta.config.signature_version is UNSIGNED
-    make_client.cache_clear()
+def test_google_is_read_and_written_with_hmac_keys(monkeypatch):
     monkeypatch.setenv('GCS_KEY', 'GOOG1')
     monkeypatch.setenv('GCS_SECRET', SECRET)
     with local_s3(monkeypatch) as server:  # Google takes these keys where it answers as S3 does
-        monkeypatch.setattr('sdbench.stores.GOOGLE_S3', os.environ['S3_ENDPOINT_URL'])
+        monkeypatch.setattr('sdbench.stores.s3.GOOGLE_S3', os.environ['S3_ENDPOINT_URL'])
         monkeypatch.delenv('AWS_ACCESS_KEY_ID')
         write(io.BytesIO(b'1'), 'gs://bucket/a/b', 'OUT')
         with open_file('gs://bucket/a/b') as file:
@@ -86,6 +79,33 @@ def test_google_is_read_and_written_with_hmac_keys_or_read_unsigned(monkeypatch)
         assert addresses_in('gs://bucket/a', '--save_folder') == ['gs://bucket/a/b']
         assert server.objects == {'a/b': b'1'}
         assert all('Credential=GOOG1/' in headers['Authorization'] for _, headers in server.requests)
+
+
+def test_a_public_bucket_of_google_is_read_without_credentials(monkeypatch):
+    requests = []
+
+    def public_bucket(environ: dict, start_response) -> Iterable[bytes]:
+        request = Request(environ)
+        requests.append(request)
+        response = Response(b'1')
+        if request.path.endswith('/o'):  # a listing
+            listing = {'items': [{'name': 'a/b', 'size': '1', 'etag': 'x'}]}
+            response = Response(json.dumps(listing), content_type='application/json')
+        return response(environ, start_response)
+
+    with served(public_bucket) as url:
+        monkeypatch.setattr('google.cloud.storage.Client.create_anonymous_client',
+                            lambda create=Client.create_anonymous_client: at_endpoint(create(), url))
+        assert addresses_in('gs://bucket/a', '--save_folder') == ['gs://bucket/a/b']
+        download('gs://bucket/a/b', 'copy', '--remote')
+    assert Path('copy').read_bytes() == b'1'
+    assert not any('Authorization' in request.headers for request in requests)
+
+
+def at_endpoint(client: Client, url: str) -> Client:
+    """Let a client of Google ask a server on loopback."""
+    client._connection.API_BASE_URL = url
+    return client
 
 
 LISTED = ('<Blob><Name>{}</Name><Properties><Last-Modified>Tue, 01 Sep 2026 00:00:00 GMT</Last-Modified>'
