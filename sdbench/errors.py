@@ -79,25 +79,30 @@ def disk_is_full(error: BaseException | None) -> bool:
 
 
 def known_reason(error: BaseException, less_memory: str = 'use a smaller --batch_size or --image_size') -> str | None:
-    """Return in one line why a command failed, with the remedy; None where the error was not foreseen.
+    """Return in one line why a command failed, with the fix; None if the error is a bug and needs its traceback.
 
     Args:
-        error: what it ended with.
-        less_memory: what to do where memory has run out.
+        error: the exception that ended the command.
+        less_memory: the fix if memory ran out.
     """
-    if isinstance(error, DataError):
+    # These errors already name the file, the disk or the package.
+    if isinstance(error, DataError | ImportError):
         return one_line(error)
-    for raised in (error.__cause__, error):  # the cause names the signal that ended the loader, if torch knows it
-        if 'DataLoader worker' in str(raised):  # a loader's process is gone
-            return (f'{one_line(raised).rstrip(".")}; use fewer --num_workers where memory has run out, and a larger '
-                    '/dev/shm (docker run --shm-size) where that is full')
+
+    # Libraries raise plain RuntimeErrors for most failures of the machine, so their text tells them apart.
+    for raised in (error.__cause__, error):  # the cause names the signal that ended the worker, if torch knows it
+        if 'DataLoader worker' in str(raised):
+            return (f'{one_line(raised).rstrip(".")}; use fewer --num_workers if memory ran out, and a larger /dev/shm '
+                    '(docker run --shm-size) if that is full')
     if is_out_of_memory(error):
         return f'out of memory; {less_memory}'
-    if type(error).__name__ == 'FailOnRecompileLimitHit':  # of torch
+    if type(error).__name__ == 'FailOnRecompileLimitHit':  # torch
         return ('--compile: a part of the model was compiled as often as torch allows, and would run uncompiled from '
                 'here on; use --no-compile')
     if disk_is_full(error):
-        return 'a disk is full: free some of it'
+        return f'a disk is full: free some of it ({one_line(error)})'
+    if isinstance(error, OSError):
+        return one_line(error)
     return None
 
 
