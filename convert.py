@@ -29,7 +29,7 @@ from functools import partial
 
 from sdbench.datasets.converter import convert_parts
 from sdbench.datasets.output import Joined, Output, done_already, join_parts, part_name, write_index
-from sdbench.datasets.sources import Found, find_files, join_neighbours
+from sdbench.datasets.sources import Found, find_files, group_into_parts
 from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, Columns
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import UserError, one_line, plural
@@ -62,8 +62,8 @@ def convert(settings: Convert) -> int:
     found = find_files(settings.source, addresses_of_outputs(settings), settings.captions, columns)
     if not found.files:
         reason = 'it holds no tars, Parquet or images'
-        if found.left_out:
-            reason = f'{found.left_out[0]["source"]}: {found.left_out[0]["reason"]}'
+        if found.skipped:
+            reason = f'{found.skipped[0]["source"]}: {found.skipped[0]["reason"]}'
         raise UserError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {reason}')
 
     # the flags that samples and shards depend on, by which parts are named
@@ -73,7 +73,7 @@ def convert(settings: Convert) -> int:
         if getattr(settings, flag):
             facts[flag] = getattr(settings, flag)
     parts = []
-    for files in join_neighbours(found.files, settings.size_limit):
+    for files in group_into_parts(found.files, settings.size_limit):
         name = part_name(facts, formats(), [file.identity() for file in files])
         parts.append(Part(name, files, sum(file.size for file in files)))
 
@@ -91,7 +91,7 @@ def convert(settings: Convert) -> int:
 
         # make datasets of all parts
         names = [part.name for part in parts]
-        joined = join_parts(outputs[0], names, found.left_out)
+        joined = join_parts(outputs[0], names, found.skipped)
         held_out = join_parts(outputs[1], names) if settings.held_out else Joined()
         if not joined.samples:
             raise nothing_converted(joined, held_out, settings)
@@ -100,7 +100,7 @@ def convert(settings: Convert) -> int:
         is_new = write_index(outputs[0], joined, **about_side(settings, names, joined, 'training'))
 
     # say what was made
-    unread_tables = [line for line in found.left_out if line['reason'].startswith(NO_TABLE)]
+    unread_tables = [line for line in found.skipped if line['reason'].startswith(NO_TABLE)]
     warn(joined, unread_tables, sorted(done[0].keys() - set(names)), settings)
     if is_new:
         size = f'{joined.bytes / 1e6:,.1f} MB' if joined.bytes >= 1e6 else f'{joined.bytes / 1e3:,.1f} kB'

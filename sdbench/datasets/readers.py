@@ -12,20 +12,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from sdbench.datasets.output import DAMAGED
-from sdbench.datasets.sources import (
+from sdbench.datasets.names import (
     CAPTION_SUFFIXES,
-    File,
-    captions_among,
+    caption_suffixes,
     is_caption,
     is_hidden,
     is_image,
-    is_parquet,
-    join_keys_alike,
+    join_similar_keys,
     split_name,
     why_not_read,
 )
-from sdbench.datasets.tables import USUAL_COLUMNS, Columns, NoSuchColumn, Unread, captions_in, encoding_of, with_name
+from sdbench.datasets.output import DAMAGED
+from sdbench.datasets.sources import File
+from sdbench.datasets.tables import (
+    USUAL_COLUMNS,
+    Columns,
+    NoSuchColumn,
+    SkipReason,
+    captions_in,
+    encoding_of,
+    with_name,
+)
 from sdbench.errors import BadSample, DataError, UserError, one_line
 from sdbench.inputs.captions import CAPTIONS, Named
 from sdbench.inputs.images import decode_whole_image
@@ -56,10 +63,10 @@ class Place(NamedTuple):
 
 
 Key = str | int | None  # of a sample: in a tar its name, in Parquet the number of its row; None: a whole file
-# The files of a sample by their suffixes, bytes | Unread. CAPTIONS are those that a row or a table has: Named, in which
-# some may be Unread.
+# The files of a sample by suffix, each bytes or a SkipReason. The captions from a table or a row are under CAPTIONS:
+# Named, where a SkipReason may replace a caption.
 Fields = dict[str, Any]
-Members = dict[str, dict[str, Unread | Place]]  # the files of a tar, by key and suffix
+Members = dict[str, dict[str, SkipReason | Place]]  # the files of a tar, by key and suffix
 
 
 def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple[Key, Fields]]:
@@ -75,9 +82,10 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
     it holds.
     """
     try:
-        if split_name(file.name)[1].lower() == '.tar':
+        suffix = split_name(file.name)[1].lower()
+        if suffix == '.tar':
             yield from read_tar(file.name)
-        elif is_parquet(file.name):
+        elif suffix == '.parquet':
             yield from read_parquet(file, columns)
         else:
             yield split_name(os.path.basename(file.name))[0], read_image_file(file)
@@ -87,9 +95,9 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
         # pyarrow's own have no number, and no place of a file is as far as a garbled header of a tar says
         if error.errno not in (None, errno.EINVAL):
             raise DataError(f'{file.name} cannot be read ({type(error).__name__}: {one_line(error)})') from None
-        yield None, {NO_SAMPLE: Unread(f'{DAMAGED}: {one_line(error)}')}
+        yield None, {NO_SAMPLE: SkipReason(f'{DAMAGED}: {one_line(error)}')}
     except Exception as error:  # damaged bytes make tarfile and pyarrow raise nearly anything
-        yield None, {NO_SAMPLE: Unread(f'{DAMAGED}: {one_line(error)}')}
+        yield None, {NO_SAMPLE: SkipReason(f'{DAMAGED}: {one_line(error)}')}
 
 
 @contextlib.contextmanager
@@ -113,8 +121,8 @@ def open_file(path: str) -> Iterator[BinaryIO]:
 def read_image_file(file: File) -> Fields:
     """Read an image and its captions."""
     fields = {split_name(file.name)[1]: Path(file.name).read_bytes()}
-    if file.of_table is not None:
-        fields[CAPTIONS] = file.of_table
+    if file.table_captions is not None:
+        fields[CAPTIONS] = file.table_captions
     for name in file.captions:
         fields[split_name(name)[1]] = Path(file.name).with_name(name).read_bytes()
     return fields
@@ -131,7 +139,7 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
     """
     with open_file(name) as reader:
         for members in list_members(reader):
-            join_keys_alike(members)
+            join_similar_keys(members)
             for key, files in members.items():
                 fields = {}
                 for suffix, content in files.items():
@@ -139,7 +147,7 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
                         offset, size = content
                         content = os.pread(reader.fileno(), size, offset)
                         if len(content) < size:
-                            content = Unread('the tar is cut within it')
+                            content = SkipReason('the tar is cut within it')
                     fields[suffix] = content
                 yield key, fields
 
@@ -169,29 +177,29 @@ def list_members(reader: BinaryIO) -> Iterator[Members]:
                 name = os.path.normpath(member.name)
                 key, suffix = split_name(name)
                 if is_hidden(member.name):
-                    yield {name: {NO_SAMPLE: Unread('hidden')}}
+                    yield {name: {NO_SAMPLE: SkipReason('hidden')}}
                     continue
                 if not is_image(suffix) and not is_caption(suffix):
-                    yield {name: {NO_SAMPLE: Unread(f'not an image or a caption: {why_not_read(suffix)}')}}
+                    yield {name: {NO_SAMPLE: SkipReason(f'not an image or a caption: {why_not_read(suffix)}')}}
                     continue
                 files = members.setdefault(key, {})
                 if suffix in files:
-                    files[suffix] = Unread(f'the tar has several files called {name}')
+                    files[suffix] = SkipReason(f'the tar has several files called {name}')
                 elif not member.isreg() or member.issparse():
-                    files[suffix] = Unread('a link, a pipe, a device or a sparse file in a tar is not read')
+                    files[suffix] = SkipReason('a link, a pipe, a device or a sparse file in a tar is not read')
                 elif member.size > MAX_BYTES:
-                    files[suffix] = Unread('too large')
+                    files[suffix] = SkipReason('too large')
                 else:
                     files[suffix] = Place(member.offset_data, member.size)
         require_end_mark(reader, end, os.fstat(reader.fileno()).st_size)
     except Exception:
         # more files of the last sample may lie behind the damage, and its text file goes before all others
         if key in members and not any(suffix.lower() == CAPTION_SUFFIXES[0] for suffix in members[key]):
-            members[key][CAPTION_SUFFIXES[0]] = Unread('it may lie behind the damage')
+            members[key][CAPTION_SUFFIXES[0]] = SkipReason('it may lie behind the damage')
         yield members
         raise
     if key is None:
-        members[''] = {'': Unread('nothing is in this tar')}
+        members[''] = {'': SkipReason('nothing is in this tar')}
     yield members
 
 
@@ -223,13 +231,13 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
         try:
             image, captions = columns.find(file.name, parquet.schema_arrow.names, PARQUET_IMAGE_COLUMNS)
         except NoSuchColumn as error:
-            yield None, {NO_SAMPLE: Unread(error)}
+            yield None, {NO_SAMPLE: SkipReason(error)}
             return
         except UserError as error:
             raise DataError(str(error)) from None
 
         if parquet.metadata.num_rows == 0:
-            yield None, {NO_SAMPLE: Unread('no row: nothing is in this file')}
+            yield None, {NO_SAMPLE: SkipReason('no row: nothing is in this file')}
 
         # the row groups, one after the other, so that those before a damaged one are read
         number = 0  # of the row
@@ -242,10 +250,10 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
                     if isinstance(content, dict):
                         content = content.get('bytes') or content.get('path')
                     if content is None:
-                        content = Unread('the row has none')
+                        content = SkipReason('the row has none')
                     elif not isinstance(content, bytes):
-                        content = Unread(f'the row has {content!r:.50} instead of its bytes (--captions reads tables '
-                                         'of paths, and img2dataset makes tars of addresses)')
+                        content = SkipReason(f'the row has {content!r:.50} instead of its bytes (--captions reads '
+                                             'tables of paths, and img2dataset makes tars of addresses)')
 
                     # its captions
                     texts = {}
@@ -253,12 +261,12 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
                         try:
                             texts[name] = captions_in(batch.column(column)[row].as_py())
                         except UnicodeError:
-                            texts[name] = [Unread('no caption: it is not UTF-8')]
+                            texts[name] = [SkipReason('no caption: it is not UTF-8')]
                     yield number, {'.jpg': content, CAPTIONS: texts}
                     number += 1
 
 
-class NoText(Unread):
+class NoText(SkipReason):
     """Why a file holds no caption, so that the next one counts."""
 
 
@@ -279,12 +287,12 @@ def make_sample(fields: Fields, columns: Columns = USUAL_COLUMNS, clean: Callabl
     # the image
     images = [suffix for suffix in fields if is_image(suffix)]
     if not images:
-        unread = [f': {content}' for content in fields.values() if isinstance(content, Unread)]
+        unread = [f': {content}' for content in fields.values() if isinstance(content, SkipReason)]
         raise BadSample('no image' + ''.join(unread[:1]))
     if len(images) > 1:  # one may be a mask of the other
         raise BadSample('more than one image')
     image = fields[images[0]]
-    if isinstance(image, Unread):
+    if isinstance(image, SkipReason):
         raise BadSample(f'no image: {image}')
     captions, missing = read_captions(fields, columns, clean)
 
@@ -301,12 +309,12 @@ def read_captions(fields: Fields, columns: Columns, clean: Callable[[str], str])
     if CAPTIONS in fields:
         texts = fields[CAPTIONS]
     else:
-        of_files = [(suffix, read_text(suffix, fields[suffix])) for suffix in captions_among(fields)]
+        of_files = [(suffix, read_text(suffix, fields[suffix])) for suffix in caption_suffixes(fields)]
         texts = {}
         for given in columns.suffixes or [None]:
             of_name = [text for suffix, text in of_files if given in (None, suffix.lower())]
             with_text = [text for text in of_name if not isinstance(text, NoText)]
-            texts[columns.name_of(given)] = (with_text or of_name or [Unread('no caption')])[:1]
+            texts[columns.name_of(given)] = (with_text or of_name or [SkipReason('no caption')])[:1]
 
     # their letters, and what is none
     captions = {}
@@ -315,7 +323,7 @@ def read_captions(fields: Fields, columns: Columns, clean: Callable[[str], str])
         captions[name] = []
         for text in of_name:
             text = checked(text, clean)
-            if isinstance(text, Unread):
+            if isinstance(text, SkipReason):
                 missing.append(with_name(text, name))
             else:
                 captions[name].append(text)
@@ -324,10 +332,10 @@ def read_captions(fields: Fields, columns: Columns, clean: Callable[[str], str])
     return captions, missing
 
 
-def read_text(suffix: str, content: bytes | Unread) -> str | Unread:
+def read_text(suffix: str, content: bytes | SkipReason) -> str | SkipReason:
     """Return the text of a .txt or .caption, or the `caption` of a .json; or why there is none."""
-    if isinstance(content, Unread):
-        return Unread(f'no caption: {content}')
+    if isinstance(content, SkipReason):
+        return SkipReason(f'no caption: {content}')
     try:
         if suffix.lower() == '.json':
             text = json.loads(content)['caption']
@@ -336,7 +344,7 @@ def read_text(suffix: str, content: bytes | Unread) -> str | Unread:
         else:
             text = content.decode(encoding_of(content))
     except UnicodeError:
-        return Unread('caption is not UTF-8')
+        return SkipReason('caption is not UTF-8')
     except (json.JSONDecodeError, RecursionError) as error:
         return NoText(f'no caption: its {suffix} is no JSON that can be read ({error})')
     except (ValueError, KeyError, TypeError):
@@ -344,14 +352,14 @@ def read_text(suffix: str, content: bytes | Unread) -> str | Unread:
     return text if text.strip() else NoText('empty caption')
 
 
-def checked(text: str | Unread, clean: Callable[[str], str]) -> str | Unread:
+def checked(text: str | SkipReason, clean: Callable[[str], str]) -> str | SkipReason:
     """Return a caption with its letters mended; or why it is none."""
-    if isinstance(text, Unread):
+    if isinstance(text, SkipReason):
         return text
     try:
         text.encode()  # JSON can hold what UTF-8 cannot
     except UnicodeError:
-        return Unread('caption is not UTF-8')
+        return SkipReason('caption is not UTF-8')
     if '\0' in text:
-        return Unread('caption has a NUL: UTF-16 needs its byte order mark')
-    return clean(text.rstrip('\r\n')) or Unread('empty caption')
+        return SkipReason('caption has a NUL: UTF-16 needs its byte order mark')
+    return clean(text.rstrip('\r\n')) or SkipReason('empty caption')

@@ -9,7 +9,7 @@ import convert
 from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.readers import NO_SAMPLE, make_sample, read_samples
 from sdbench.datasets.sources import File
-from sdbench.datasets.tables import Unread
+from sdbench.datasets.tables import SkipReason
 from sdbench.errors import DataError
 from tests.samples import read_back, sample_files, write_tar
 
@@ -30,7 +30,7 @@ def test_a_tar_cut_at_any_block_keeps_its_whole_samples_and_is_named(tmp_path, s
     for length in [*range(1, end_mark + 1023, 256), *ends, *(end - 1 for end in ends), end_mark + 1023]:
         (tmp_path / 'cut.tar').write_bytes(whole[:length])
         *samples, (key, fields) = read_file(tmp_path / 'cut.tar')
-        complete = [key for key, fields in samples if Unread not in map(type, fields.values())]
+        complete = [key for key, fields in samples if SkipReason not in map(type, fields.values())]
         assert complete == [str(i) for i, end in enumerate(ends) if end <= length], length
         assert key is None, length
         assert fields[NO_SAMPLE].startswith(DAMAGED), length

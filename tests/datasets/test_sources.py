@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sdbench.datasets.sources import File, find_files, join_neighbours
+from sdbench.datasets.sources import File, find_files, group_into_parts
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -19,7 +19,7 @@ def names_of(found, folder: Path) -> list[str]:
 
 
 def reasons_of(found, folder: Path) -> dict[str, str]:
-    return {os.path.relpath(line['source'], folder): line['reason'] for line in found.left_out}
+    return {os.path.relpath(line['source'], folder): line['reason'] for line in found.skipped}
 
 
 def test_links_are_followed_loops_end_and_a_folder_is_searched_once(tmp_path):
@@ -39,7 +39,7 @@ def test_links_are_followed_loops_end_and_a_folder_is_searched_once(tmp_path):
 
 
 def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr('sdbench.datasets.sources.formats', lambda: ())
+    monkeypatch.setattr('sdbench.datasets.names.formats', lambda: ())
     make(tmp_path, 'x.tar', 'x.parquet', 'x_stats.json', '0/a.mp4', '0.parquet', '0_stats.json', 'y.parquet',
          'y_stats.json', 'x.tar.gz', 'IMG.heic', 'README', 'list.CSV', 'photo.xyz',
          'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar', 'closed/b.tar', 'closed.tar')
@@ -71,22 +71,22 @@ def test_a_glob_takes_what_it_names_with_the_captions_beside(tmp_path):
     found = find_files(['*.jpg', f'{tmp_path}/fol*'])
     assert [(file.name, file.size, file.captions) for file in found.files] == [
         (f'{tmp_path}/a.jpg', 2, ('a.txt',)), (f'{tmp_path}/folder/c.jpg', 1, ())]
-    assert not found.left_out
+    assert not found.skipped
     with pytest.raises(ValueError, match='SOURCE .* does not exist; give a file, a folder, or a glob'):
         find_files([f'{tmp_path}/*.gif'])
 
 
 def test_neighbours_are_joined_up_to_the_size_of_a_part_and_a_new_file_changes_the_parts_around_it_alone():
     files = [File(f'{number:04}.jpg', 1 + number % 7) for number in range(2000)]
-    parts = join_neighbours(files, 100)
+    parts = group_into_parts(files, 100)
     assert [file for part in parts for file in part] == files
     sizes = [sum(file.size for file in part) for part in parts]
     assert max(sizes) <= 100
     assert sum(sizes) / len(sizes) > 40
     files.insert(500, File('0499b.jpg', 3))
-    assert len([part for part in join_neighbours(files, 100) if part not in parts]) < 10 < len(parts) / 5
+    assert len([part for part in group_into_parts(files, 100) if part not in parts]) < 10 < len(parts) / 5
     large = [File('a.tar', 300), File('b.tar', 200)]
-    assert join_neighbours(large, 100) == [[file] for file in large]
+    assert group_into_parts(large, 100) == [[file] for file in large]
 
 
 def test_tars_of_a_store_are_found_and_the_rest_is_listed(s3):
@@ -103,7 +103,7 @@ def test_tars_of_a_store_are_found_and_the_rest_is_listed(s3):
     assert names('s3://bucket/') == ['tars/0.tar', deep, 'tars.tar']
     assert names(f's3://bucket/{deep}') == [deep]
     assert {line['source'].removeprefix('s3://bucket/'): line['reason'].partition(':')[0]
-            for line in find_files(['s3://bucket/tars']).left_out} == {
+            for line in find_files(['s3://bucket/tars']).skipped} == {
         'tars/.tmp/2.tar': 'hidden', 'tars/3.jpg': 'no tar', **dict.fromkeys(odd, 'no path'),
         'tars/x.tar.gz': 'not an image, a caption, a tar or Parquet'}
     with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):

@@ -169,16 +169,15 @@ def test_a_table_in_parquet_is_read_once_and_is_no_source_of_images(tmp_path, ca
 @pytest.mark.parametrize('content, words', [
     ('name;text\na.jpg;one\n', 'no file_name or filename for --image_column among its columns name, text'),
     ('file_name,a,\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, (no name)'),
-    ('x,y,z\na.jpg,1,2\n', 'no file_name or filename for --image_column and no text or caption for --caption_column '
-     'among its columns x, y, z')])
+    ('x,y,z\na.jpg,1,2\n', 'no file_name or filename for --image_column among its columns x, y, z')])
 def test_a_table_without_the_columns_says_so_and_text_files_still_count(tmp_path, capsys, content, words, name, status):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
     (folder / 'b.txt').write_text('two')
     table = folder / name
     table.write_text(content)
     assert convert.main([str(folder), 'out']) == status
-    remedy = ' and '.join(f'{flag} NAME' for flag in ('--image_column', '--caption_column') if flag in words)
-    words += f'; give {remedy}'
+    flag = '--image_column' if '--image_column' in words else '--caption_column'
+    words += f'; give {flag} NAME'
     assert f'warning: {table} is no table of captions: {words}; rename the file' in capsys.readouterr().err
     assert captions(tmp_path / 'out') == ['two']
     assert (name, None, f'no table of captions: {words}') in listed(tmp_path / 'out')
