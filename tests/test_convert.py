@@ -64,7 +64,7 @@ def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_pa
         assert convert.main(['photos', 'photos/mds']) == 0
     assert read_back(photos / 'mds') == pairs(5, 1, 2, 4)
     assert [(line['source'], line['reason'].partition(':')[0]) for line in skipped(photos / 'mds')] == [
-        (f'{photos}/pipe.jpg', 'no file'), (f'{photos}/lonely.webp', 'no caption')]
+        (f'{photos}/pipe.jpg', 'not a regular file'), (f'{photos}/lonely.webp', 'no caption')]
 
 
 def test_captions_have_the_letters_that_open_clip_gives_them_where_a_flag_asks_for_it(tmp_path):
@@ -108,7 +108,7 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
                 'link': 'no caption: a link, a pipe, a device or a sparse file in a tar',
                 'inner.tar': f'{other}.tar is not read', 'README': f'{other}a file without a suffix is not read',
                 'film.mp4': f'{other}.mp4 is not read', 'good.psd': f'{other}.psd is not read', '._a.jpg': 'hidden',
-                'torn': 'no caption: its .json is no JSON',
+                'torn': 'no caption: its .json is not valid JSON',
                 '': 'no image: nothing is in this tar'}
     listed = {line['key']: line['reason'] for line in skipped(tmp_path / 'out')}
     assert listed.keys() == expected.keys()
@@ -165,7 +165,7 @@ def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tar
     printed = capsys.readouterr()
     assert printed.out.startswith('done already')
     assert '00000.tar is cut short or damaged' in printed.err
-    assert '; kept: 1 whole sample; where another has no caption, it may lie behind the damage;' in printed.err
+    assert '; kept: 1 whole sample; a sample without a caption may have it after the damage;' in printed.err
 
     (tars / '00000.tar').write_bytes(whole)  # fetched again
     write_tar(tars / '00003.tar', sample_files('6', 6))
@@ -173,7 +173,7 @@ def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tar
     assert convert.main(argv) == 0
     errors = capsys.readouterr().err
     assert 'converting 2 files in 2 of 3 parts\n' in errors
-    assert f'2 folders in OUT {out} no longer in use, since' in errors
+    assert f'2 folders in OUT {out} no longer in use, because' in errors
     assert read_back(out) == pairs(0, 1, 2) + pairs(4, 5, suffix='webp') + pairs(6)
     parts = {path: time for path, time in before.items() if path.parent != out}
     assert {path: times_of(out)[path] for path in parts} == parts  # also those that are no longer used
@@ -223,7 +223,7 @@ def test_a_full_disk_is_one_line_and_the_next_run_goes_on(server, tmp_path, caps
     assert (code, error.count('\n')) == (1, 1), error
     assert f'OUT {disk}/out cannot be read or written' in error
     assert 'No space left on device' in error
-    assert 'the same command, started again, goes on' in error
+    assert 'start the same command again to continue' in error
     assert not list((tmp_path / 'run/disk').rglob('index.json'))
 
 

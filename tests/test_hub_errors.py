@@ -23,7 +23,7 @@ def not_in_the_cache(cause: Exception) -> Exception:
     (GatedRepoError('Access to model me/x is restricted', response=ANSWER), UserError,
      ['is gated on the hub (Access to model me/x is restricted)', 'accept its terms', 'hf auth login']),
     (RepositoryNotFoundError('Repository Not Found', response=ANSWER), UserError,
-     ['does not give a repository of that name (Repository Not Found)', 'check the name']),
+     ['the hub has no such repository (Repository Not Found)', 'check the name']),
     (not_in_the_cache(ConnectionError('Connection refused')), UserError, ['(Connection refused)', 'the network']),
     (OSError(errno.ENOSPC, 'No space left on device', '/cache/blob'), OSError,
      ['/cache/blob: No space left on device', 'HF_HOME']),

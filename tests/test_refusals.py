@@ -28,7 +28,7 @@ ROWS = [
     ('benchmark.py', '--use_synth_data -q', '-q is no flag; see --help'),
     ('benchmark.py', '--use_synth_data --batch 4', '--batch is no flag'),  # an abbreviation is none
     ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read (No such file or directory)'),
-    ('benchmark.py', '@utf-16.txt', '@utf-16.txt is no text in UTF-8; save it as UTF-8'),
+    ('benchmark.py', '@utf-16.txt', '@utf-16.txt is not UTF-8 text; save it as UTF-8'),
     ('benchmark.py', '@quote.txt', '@quote.txt, line 2: no closing quotation'),
     ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'WORLD_SIZE of the environment is 4(x2), and no number'),
     ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 does nothing '
@@ -68,8 +68,8 @@ ROWS = [
      'none; give --precision fp32'),
     ('benchmark.py', f'{SYNTHETIC} --compile reduce-overhead --device_train_microbatch_size 2',
      'use --device_train_microbatch_size 4'),
-    ('benchmark.py', f'{SYNTHETIC} --model_name nobody/nothing', '--model_name nobody/nothing is no folder here, and '
-     'the hub does not give a repository of that name (Cannot reach'),
+    ('benchmark.py', f'{SYNTHETIC} --model_name nobody/nothing', '--model_name nobody/nothing is not a folder here, '
+     'and the hub has no such repository (Cannot reach'),
     ('benchmark.py', f'{SYNTHETIC} --use_ema --max_duration 9ba --ema_start 9ba',
      '--ema_start 9ba is not before the end of the run, --max_duration 9ba'),
 

@@ -1,6 +1,6 @@
 """Names of files: which are images, captions or tables, and which names belong together.
 
-In folders and in tars, the suffix of a name is what follows its last dot, and the key is everything before it. The
+In folders and in tars, a name is split at its last dot: the key is before it, and the suffix begins with it. The
 caption of KEY.jpg is in KEY.txt or KEY.caption, or is the "caption" in KEY.json. The case of a suffix does not matter.
 WebDataset splits at the first dot instead, which makes IMG_2020.01.02.jpg and IMG_2020.01.03.jpg one sample.
 """
@@ -43,7 +43,7 @@ def is_shard(suffix: str) -> bool:
 
 
 def caption_suffixes(suffixes: Iterable[str]) -> list[str]:
-    """Return the suffixes of captions, in the order in which the files are tried."""
+    """Return the suffixes of captions, sorted as the files are tried."""
     return sorted(filter(is_caption, suffixes), key=lambda suffix: (CAPTION_SUFFIXES.index(suffix.lower()), suffix))
 
 
@@ -52,7 +52,7 @@ def why_not_read(suffix: str) -> str:
     if suffix.lower() in HEIF_SUFFIXES:
         return f'{suffix} needs a package (pip install pillow-heif)'
     if suffix.lower() in TABLE_SUFFIXES:
-        return f'{suffix} of this name is read where --captions names it'
+        return f'a {suffix} of this name is read only with --captions'
     return f'{suffix or "a file without a suffix"} is not read'
 
 

@@ -129,7 +129,7 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
 
 
 class Search:
-    """A search of SOURCE, which notes what it skips.
+    """A search of SOURCE, with the list of everything that it skips.
 
     Args:
         sources: as the user gave them.
@@ -148,7 +148,7 @@ class Search:
         self.searched: dict[str, str] = {}
 
     def skip(self, name: str, reason: str, key: int | None = None) -> None:
-        """Note that a file, a folder or a row of a table is skipped.
+        """Record that a file, a folder or a row of a table is skipped.
 
         Args:
             name: path or address.
@@ -167,7 +167,7 @@ class Search:
         bucket = source.rstrip('/').removesuffix(key).rstrip('/')
         print(f'listing {label}', file=sys.stderr, flush=True)  # a store that does not answer takes minutes
 
-        # List the address itself, or the folder in which a glob begins. A key may also contain the signs of a glob.
+        # List the address itself or, for a glob, the folder before its first sign. A key may also contain such signs.
         folder = key
         if GLOB_SIGNS.search(key):
             folder = GLOB_SIGNS.split(key)[0].rpartition('/')[0]
@@ -187,9 +187,9 @@ class Search:
             path = f'{bucket}/{file.key}'
             suffix = split_name(name)[1]
             if file.key.endswith('/') or path.startswith(self.excluded_addresses):
-                continue  # an empty object stands for a folder
+                continue  # an empty object marks a folder
             if {'', '.', '..'} & {*file.key.split('/')}:  # clients change such a key before they ask for it
-                self.skip(path, 'no path: a key with //, /./ or /../; copy it to another')
+                self.skip(path, 'unusable key: it contains //, /./ or /../; copy the object to another key')
             elif is_hidden(name) and path not in self.sources:
                 self.skip(path, 'hidden')
             elif is_written_by_img2dataset(name, present):
@@ -197,7 +197,8 @@ class Search:
             elif is_shard(suffix):
                 yield File(path, file.size, changed=(file.changed,))
             elif is_image(suffix) or is_caption(suffix):
-                self.skip(path, 'no tar: of a store, tars and Parquet are read; copy the folder here, or pack it')
+                self.skip(path, 'not a tar or Parquet: nothing else is read from a store; copy the folder here, or '
+                          'pack it into a tar')
             else:
                 self.skip(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
 
@@ -242,11 +243,11 @@ class Search:
             self.searched[real] = folder
             return True
         if self.searched[real] != folder:  # SOURCE may name a folder twice
-            self.skip(folder, f'a second name: of {self.searched[real]}')
+            self.skip(folder, f'folder already searched: as {self.searched[real]}')
         return False
 
     def skip_unreadable(self, error: OSError) -> None:
-        """Note a folder that cannot be opened. Raises DataError if the disk fails."""
+        """Record a folder that cannot be opened. Raises DataError if the disk fails."""
         self.skip(error.filename, why_unreadable(error, error.filename))
 
     def classify(self, folder: Folder, tables: CaptionTables) -> dict[str, File]:
@@ -273,7 +274,7 @@ class Search:
         return files
 
     def with_captions(self, folder: Folder, files: dict[str, File], tables: CaptionTables) -> Iterator[File]:
-        """Yield the files of a folder that are converted, images with their captions; skip what has no partner."""
+        """Yield the files of a folder that are converted, images with their captions; skip files without a partner."""
         # Group the images and captions in the folder by key. SOURCE may name only some of them.
         names = defaultdict(dict)  # by key and suffix
         for name in folder.present:
@@ -315,7 +316,7 @@ def file_at(path: str) -> File | SkipReason:
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
-            return SkipReason('no file: a pipe, a socket or a device')
+            return SkipReason('not a regular file: a pipe, a socket or a device')
         if not os.access(path, os.R_OK):
             return SkipReason('cannot be opened: Permission denied')
     except OSError as error:
@@ -328,7 +329,7 @@ def why_unreadable(error: OSError, path: str) -> SkipReason:
     if isinstance(error, PermissionError):
         return SkipReason('cannot be opened: Permission denied')
     if error.errno in (errno.ENOENT, errno.ELOOP):
-        return SkipReason('no file: it is gone, or a broken link')
+        return SkipReason('missing file: deleted, or a broken link')
     raise DataError(f'SOURCE {path} cannot be read ({one_line(error)})') from None
 
 

@@ -19,7 +19,7 @@ from sdbench.inputs.captions import ONE_CAPTION, Named
 OWN_TABLE = 'captions.csv'  # this name promises captions, so convert.py fails if the columns are missing
 # Names of the tables that are found in SOURCE. The first three are the names in Hugging Face's ImageFolder.
 TABLES = ('metadata.csv', 'metadata.jsonl', 'metadata.parquet', OWN_TABLE)
-NO_TABLE = 'no table of captions'  # prefix of the reason for tables without the columns
+NO_TABLE = 'not a table of captions'  # prefix of the reason for tables without the columns
 USUAL_PATH_COLUMNS = ('file_name', 'filename')
 USUAL_CAPTION_COLUMNS = ('text', 'caption')
 SEPARATORS = ',;\t|'  # between the columns of a CSV; which one a spreadsheet writes depends on its language
@@ -164,7 +164,7 @@ class CaptionTables:
 
         Args:
             path: of the table.
-            is_named: whether --captions names it. Then it must have captions, and its only other column has them.
+            is_named: whether --captions names it. Then it must have captions, in any column if there is only one.
 
         Raises UserError if it cannot be read to its end, or a flag must choose between two columns. Skipping the table
         would give its images other captions.
@@ -199,7 +199,7 @@ class CaptionTables:
                 continue
             name = values.get(image_column)
             if not isinstance(name, str) or not name.strip() or '\0' in name:
-                self.skip(path, f'no image in a row: it has no path in column {image_column}', number)
+                self.skip(path, f'no path in a row: column {image_column} is empty or not a text', number)
                 continue
             cells = {called: values.get(column) for called, column in caption_columns.items()}
             self.rows.append(Row(table, number, self.path_of(os.path.dirname(real_path), name), cells))
@@ -224,12 +224,12 @@ class CaptionTables:
             path, _ = row.table
             image = image_of.get((row.table, row.image))
             if image is None:
-                self.skip(path, f'no image at the path of a row: SOURCE has none at {row.image}', row.number)
+                self.skip(path, f'no image for a row: SOURCE has no {row.image}', row.number)
                 continue
             matched_tables.add(path)
             first, captions = self.captions.setdefault(image, (row.table, {name: [] for name in row.cells}))
             if first != row.table:
-                self.skip(path, f'a caption of another table: {first[0]} has one of {row.image}', row.number)
+                self.skip(path, f'image of another table: {first[0]} has the captions of {row.image}', row.number)
                 continue
 
             # Its cells have captions, or reasons why there are none.
@@ -244,7 +244,7 @@ class CaptionTables:
             numbers[row.table] += has_caption
         if self.named is not None and self.named not in matched_tables:
             raise UserError(f'--captions {self.named}: none of its rows names an image of SOURCE; its paths are '
-                            'relative to its own folder, so move it or mend its paths')
+                            'relative to its own folder, so move it or correct its paths')
         return {table: number for table, number in numbers.items() if number}
 
     def images_of_rows(self, images: Set[str]) -> dict[tuple[tuple[str, str], str], str]:
@@ -308,8 +308,8 @@ def read_rows(path: str) -> Iterator:
     try:
         yield from read(path)
     except UnicodeError:
-        raise UserError(f'the table {path} is not UTF-8; save it as "CSV UTF-8" in Excel, or move it to '
-                        'another folder and write it here anew by iconv -f CP1252 -t UTF-8') from None
+        raise UserError(f'the table {path} is not UTF-8; save it as "CSV UTF-8" in Excel, or convert '
+                        'it with iconv -f CP1252 -t UTF-8') from None
 
 
 def encoding_of(beginning: bytes) -> str:
@@ -355,17 +355,16 @@ def read_csv(path: str) -> Iterator:
                 last_line = reader.line_num
                 for cell in cells if separator in UNQUOTED_SEPARATORS else ():
                     if separator in cell and len(cell.splitlines()) > 1:
-                        raise csv.Error(f'a cell that begins with a quote in line {number} has {separator!r} and ends '
-                                        'of lines in it, as where rows follow one whose caption begins with a quote')
+                        raise csv.Error(f'a cell in line {number} begins with a quote and contains {separator!r} and '
+                                        'line ends, so a quote after it seems to be missing')
                 if len(cells) == len(names):
                     yield number, dict(zip(names, cells, strict=True))
                 elif cells:
-                    yield number, SkipReason(f'no row as long as the header: it has {len(cells)} cells instead of '
-                                             f'{len(names)}; a cell with {separator!r} in it stands in quotes')
+                    yield number, SkipReason(f'row with a wrong number of cells: {len(cells)} instead of '
+                                             f'{len(names)}; put quotes around a cell that contains {separator!r}')
         except csv.Error as error:
-            raise UserError(f'the table {path} cannot be read up to line {reader.line_num} ({error}); '
-                            'a caption that begins with a quote ends with one, and a quote within it is written twice'
-                            ) from None
+            raise UserError(f'the table {path} cannot be read up to line {reader.line_num} ({error}); a caption that '
+                            'begins with a quote must end with one, and a quote in it must be written twice') from None
 
 
 def read_json_lines(path: str) -> Iterator:

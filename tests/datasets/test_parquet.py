@@ -64,7 +64,7 @@ def test_several_captions_are_one_sample_unless_a_flag_makes_one_of_each(tmp_pat
         assert convert.main(['in', out, '--clean_captions', *flags, '--caption_column', *names]) == 0
     printed = capsys.readouterr().out
     assert f'captions   2 of {names[0]}, {len(longer)} of {names[1]}\n' in printed
-    assert f'cut        1 of {2 + len(longer)} captions, to 77 tokens\n' in printed
+    assert f'too long   1 of {2 + len(longer)} captions; the text encoder sees the first 77 tokens\n' in printed
     assert f'no caption called {names[1]}' in {line['reason'].split(':')[0] for line in skipped(tmp_path / 'images')}
     assert captions_of('images') == [{names[0]: ['a & b'], names[1]: longer}, {names[0]: ['c']}]
     assert read_index('images')['captions'] == {names[0]: 2, names[1]: len(longer)}

@@ -92,7 +92,9 @@ def test_of_tars_in_a_row_all_are_read_and_what_else_follows_the_end_of_one_is_d
         samples = read_file(tmp_path / 'row.tar')
         assert [key for key, _ in samples] == ['0', '1', *keys]
         if keys == [None]:
-            why = 'bytes of zeros, more than a tar ends with' if tail == tails[-1] else 'what follows its end is no tar'
+            why = 'something other than a tar follows its end'
+            if tail == tails[-1]:
+                why = 'bytes of zeros, more than a tar ends with'
             assert why in samples[-1][1][NO_SAMPLE]
 
 

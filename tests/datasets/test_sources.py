@@ -34,8 +34,8 @@ def test_links_are_followed_loops_end_and_a_folder_is_searched_once(tmp_path):
     assert names_of(found, source) == ['a.jpg', 'a.tar', 'b.jpg', 'part1/deep/y.tar', 'part1/x.tar']
     assert [file.captions for file in found.files if file.name.endswith('.jpg')] == [('a.txt',), ('b.txt',)]
     assert reasons_of(found, source) == {
-        'part2': f'a second name: of {source}/part1', 'loop': f'a second name: of {source}',
-        'part1/itself': 'no file: it is gone, or a broken link'}
+        'part2': f'folder already searched: as {source}/part1', 'loop': f'folder already searched: as {source}',
+        'part1/itself': 'missing file: deleted, or a broken link'}
 
 
 def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
@@ -59,11 +59,11 @@ def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
     assert reasons_of(found, tmp_path) == {
         'y_stats.json': 'no image', '0/a.mp4': f'{other}.mp4 is not read',
         'x.tar.gz': f'{other}.gz is not read', 'photo.xyz': f'{other}.xyz is not read',
-        'list.CSV': f'{other}.CSV of this name is read where --captions names it',
+        'list.CSV': f'{other}a .CSV of this name is read only with --captions',
         'IMG.heic': f'{other}.heic needs a package (pip install pillow-heif)', 'photo.txt': 'no image',
         'README': f'{other}a file without a suffix is not read', 'two.jpg': two, 'two.png': two, '._x.jpg': 'hidden',
         '.Trash': 'hidden', **dict.fromkeys(['closed', 'closed.tar'], 'cannot be opened: Permission denied'),
-        'pipe.tar': 'no file: a pipe, a socket or a device'}
+        'pipe.tar': 'not a regular file: a pipe, a socket or a device'}
 
 
 def test_a_glob_takes_what_it_names_with_the_captions_beside(tmp_path):
@@ -104,7 +104,7 @@ def test_tars_of_a_store_are_found_and_the_rest_is_listed(s3):
     assert names(f's3://bucket/{deep}') == [deep]
     assert {line['source'].removeprefix('s3://bucket/'): line['reason'].partition(':')[0]
             for line in find_files(['s3://bucket/tars']).skipped} == {
-        'tars/.tmp/2.tar': 'hidden', 'tars/3.jpg': 'no tar', **dict.fromkeys(odd, 'no path'),
+        'tars/.tmp/2.tar': 'hidden', 'tars/3.jpg': 'not a tar or Parquet', **dict.fromkeys(odd, 'unusable key'),
         'tars/x.tar.gz': 'not an image, a caption, a tar or Parquet'}
     with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
         find_files(['s3://bucket/nothing'])

@@ -80,7 +80,7 @@ def test_what_a_table_has_that_is_no_text_or_no_image_of_source_is_listed_by_its
     assert convert.main([str(folder), 'out']) == 0
     assert captions(tmp_path / 'out') == ['one', 'two']
     assert f' in 1 row of {folder}/metadata.jsonl, column text\ncaptions   2 of 1 image\n' in capsys.readouterr().out
-    none = 'no image at the path of a row: SOURCE has none at'
+    none = 'no image for a row: SOURCE has no'
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.jsonl'] == [
         ('metadata.jsonl', 2, f'no caption: the row has None for {folder}/a.jpg'),
         ('metadata.jsonl', 3, f'no caption: the row has 5 for {folder}/b.jpg'),
@@ -106,9 +106,9 @@ def test_a_table_goes_before_the_text_files_wherever_it_lies_and_what_has_no_mat
                                           'first', 'second']
     assert listed(tmp_path / 'out') == [
         ('both.png', None, 'more than one image: both.jpg, both.png'),
-        ('captions.csv', 2, f'a caption of another table: {folder}/metadata.csv has one of {folder}/twice.jpg'),
+        ('captions.csv', 2, f'image of another table: {folder}/metadata.csv has the captions of {folder}/twice.jpg'),
         ('lonely.jpg', 'lonely', 'no caption'),
-        ('metadata.csv', 4, f'no image at the path of a row: SOURCE has none at {folder}/missing.jpg'),
+        ('metadata.csv', 4, f'no image for a row: SOURCE has no {folder}/missing.jpg'),
         ('metadata.csv', 5, f"no caption: the row has '' for {folder}/empty.jpg")]
     assert f'in 3 rows of {folder}/metadata.csv, column text' in capsys.readouterr().out
 
@@ -161,7 +161,7 @@ def test_a_table_in_parquet_is_read_once_and_is_no_source_of_images(tmp_path, ca
         assert convert.main(argv) == 0
         assert captions(tmp_path / 'out') == ['one']
         printed = capsys.readouterr().out
-        assert 'skipped    1 no image in a row, 1 no image at the path of a row; listed in' in printed
+        assert 'skipped    1 no path in a row, 1 no image for a row; listed in' in printed
     assert printed.startswith('done already: OUT out holds 1 sample of this SOURCE\n')
 
 
@@ -178,11 +178,11 @@ def test_a_table_without_the_columns_says_so_and_text_files_still_count(tmp_path
     assert convert.main([str(folder), 'out']) == status
     flag = '--image_column' if '--image_column' in words else '--caption_column'
     words += f'; give {flag} NAME'
-    assert f'warning: {table} is no table of captions: {words}; rename the file' in capsys.readouterr().err
+    assert f'warning: {table} is not a table of captions: {words}; rename the file' in capsys.readouterr().err
     assert captions(tmp_path / 'out') == ['two']
-    assert (name, None, f'no table of captions: {words}') in listed(tmp_path / 'out')
+    assert (name, None, f'not a table of captions: {words}') in listed(tmp_path / 'out')
     line = one_error_line([folder, tmp_path / 'other', '--captions', table], capsys, convert.main)
-    assert f'--captions {table} is no table of captions: {words}' in line
+    assert f'--captions {table} is not a table of captions: {words}' in line
 
 
 @pytest.mark.parametrize('flags, caption', [(['--captions', '{}'], '7'), (['--caption_column', 'label'], '7'),
@@ -205,12 +205,12 @@ def test_a_cell_of_a_csv_may_be_a_list_in_json_and_what_is_no_such_list_or_no_ro
     (folder / 'metadata.csv').write_text('\n'.join(rows))
     assert convert.main([str(folder), 'out']) == 0
     assert captions(tmp_path / 'out') == ['one', 'two', '[sic] five', 'a cat, awake', 'six']
-    reason = "no row as long as the header: it has {} cells instead of 2; a cell with ',' in it stands in quotes"
+    reason = "row with a wrong number of cells: {} instead of 2; put quotes around a cell that contains ','"
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.csv'] == [
         ('metadata.csv', 4, 'no caption: the row has a list that is not JSON, "[\'three\' \'four\']" '
          f'for {folder}/b.jpg'),
         ('metadata.csv', 6, reason.format(3)), ('metadata.csv', 7, reason.format(1)),
-        ('metadata.csv', 10, 'no image in a row: it has no path in column file_name'),
+        ('metadata.csv', 10, 'no path in a row: column file_name is empty or not a text'),
         ('metadata.csv', 11, f'no caption: the row has [] for {folder}/g.jpg'),
         ('metadata.csv', 12, f'no caption: the row has None for {folder}/h.jpg')]
 
@@ -218,7 +218,7 @@ def test_a_cell_of_a_csv_may_be_a_list_in_json_and_what_is_no_such_list_or_no_ro
 @pytest.mark.parametrize('name, content, words', [
     ('metadata.csv', b'file_name,text\na.jpg,"one\nb.jpg,two\n',
      'the table {} cannot be read up to line 3 (unexpected end of data)'),
-    ('metadata.csv', b'file_name\ttext\na.jpg\t"one\nb.jpg\ttwo"\n', 'a cell that begins with a quote in line 2 has'),
+    ('metadata.csv', b'file_name\ttext\na.jpg\t"one\nb.jpg\ttwo"\n', 'a cell in line 2 begins with a quote'),
     ('metadata.csv', b'file_name,Text,caption\na.jpg,one,two\n', 'has the columns Text and caption; name one of them'),
     ('metadata.csv', b'FileName,file_name,text\na.jpg,b.jpg,1\n', 'has the columns FileName and file_name; name one'),
     ('metadata.csv', b'file_name,text\ncaf\xe9.jpg,one\n', 'the table {} is not UTF-8; save it as "CSV UTF-8"'),
@@ -241,9 +241,9 @@ def test_a_row_of_another_form_takes_an_image_only_where_one_name_and_one_image_
     (folder / 'captions.csv').write_text('file_name,text\nOne.jpg,c\n')
     assert convert.main([str(folder), 'out']) == 0
     assert captions(tmp_path / 'out') == ['its own', 'a', 'b']
-    none = 'no image at the path of a row: SOURCE has none at'
+    none = 'no image for a row: SOURCE has no'
     assert [line for line in listed(tmp_path / 'out') if line[0].endswith('.csv')] == [
-        ('captions.csv', 2, f'a caption of another table: {folder}/metadata.csv has one of {folder}/One.jpg'),
+        ('captions.csv', 2, f'image of another table: {folder}/metadata.csv has the captions of {folder}/One.jpg'),
         *(('metadata.csv', line, f'{none} {folder}/{name}') for line, name in (
             (2, 'aBc.jpg'), (6, 'TWICE.jpg'), (7, 'Twice.jpg')))]
 
