@@ -1,4 +1,4 @@
-"""What the hub or its cache on this machine refuses is said with its own reason."""
+"""A failure at the hub, or in its cache on this machine, is reported with its own reason."""
 import errno
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ def not_in_the_cache(cause: Exception) -> Exception:
      ['/cache/blob: No space left on device', 'HF_HOME']),
     (not_in_the_cache(PermissionError(errno.EACCES, 'Permission denied', '/cache')), OSError,
      ['/cache: Permission denied', 'HF_HOME'])])
-def test_a_failure_at_the_hub_says_its_own_reason_and_what_helps(error, kind, words, monkeypatch):
+def test_a_failure_at_the_hub_is_reported_with_its_reason_and_the_fix(error, kind, words, monkeypatch):
     def fail(*_, **__):
         raise error
 

@@ -1,10 +1,10 @@
-"""What a command cannot do is refused in one line, which names the flag, its value and the remedy.
+"""A command refuses what it cannot do in one line, with the flag, its value and the fix.
 
 A row is a command (behind variables of its environment, if any), its flags and the words that its line must hold.
 It is run in a folder that has `shards` (24 samples), `pipeline` (of the tiny model), `prompts.txt` (one caption),
-`blank.txt`, `utf-16.txt` and `quote.txt` (flags), `records.csv` (a record with a comma too many), `notes` (a folder
+`no-prompt.txt`, `utf-16.txt` and `quote.txt` (flags), `records.csv` (a record with a comma too many), `notes` (a folder
 with a file of the user's), `empty` (a folder), `photo.jpg`, `whole.safetensors`, and a LoRA in `lora.safetensors` and
-`lora`; nothing listens at S3_ENDPOINT_URL. Refusals that need more than that stand where what they need is made.
+`lora`; nothing listens at S3_ENDPOINT_URL. Refusals that need other files are tested next to the code that makes them.
 """
 import importlib
 import shlex
@@ -114,14 +114,14 @@ ROWS = [
     ('report.py', 'published.csv --phase 512 --training_images 3', '--phase shows plans alone, and '
      '--training_images is not of a plan'),
 
-    # Folders, weights, pictures and held-out samples of a training, and what is evaluated and exported
+    # Folders, weights, images and held-out samples in a training, an evaluation and an export
     ('benchmark.py', f'{SYNTHETIC} --save_folder notes', '--save_folder notes already holds files'),
     ('benchmark.py', f"{SYNTHETIC} --save_folder 'x {{0}} %d'", '--save_folder x {0} %d contains {, } or %'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder b}}', '--save_folder b} contains {, } or %'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder 100%', '--save_folder 100% contains {, } or %'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes is not there, or holds no whole checkpoint'),
-    ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts blank.txt', 'blank.txt holds no prompt'),
+    ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts no-prompt.txt', 'no-prompt.txt holds no prompt'),
     ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, and the training'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights whole.safetensors', '--load_weights whole.safetensors is a single '
      'file, and no folder of a model in the layout of diffusers; if it holds the weights of a Stable Diffusion, '
@@ -146,11 +146,11 @@ ROWS = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, shards, pipeline):
-    """The folder of the rows, in which the test runs."""
+    """The folder described above; the test runs there."""
     (tmp_path / 'shards').symlink_to(shards)
     (tmp_path / 'pipeline').symlink_to(pipeline)
     (tmp_path / 'prompts.txt').write_text('a cat\n')
-    (tmp_path / 'blank.txt').write_text(' \n\n')
+    (tmp_path / 'no-prompt.txt').write_text(' \n\n')
     (tmp_path / 'utf-16.txt').write_text('--use_synth_data', encoding='utf-16')
     (tmp_path / 'quote.txt').write_text("--use_synth_data\n--model_name 'tiny\n")
     (tmp_path / 'records.csv').write_text('device,num_devices\nx,1,618\n')
@@ -169,7 +169,7 @@ def folder(tmp_path, monkeypatch, shards, pipeline):
 
 
 @pytest.mark.parametrize('command, flags, words', ROWS)
-def test_a_refusal_is_one_line_with_flag_value_and_remedy(command, flags, words, folder, capfd, monkeypatch):
+def test_a_refusal_is_one_line_with_the_flag_its_value_and_the_fix(command, flags, words, folder, capfd, monkeypatch):
     *variables, command = command.split()
     for variable in variables:
         monkeypatch.setenv(*variable.split('='))

@@ -1,4 +1,4 @@
-"""What SOURCE names is converted or left out with a reason, whatever links, names and rights lie there."""
+"""Every file in SOURCE is converted or skipped with a reason, despite links, odd names and missing permissions."""
 import os
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_links_are_followed_loops_end_and_a_folder_is_searched_once(tmp_path):
         'part1/itself': 'missing file: deleted, or a broken link'}
 
 
-def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
+def test_every_file_that_is_not_converted_has_a_reason(tmp_path, monkeypatch):
     monkeypatch.setattr('sdbench.datasets.names.formats', lambda: ())
     make(tmp_path, 'x.tar', 'x.parquet', 'x_stats.json', '0/a.mp4', '0.parquet', '0_stats.json', 'y.parquet',
          'y_stats.json', 'x.tar.gz', 'IMG.heic', 'README', 'list.CSV', 'photo.xyz',
@@ -66,7 +66,7 @@ def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
         'pipe.tar': 'not a regular file: a pipe, a socket or a device'}
 
 
-def test_a_glob_takes_what_it_names_with_the_captions_beside(tmp_path):
+def test_a_glob_takes_the_files_that_it_matches_and_their_captions(tmp_path):
     make(tmp_path, 'a.jpg', 'a.txt', 'b.png', 'b.txt', 'folder/c.jpg')
     found = find_files(['*.jpg', f'{tmp_path}/fol*'])
     assert [(file.name, file.size, file.captions) for file in found.files] == [
@@ -76,7 +76,7 @@ def test_a_glob_takes_what_it_names_with_the_captions_beside(tmp_path):
         find_files([f'{tmp_path}/*.gif'])
 
 
-def test_neighbours_are_joined_up_to_the_size_of_a_part_and_a_new_file_changes_the_parts_around_it_alone():
+def test_adjacent_files_share_a_part_and_a_new_file_changes_only_the_parts_around_it():
     files = [File(f'{number:04}.jpg', 1 + number % 7) for number in range(2000)]
     parts = group_into_parts(files, 100)
     assert [file for part in parts for file in part] == files
@@ -89,7 +89,7 @@ def test_neighbours_are_joined_up_to_the_size_of_a_part_and_a_new_file_changes_t
     assert group_into_parts(large, 100) == [[file] for file in large]
 
 
-def test_tars_of_a_store_are_found_and_the_rest_is_listed(s3):
+def test_tars_in_a_store_are_found_and_all_other_files_have_a_reason(s3):
     odd = ['tars//1.tar', 'tars/./1.tar', 'tars/../1.tar']
     for key in ('tars/0.tar', 'tars/deep/[1] #?%41.tar', 'tars/.tmp/2.tar', 'tars/3.jpg', 'tars/x.tar.gz', 'tars.tar',
                 'tars/0.parquet', 'tars/0_stats.json', *odd):
@@ -113,7 +113,7 @@ def test_tars_of_a_store_are_found_and_the_rest_is_listed(s3):
         find_files(['s3://bucket/tars'])
 
 
-def test_what_was_changed_is_another_part_also_at_the_same_size(tmp_path, s3):
+def test_a_changed_file_changes_its_part_even_at_the_same_size(tmp_path, s3):
     def identities() -> list[list]:
         return [file.identity() for file in find_files([str(tmp_path), 's3://bucket/tars']).files]
 

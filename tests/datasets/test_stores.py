@@ -1,4 +1,4 @@
-"""Stores are opened with the environment that Streaming takes, and what goes wrong there is one line."""
+"""Stores are opened with the same environment variables as Streaming, and each error is reported in one line."""
 import inspect
 import io
 import json
@@ -30,7 +30,7 @@ SECRET = 'c2VjcmV0LWtleQ=='
 
 @pytest.fixture(autouse=True)
 def no_credentials(monkeypatch, tmp_path):
-    """None but those of a test, and no questions to the metadata server of a cloud."""
+    """Remove all credentials except the ones that a test sets, and do not ask the metadata server of a cloud."""
     for name in list(os.environ):
         if re.match('AWS_|S3_|GCS_|GOOGLE_|CLOUDSDK_|AZURE_|MOSAICML_STREAMING_', name):
             monkeypatch.delenv(name)
@@ -43,7 +43,7 @@ def no_credentials(monkeypatch, tmp_path):
         made_of_environment.cache_clear()
 
 
-def test_endpoint_region_and_keys_are_those_that_boto3_finds_and_without_keys_nothing_is_signed(tmp_path, monkeypatch):
+def test_endpoint_region_and_keys_come_from_boto3_and_without_keys_requests_are_unsigned(tmp_path, monkeypatch):
     (tmp_path / 'config').write_text('[profile mine]\nregion = eu-north-1\naws_access_key_id = FROMPROFILE\n'
                                      'aws_secret_access_key = x\n')
     monkeypatch.setenv('AWS_PROFILE', 'mine')
@@ -103,7 +103,7 @@ def test_a_public_bucket_of_google_is_read_without_credentials(monkeypatch):
 
 
 def at_endpoint(client: Client, url: str) -> Client:
-    """Let a client of Google ask a server on loopback."""
+    """Point a client of Google to a server on loopback."""
     client._connection.API_BASE_URL = url
     return client
 
@@ -114,7 +114,7 @@ LISTED = ('<Blob><Name>{}</Name><Properties><Last-Modified>Tue, 01 Sep 2026 00:0
 
 
 class LocalAzure:
-    """A store of Azure's blobs by their names: as much of its REST interface as a dataset needs.
+    """A blob store like Azure's, with the part of its REST interface that a dataset needs.
 
     It answers requests for /ACCOUNT/CONTAINER/BLOB that are signed with a key of that account.
     """
@@ -150,7 +150,7 @@ class LocalAzure:
 
 
 def use_azure_at(url: str, monkeypatch) -> list[str]:
-    """Let Azure's clients ask a server on loopback, and return the list of the addresses that they are made for."""
+    """Point Azure's clients to a server on loopback, and return a list that collects their account addresses."""
     made = []
 
     def client_of_emulator(account_url: str, credential: str, **options) -> BlobServiceClient:
@@ -200,7 +200,7 @@ def test_a_process_has_one_client_of_azure_however_many_parts_it_reads(monkeypat
 
 @pytest.mark.parametrize('key', ['a#b/0.tar', 'a?b=c/0.tar', 'a%20b/0 1.tar', 'a'])
 @pytest.mark.parametrize('bucket', ['s3://bucket', 'azure://me.blob.core.windows.net/container'])
-def test_an_object_is_read_by_its_whole_key_whatever_signs_are_in_it(monkeypatch, key, bucket):
+def test_an_object_is_read_by_its_whole_key_whatever_characters_it_contains(monkeypatch, key, bucket):
     with local_s3(monkeypatch), served(LocalAzure()) as url:
         use_azure_at(url, monkeypatch)
         for name in ('a', key):
@@ -211,7 +211,7 @@ def test_an_object_is_read_by_its_whole_key_whatever_signs_are_in_it(monkeypatch
 
 
 @pytest.mark.parametrize('address', ['s3://bucket/a', 'gs://bucket/a', 'azure://me.blob.core.windows.net/container/a'])
-def test_a_refused_connection_is_told_after_ten_seconds_of_pauses_at_most(monkeypatch, address):
+def test_a_refused_connection_is_reported_after_at_most_ten_seconds_of_pauses(monkeypatch, address):
     use_azure_at('http://127.0.0.1:1', monkeypatch)
     monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:1')
     monkeypatch.setenv('STORAGE_EMULATOR_HOST', 'http://127.0.0.1:1')  # of Google's client
@@ -236,7 +236,7 @@ def test_a_refused_connection_is_told_after_ten_seconds_of_pauses_at_most(monkey
     (404, 'NoSuchBucket', ': there is no such bucket; check its name and S3_ENDPOINT_URL'),
     (500, 'InternalError', ' cannot be read or written (500 InternalError none)'),
     (0, '', ': no server answers there; check the address, S3_ENDPOINT_URL and the network')])
-def test_an_answer_is_said_in_the_same_words_without_secrets_whatever_was_asked(monkeypatch, status, code, words):
+def test_every_request_reports_an_error_answer_in_the_same_words_without_secrets(monkeypatch, status, code, words):
     Path('sent').write_text('1')
     address = 's3://bucket/a'
 
@@ -254,7 +254,7 @@ def test_an_answer_is_said_in_the_same_words_without_secrets_whatever_was_asked(
     assert not Path('copy').exists()
 
 
-def test_a_store_that_knows_no_checksums_takes_files(monkeypatch):
+def test_files_are_written_to_a_store_that_does_not_support_checksums(monkeypatch):
     with local_s3(monkeypatch) as server:
         server.unknown_headers = {'x-amz-checksum-crc32': 501, 'x-amz-sdk-checksum-algorithm': 400}
         Path('sent').write_text('1')
