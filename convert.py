@@ -87,7 +87,7 @@ def convert(settings: Convert) -> int:
 
         # Convert the missing parts in worker processes.
         done = [output.parts() for output in outputs]
-        missing = [part for part in parts if not all(of_output.get(part.name) for of_output in done)]
+        missing = [part for part in parts if not all(names.get(part.name) for names in done)]
         if missing:
             convert_missing(settings, outputs, parts, missing)
 
@@ -110,8 +110,8 @@ def convert(settings: Convert) -> int:
     else:
         print(done_already(outputs[0], joined, 'SOURCE'))
     print_summary(joined, held_out, found, settings)
-    is_unread = any(os.path.basename(line['source']).lower() == OWN_TABLE for line in unread_tables)
-    return 1 if joined.damaged or is_unread else 0
+    lacks_captions = any(os.path.basename(line['source']).lower() == OWN_TABLE for line in unread_tables)
+    return 1 if joined.damaged or lacks_captions else 0
 
 
 def addresses_of_outputs(settings: Convert) -> list[str]:
@@ -140,11 +140,11 @@ def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part],
     """Convert the missing parts in processes of this machine or on a Ray cluster."""
     files = plural(len({source.name for part in missing for source in part.sources}), 'file')
     print(f'converting {files} in {len(missing):,} of {plural(len(parts), "part")}', file=sys.stderr, flush=True)
-    do = partial(convert_parts, settings, outputs)
+    work = partial(convert_parts, settings, outputs)
     if settings.ray:
-        workers = RayWorkers(do, settings.ray)
+        workers = RayWorkers(work, settings.ray)
     else:
-        workers = LocalWorkers(do, min(settings.num_workers or cpu_cores(), len(missing)))
+        workers = LocalWorkers(work, min(settings.num_workers or cpu_cores(), len(missing)))
     with workers:
         make_parts(workers, parts, missing, outputs[0].is_done, 'B')
 
@@ -182,15 +182,16 @@ def warn(joined: Joined, unread_tables: list[dict], unused: list[str], settings:
         print(f'{PROGRAM}: warning: {one_line(UserError(line["source"]))} is {line["reason"]}; rename the file if '
               'it is something else', file=sys.stderr)
     if unused:
-        names = ' '.join(unused[:3]) + (' ...' if len(unused) > 3 else '')
+        names = ' '.join(unused[:3])
+        if len(unused) > 3:
+            names += ' ...'
         print(f'{PROGRAM}: warning: {plural(len(unused), "folder")} in OUT {settings.out} no longer in use, because '
-              f'files in SOURCE were removed or changed, or flags differ: {names}',
-              file=sys.stderr)
+              f'files in SOURCE were removed or changed, or flags differ: {names}', file=sys.stderr)
 
 
 def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Convert) -> None:
     """Print where the captions come from, how many samples were held out or skipped, and the next command."""
-    # Rows from each table: a table in the wrong place has too few
+    # Count the rows from each table, because a table in the wrong folder matches too few images.
     tables = list(found.captions.items())
     for (table, column), number in tables[:MOST_TABLES]:
         print(f'captions   in {plural(number, "row")} of {table}, column {column}')
@@ -198,7 +199,7 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Conv
         number = sum(number for _, number in tables[MOST_TABLES:])
         print(f'captions   in {plural(number, "row")} of {plural(len(tables) - MOST_TABLES, "more table")}')
 
-    # Captions by name, or in total if images have several
+    # Count the captions by name, or in total if images have several.
     number = sum(joined.captions.values())
     if len(joined.captions) > 1:
         counts = ', '.join(f'{count:,} of {name}' for name, count in joined.captions.items())
@@ -209,7 +210,7 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Conv
         print(f'too long   {joined.long_captions:,} of {plural(number, "caption")}; the text encoder sees the first '
               f'{CAPTION_LENGTH} tokens')
 
-    # Samples that are not in OUT: held out or skipped
+    # Say where the other samples are: in the held-out dataset, or in the list of skipped ones.
     flags = []
     if held_out.samples:
         flags = ['--eval_remote', addresses_of_outputs(settings)[1]]
@@ -219,7 +220,7 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Conv
     if joined.skipped:
         print(f'skipped    {skipped_summary(joined, settings)}')
 
-    # The command that trains: on this number of samples, and on a machine without a GPU
+    # Print a training command that suits this number of samples, and one for a machine without a GPU.
     print(f'next       {training_command(settings.out, joined.samples, FINE_TUNED, True, flags)}')
     if joined.samples < FEWEST_FROM_RANDOM:
         print(f'           This fine-tunes a trained model, as advised below about {FEWEST_FROM_RANDOM:,} images, in '

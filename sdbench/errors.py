@@ -93,7 +93,7 @@ def known_reason(error: BaseException, less_memory: str = 'use a smaller --batch
     if isinstance(error, DataError | ImportError):
         return one_line(error)
 
-    # Libraries raise plain RuntimeErrors for most failures of the machine, so their text tells them apart.
+    # Libraries raise plain RuntimeErrors for most failures of the machine, so the text of the error decides.
     for raised in (error.__cause__, error):  # the cause names the signal that ended the worker, if torch knows it
         if 'DataLoader worker' in str(raised):
             return (f'{one_line(raised).rstrip(".")}; use fewer --num_workers if memory ran out, and a larger /dev/shm '

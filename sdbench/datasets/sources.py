@@ -179,7 +179,7 @@ class Search:
         if not named:
             raise nothing_there(source)
 
-        # Choose by name, as `classify` does.
+        # Choose by name, as `classify` does for files of this machine.
         names = {file.key: file.key.removeprefix(folder).lstrip('/') or os.path.basename(folder) for file in listed}
         present = set(names.values())
         for file in named:
@@ -207,7 +207,7 @@ class Search:
 
         Raises UserError if a source names nothing, and DataError if a folder cannot be read.
         """
-        # Files that SOURCE names by themselves or by a glob, grouped by folder
+        # Group the files that SOURCE names directly or by a glob by folder.
         found = []
         tops = []
         for source in self.sources:
@@ -222,7 +222,7 @@ class Search:
                 names = [os.path.basename(path) for path in paths_there]
                 found.append(Folder(folder, os.path.realpath(folder), set(os.listdir(folder)), names))
 
-        # Folders that SOURCE names, with all their subfolders
+        # Search the folders that SOURCE names, with all their subfolders.
         for top in filter(self.should_search, tops):
             for folder, subfolders, names in os.walk(top, onerror=self.skip_unreadable, followlinks=True):
                 found.append(Folder(folder, os.path.realpath(folder), {*names, *subfolders}, sorted(names)))

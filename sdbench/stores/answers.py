@@ -7,7 +7,7 @@ from sdbench.errors import one_line
 
 def store_error(error: BaseException, label: str) -> OSError:
     """Return an OSError of one line that begins with `label`: FileNotFoundError if the file does not exist."""
-    # Errors that a server has answered
+    # The server answered: its status decides.
     status, message = server_answer(error)
     if 'NoSuchBucket' in message or 'ContainerNotFound' in message:
         return OSError(f'{label}: there is no such bucket; check its name and S3_ENDPOINT_URL')
@@ -19,7 +19,7 @@ def store_error(error: BaseException, label: str) -> OSError:
     if status is not None:
         return OSError(f'{label} cannot be read or written ({message})')
 
-    # Without an answer the network or a disk of this machine failed. botocore keeps the cause of its errors in kwargs.
+    # There was no answer: the network or a disk of this machine failed. botocore keeps the cause in kwargs.
     text = f'{type(error).__name__} {error} {getattr(error, "kwargs", "")}'
     advice = 'check the address, S3_ENDPOINT_URL and the network'
     if re.search('refused', text, re.IGNORECASE):
