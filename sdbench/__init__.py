@@ -1,1 +1,1 @@
-"""What the commands of the Stable Diffusion training benchmark are made of. Nothing here imports a command."""
+"""The code that the commands of the Stable Diffusion benchmark share. Nothing here imports a command."""

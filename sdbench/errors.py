@@ -1,21 +1,21 @@
-"""What is wrong with data, and what errors of the libraries mean, in one line. Nothing here needs torch."""
+"""The exceptions of this program, and the errors of libraries in one line for users. Nothing here imports torch."""
 import errno
 import re
 import textwrap
 
-# of torch and CUDA, of torch on a CPU, of cuBLAS and cuDNN, and of cuDNN where no algorithm's workspace fits
+# Messages of torch on CUDA, of torch on a CPU, of cuBLAS and cuDNN, and of cuDNN if no algorithm's workspace fits
 OUT_OF_MEMORY = "out of memory|can't allocate memory|STATUS_ALLOC_FAILED|unable to find an engine"
 
-# such as ;AccountKey=... in a connection string of Azure
-# What is shorter than six characters is no secret, but may be a weight: --caption_weights key=2.
+# For example ;AccountKey=... in a connection string of Azure. A value of fewer than six characters is not a secret, but
+# may be a number: --caption_weights key=2.
 SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]{6,}", re.IGNORECASE)
 
 
 class UserError(ValueError):
-    """Something that the user gave cannot be used: a flag, a file or what is in it.
+    """Something that the user gave cannot be used: a flag, a file or the content of a file.
 
     Its message is one line with the flag or file, its value and the fix. A command prints it and exits with status 2. A
-    plain ValueError is a bug of this program or of a library, and keeps its traceback.
+    plain ValueError is a bug in this program or in a library, and keeps its traceback.
     """
 
 
@@ -24,13 +24,17 @@ class BadSample(UserError):
 
 
 class DataError(Exception):
-    """A run cannot go on with this data."""
+    """A run cannot continue with this data. Its command prints the message and exits with status 1."""
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
-    """Return what an error says, in one line; of a worker's traceback only the DataError that it ends with.
+    """Return the message of an error in one line.
 
-    The last words are left out where there are more than `most` characters.
+    If the message is the traceback of a worker, return only the message of the DataError at its end.
+
+    Args:
+        error: the exception.
+        most: number of characters after which the message is cut; None means never.
     """
     if isinstance(error, OSError) and error.filename:
         return f'{error.filename}: {error.strerror}'
@@ -42,18 +46,18 @@ def one_line(error: BaseException, most: int | None = None) -> str:
 
 
 def redacted(text: str) -> str:
-    """Return a text without the passwords, keys and signatures that addresses and connection strings can carry."""
-    without_users = re.sub(r'://([^/@:\s]*:\S*|[^/@\s]+)@', '://***@', text)  # a password may hold a /
+    """Return a text without the passwords, keys and signatures in addresses and connection strings."""
+    without_users = re.sub(r'://([^/@:\s]*:\S*|[^/@\s]+)@', '://***@', text)  # a password may contain a /
     without_queries = re.sub(r"\?[^\s']*=[^\s']*", '?***', without_users)
     return re.sub(SECRET_SETTING, r'\1=***', without_queries)
 
 
 def unreadable_shard(error: BaseException, path: str | None = None) -> DataError:
-    """Make an error of a storage client or a disk a DataError, with the remedy where it is known.
+    """Return a DataError about a shard, with the fix if the disk is full.
 
     Args:
-        error: of the client or the disk.
-        path: of the shard; None where it is not known.
+        error: the error of the storage client or the disk.
+        path: of the shard; None if it is not known.
     """
     which = f'a shard, {path},' if path else 'a shard'
     text = f'{which} could not be read ({type(error).__name__}: {one_line(error)})'
@@ -63,14 +67,14 @@ def unreadable_shard(error: BaseException, path: str | None = None) -> DataError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory ran out: Python and torch's allocator have an error for it, CUDA and its libraries do not."""
+    """Tell whether memory ran out. CUDA and its libraries have no exception type for it, so the text is searched."""
     if isinstance(error, MemoryError):
         return True
     return type(error).__name__ == 'OutOfMemoryError' or re.search(OUT_OF_MEMORY, str(error)) is not None
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Tell whether an error says that a disk is full, or one that came before it: torch raises another on top."""
+    """Tell whether a disk is full, according to an error or the errors in its context: torch raises another on top."""
     while error is not None:
         if getattr(error, 'errno', None) == errno.ENOSPC or 'No space left' in str(error):
             return True
@@ -79,35 +83,40 @@ def disk_is_full(error: BaseException | None) -> bool:
 
 
 def known_reason(error: BaseException, less_memory: str = 'use a smaller --batch_size or --image_size') -> str | None:
-    """Return in one line why a command failed, with the remedy; None where the error was not foreseen.
+    """Return in one line why a command failed, with the fix; None if the error is a bug and needs its traceback.
 
     Args:
-        error: what it ended with.
-        less_memory: what to do where memory has run out.
+        error: the exception that ended the command.
+        less_memory: the fix if memory ran out.
     """
-    if isinstance(error, DataError):
+    # These errors already name the file, the disk or the package.
+    if isinstance(error, DataError | ImportError):
         return one_line(error)
-    for raised in (error.__cause__, error):  # the cause names the signal that ended the loader, if torch knows it
-        if 'DataLoader worker' in str(raised):  # a loader's process is gone
-            return (f'{one_line(raised).rstrip(".")}; use fewer --num_workers where memory has run out, and a larger '
-                    '/dev/shm (docker run --shm-size) where that is full')
+
+    # Libraries raise plain RuntimeErrors for most failures of the machine, so the text of the error decides.
+    for raised in (error.__cause__, error):  # the cause names the signal that ended the worker, if torch knows it
+        if 'DataLoader worker' in str(raised):
+            return (f'{one_line(raised).rstrip(".")}; use fewer --num_workers if memory ran out, and a larger /dev/shm '
+                    '(docker run --shm-size) if that is full')
     if is_out_of_memory(error):
         return f'out of memory; {less_memory}'
-    if type(error).__name__ == 'FailOnRecompileLimitHit':  # of torch
+    if type(error).__name__ == 'FailOnRecompileLimitHit':  # torch
         return ('--compile: a part of the model was compiled as often as torch allows, and would run uncompiled from '
                 'here on; use --no-compile')
     if disk_is_full(error):
-        return 'a disk is full: free some of it'
+        return f'a disk is full: free some of it ({one_line(error)})'
+    if isinstance(error, OSError):
+        return one_line(error)
     return None
 
 
 def plural(number: int, one: str, several: str | None = None) -> str:
-    """Return a number of things in words, such as '1 batch' and '2,000 batches'.
+    """Return a number with its noun, such as '1 batch' and '2,000 batches'.
 
     Args:
-        number: of them.
-        one: what one is called.
-        several: what more of them are called; None: the same with an s.
+        number: the count.
+        one: the singular.
+        several: the plural; None means the singular with an s.
     """
     if number == 1:
         return f'1 {one}'

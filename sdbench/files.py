@@ -1,4 +1,4 @@
-"""Files of this machine: text that people write, files that appear whole, folders in which one run works at a time."""
+"""Files of this machine: reading text and JSON from users, atomic writes, and locks on folders."""
 import contextlib
 import errno
 import json
@@ -11,17 +11,17 @@ from typing import Any, BinaryIO
 
 from sdbench.errors import UserError
 
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # as Lustre, and NFS without a lock service, can answer
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors from Lustre, or NFS without a lock service
 
 
 def read_text(path: str, label: str) -> str:
-    """Read a text file of the user's: UTF-8, with or without a byte order mark, and any ends of lines.
+    """Read a text file from the user: UTF-8, with or without a byte order mark, and with any line ends.
 
     Args:
         path: of the file.
-        label: its name in error messages: the flag and its value.
+        label: begins the error messages: the flag and its value.
 
-    Raises UserError if it cannot be read, or is in another encoding.
+    Raises UserError if it cannot be read or has another encoding.
     """
     try:
         text = Path(path).read_text(encoding='utf-8-sig')
@@ -29,16 +29,17 @@ def read_text(path: str, label: str) -> str:
         raise UserError(f'{label} cannot be read ({error.strerror})') from None
     except UnicodeDecodeError:
         text = '\0'
-    if '\0' in text:  # which UTF-16 is full of
-        raise UserError(f'{label} is no text in UTF-8; save it as UTF-8, or convert it by iconv')
+    if '\0' in text:  # UTF-16 contains many of these
+        raise UserError(f'{label} is not UTF-8 text; save it as UTF-8, or convert it with iconv')
     return text
 
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Give a file that takes the name `path` once it is whole and on the disk; after an error nothing is left of it.
+    """Yield a file that is renamed to `path` after it is complete and on disk. After an error it is removed.
 
-    A killed process leaves a file called `.NAME.RANDOM.unfinished`. Several processes may write the same path at once.
+    A killed process leaves a file called `.NAME.RANDOM.unfinished`. Several processes may write the same path
+    concurrently.
     """
     unfinished = Path(path).with_name(f'.{os.path.basename(path)}.{uuid.uuid4().hex}.unfinished')
     try:
@@ -47,41 +48,41 @@ def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-    except BaseException:  # a full disk, and whatever else ends the run
+    except BaseException:  # a full disk, Ctrl-C or any other end of the run
         unfinished.unlink(missing_ok=True)
         raise
 
 
 def parse_json(content: str | bytes, label: str) -> Any:
-    """Return what a file of JSON holds. Raises UserError, which names the file by `label`, if it is not JSON."""
+    """Return the value in a JSON file. Raises UserError, which begins with `label`, if it is not JSON."""
     try:
         return json.loads(content)
-    except ValueError as error:  # also of bytes that are not UTF-8
+    except ValueError as error:  # bytes that are not UTF-8 raise it as well
         raise UserError(f'{label} is not JSON ({error}); it may have been cut short: move it away') from None
 
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike, label: str, seconds: float = 0) -> Iterator[None]:
-    """Hold the lock of a folder, which is made where it is not there; the system frees the lock of a killed process.
+    """Hold the lock of a folder, and create the folder if needed. The system releases the lock of a killed process.
 
-    Where the file system has no locks, a warning says so, and nothing is locked. filelock would fall back to a lock
-    that is held as long as its file exists: a machine that is lost would keep out all others for ever.
+    If the file system has no locks, a warning is printed and nothing is locked. filelock would fall back to a lock that
+    is held as long as its file exists, so if a machine is lost, all others would be locked out forever.
 
     Args:
-        path: of the lock, a file in the folder.
-        label: its name in error messages, the flag and its value.
-        seconds: to wait for another run that is ending.
+        path: of the lock file in the folder.
+        label: begins the error messages: the flag and its value.
+        seconds: how long to wait for another run to end.
 
     Raises UserError if another run holds the lock, or the folder cannot be written to.
     """
-    # the folder may be the first thing that a run makes, and a disk that others write to may refuse it
+    # The folder is often the first thing that a run creates, so a full or read-only disk shows here.
     from filelock import FileLock, Timeout
     lock = FileLock(path, thread_local=False, fallback_to_soft=False)
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         lock.acquire(timeout=seconds)
     except Timeout:
-        raise UserError(f'{label} is in use by another run; wait until that has ended') from None
+        raise UserError(f'{label} is in use by another run; wait until it has ended') from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise UserError(f'{label} cannot be written to ({error.strerror}); give another') from None

@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub."""
+"""Download models from the Hugging Face hub."""
 import os
 from pathlib import Path
 
@@ -6,19 +6,19 @@ from sdbench.errors import UserError, one_line
 
 
 def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
-    """Return the folder `name` if it exists; else download that repository of the Hugging Face hub, once.
+    """Return the folder `name` if it exists, or else download that repository from the hub, unless it is cached.
 
     Args:
-        flag: its name in error messages.
+        flag: name of the flag, for error messages.
         name: a folder of this machine, or a repository such as stabilityai/stable-diffusion-2-base.
-        patterns: which files of the repository are downloaded.
+        patterns: glob patterns of the files to download.
 
-    Raises UserError, with the hub's own reason, if there is neither, and OSError if a disk or HF_HOME is the reason.
+    Raises UserError with the hub's reason if there is neither, and OSError if the cache on this machine is the reason.
     """
     if os.path.isdir(name):
         return Path(name)
-    if '/' not in name:  # not a repository
-        raise UserError(f'{flag} {name} is no folder here; to download a model into it, see "Get the weights" in '
+    if '/' not in name:  # it cannot be a repository
+        raise UserError(f'{flag} {name} is not a folder here; to download a model into it, see "Get the weights" in '
                         'docs/training.md')
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
@@ -27,11 +27,11 @@ def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
     except GatedRepoError as error:
         raise UserError(f'{flag} {name} is gated on the hub ({one_line(error, 300)}); accept its terms on its page '
                         'there, and log in: hf auth login') from None
-    except Exception as error:  # wrong names, missing repositories, no network, a disk
-        if isinstance(error, LocalEntryNotFoundError) and error.__cause__:  # which says that nothing is in the cache
+    except Exception as error:  # wrong names, missing repositories, a network or a disk that fails
+        if isinstance(error, LocalEntryNotFoundError) and error.__cause__:  # it only says that the cache is empty
             error = error.__cause__
-        if isinstance(error, OSError) and error.filename:  # of the cache on this machine
-            raise OSError(f'{flag} {name} cannot be downloaded: {one_line(error)}; free some of the disk, or let '
-                          'HF_HOME name a folder that can be written to') from None
-        raise UserError(f'{flag} {name} is no folder here, and the hub does not give a repository of that name '
+        if isinstance(error, OSError) and error.filename:  # a file of the cache
+            raise OSError(f'{flag} {name} cannot be downloaded: {one_line(error)}; free some of the disk, or set '
+                          'HF_HOME to a folder that can be written to') from None
+        raise UserError(f'{flag} {name} is not a folder here, and the hub has no such repository '
                         f'({one_line(error, 300)}); check the name and the network') from None

@@ -1,17 +1,17 @@
-"""Names and paths of datasets, checkpoints and pipelines."""
+"""Names and paths that several commands share."""
 import os
 import re
 
-HELD_OUT = '-held-out'  # how the name of a dataset of held-out samples ends
-INDEX = 'index.json'  # of a dataset, which is whole once it is there
-EXPORTED = 'export.json'  # in a pipeline folder of export.py: what it was made of
-CLAIM = 'claim.json'  # says what is being made in a folder, and is there before anything else
+HELD_OUT = '-held-out'  # suffix of the dataset with the held-out samples
+INDEX = 'index.json'  # of a dataset; it is written last, so a dataset with one is complete
+EXPORTED = 'export.json'  # in a pipeline from export.py: the checkpoint and flags that made it
+CLAIM = 'claim.json'  # in an output folder: the program and settings that make it; it is written first
 
 
 def sibling_path(folder: str, name: str) -> str:
-    """Return FOLDER-NAME, the path of what belongs to a folder and lies next to it.
+    """Return FOLDER-NAME, a path next to a folder.
 
-    The sibling of a folder in a store is on this machine, below the folders of its whole address: s3/BUCKET/KEY-NAME.
+    For a folder in a store, the path is on this machine, with the address as its folders: s3/BUCKET/KEY-NAME.
     """
     folder = folder.rstrip('/')
     if is_url(folder):
@@ -20,5 +20,5 @@ def sibling_path(folder: str, name: str) -> str:
 
 
 def is_url(path: str) -> bool:
-    """Tell whether a path is a URL of a store, even of an unsupported one. A path that exists here is none."""
+    """Tell whether a path is the address of a store, supported or not. A path that exists here is not."""
     return ('://' in path or path.startswith('dbfs:')) and not os.path.exists(path)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from sdbench.errors import DataError, UserError, known_reason, one_line, redacted
+from sdbench.errors import UserError, known_reason, one_line, redacted
 
 GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # of NVIDIA's driver, and of AMD's
 
@@ -115,9 +115,7 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
         yield
     except UserError as error:
         exit_with_error(program, 2, one_line(error))
-    except (DataError, OSError, ImportError) as error:
-        exit_with_error(program, 1, one_line(error) + behind)
-    except Exception as error:  # of torch, and SafetensorError of a full disk
+    except Exception as error:
         reason = known_reason(error)
         if reason is None:
             raise

@@ -15,7 +15,7 @@ from werkzeug.datastructures import EnvironHeaders
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Request, Response
 
-from sdbench.stores import make_client
+from sdbench.stores.s3 import make_client
 
 
 class LocalS3:

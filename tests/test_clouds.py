@@ -1,4 +1,4 @@
-"""What the commands of sky.yaml start on each node, and mcloud.yaml as today's mcli reads and sends it.
+"""The commands in sky.yaml start the right programs on each node, and mcli reads and sends mcloud.yaml.
 
 SkyPilot 0.14 itself needs another click.
 """
@@ -27,7 +27,7 @@ WHOLE = {'SOURCE': 's3://bucket/tars/', 'WORK': 's3://bucket/sd2', 'MODEL': 'sd2
 
 
 def run_on(folder: Path, script: str, rank: int = 0, nodes: int = 1, **envs: str) -> subprocess.CompletedProcess:
-    """Run a script of the task in bash, on one of the nodes; programs and the recipe only note how they are called."""
+    """Run a script of the task in bash on one node. Programs and the recipe only record how they are called."""
     write_noting_programs(folder, 'composer', 'make', 'uv')
     (folder / 'uv').write_text('#!/bin/sh\necho /uv/python3.11\n')
     (folder / 'recipes').mkdir()
@@ -40,17 +40,17 @@ def run_on(folder: Path, script: str, rank: int = 0, nodes: int = 1, **envs: str
 
 
 def flags_of(arguments: list[str]) -> Train:
-    """Return the settings of a call of the launcher."""
+    """Return the settings in the arguments of the launcher."""
     return parse(Train, '', arguments[arguments.index('benchmark.py') + 1:])
 
 
 def launched(monkeypatch, arguments: list[str]):
-    """Return what the launcher of Composer reads in its arguments."""
+    """Return the options that Composer's launcher parses."""
     monkeypatch.setattr(sys, 'argv', ['composer', *arguments])
     return launcher._parse_args()
 
 
-def test_setup_makes_an_environment_with_a_python_that_fits(tmp_path):
+def test_setup_makes_an_environment_with_a_supported_python(tmp_path):
     run_on(tmp_path, TASK['setup'])
     [arguments] = calls_of(tmp_path, 'make')
     assert 'PYTHON=/uv/python3.11' in arguments
@@ -59,7 +59,7 @@ def test_setup_makes_an_environment_with_a_python_that_fits(tmp_path):
 
 
 @pytest.mark.parametrize('rank, nodes', [(0, 1), (1, 2)])
-def test_without_a_remote_the_runs_of_make_smoke_are_over_all_nodes_together(tmp_path, monkeypatch, rank, nodes):
+def test_without_a_remote_make_smoke_runs_on_all_nodes_together(tmp_path, monkeypatch, rank, nodes):
     done = run_on(tmp_path, TASK['run'], rank, nodes)
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(ROOT)
@@ -73,7 +73,7 @@ def test_without_a_remote_the_runs_of_make_smoke_are_over_all_nodes_together(tmp
 
 
 @pytest.mark.parametrize('rank, nodes', [(0, 1), (0, 2), (1, 2)])
-def test_a_training_is_launched_once_on_each_node_and_goes_on_from_its_bucket(tmp_path, monkeypatch, rank, nodes):
+def test_a_training_is_launched_once_per_node_and_resumes_from_its_bucket(tmp_path, monkeypatch, rank, nodes):
     done = run_on(tmp_path, TASK['run'], rank, nodes, **TRAINING)
     assert done.returncode == 0, done.stderr
     [arguments] = calls_of(tmp_path, 'composer')
@@ -102,7 +102,7 @@ def test_the_whole_training_is_the_recipe_with_the_variables_of_the_task(tmp_pat
 @pytest.mark.parametrize('envs, line', [
     ({'REMOTE': 's3://bucket/photos'}, 'SAVE_FOLDER: is empty; give --env SAVE_FOLDER='),
     (WHOLE | {'WORK': ''}, 'WORK: is empty; give --env WORK='), (WHOLE | {'nodes': 2}, 'SOURCE is for one machine')])
-def test_a_training_that_cannot_be_is_refused_in_one_line(tmp_path, envs, line):
+def test_an_impossible_training_is_refused_in_one_line(tmp_path, envs, line):
     done = run_on(tmp_path, TASK['run'], **envs)
     assert done.returncode != 0
     assert line in done.stderr

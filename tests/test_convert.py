@@ -1,4 +1,4 @@
-"""What goes into convert.py comes out of Streaming's own reader, or is named; nothing unfinished looks finished."""
+"""Streaming's own reader returns every sample from SOURCE that is not reported, and unfinished work has no index."""
 import os
 import shlex
 import tarfile
@@ -35,7 +35,7 @@ ALL_SAMPLES = pairs(0, 1, 2) + pairs(3, suffix='png') + pairs(4, 5, suffix='webp
 
 
 @pytest.mark.parametrize('size_limit, parts', [('64mb', 1), ('21kb', 2), ('1kb', 3)])  # the tars have 20, 10 and 10 KiB
-def test_bytes_captions_and_order_survive_and_no_number_of_workers_changes_a_file(tars, tmp_path, size_limit, parts):
+def test_bytes_captions_and_order_survive_with_any_number_of_workers(tars, tmp_path, size_limit, parts):
     made = []
     for num_workers in (1, 8):
         out = tmp_path / f'a #odd? [name] {num_workers}'
@@ -59,15 +59,15 @@ def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_pa
     (photos / 'IMG_5.JPG').write_bytes(shaded(5))
     (photos / 'img_5.txt').write_text('caption 5\n')
     (photos / 'lonely.webp').write_bytes(shaded(3, 'WEBP'))
-    os.mkfifo(photos / 'pipe.jpg')  # would block whoever opens it
+    os.mkfifo(photos / 'pipe.jpg')  # opening it would block
     for _ in range(2):  # OUT lies in SOURCE, and is none of it
         assert convert.main(['photos', 'photos/mds']) == 0
     assert read_back(photos / 'mds') == pairs(5, 1, 2, 4)
     assert [(line['source'], line['reason'].partition(':')[0]) for line in skipped(photos / 'mds')] == [
-        (f'{photos}/pipe.jpg', 'no file'), (f'{photos}/lonely.webp', 'no caption')]
+        (f'{photos}/pipe.jpg', 'not a regular file'), (f'{photos}/lonely.webp', 'no caption')]
 
 
-def test_captions_have_the_letters_that_open_clip_gives_them_where_a_flag_asks_for_it(tmp_path):
+def test_a_flag_cleans_captions_as_open_clip_does(tmp_path):
     broken = 'a café’s &quot;salt &amp;amp; pepper&quot;'
     write_tar(tmp_path / 'in/x.tar', {'a.jpg': shaded(1), 'a.txt': broken.encode().decode('latin-1').encode(),
                                       'b.jpg': shaded(2), 'b.txt': b'&nbsp;'})
@@ -80,7 +80,7 @@ def test_captions_have_the_letters_that_open_clip_gives_them_where_a_flag_asks_f
     assert kept.encode('latin-1').decode() == broken
 
 
-def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
+def test_skipped_samples_are_counted_by_reason_and_listed(tmp_path, capsys):
     good, image = sample_files('good', 0), shaded(1)
     link = tarfile.TarInfo('link.txt')
     link.type, link.linkname = tarfile.SYMTYPE, '/etc/passwd'
@@ -108,7 +108,7 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
                 'link': 'no caption: a link, a pipe, a device or a sparse file in a tar',
                 'inner.tar': f'{other}.tar is not read', 'README': f'{other}a file without a suffix is not read',
                 'film.mp4': f'{other}.mp4 is not read', 'good.psd': f'{other}.psd is not read', '._a.jpg': 'hidden',
-                'torn': 'no caption: its .json is no JSON',
+                'torn': 'no caption: its .json is not valid JSON',
                 '': 'no image: nothing is in this tar'}
     listed = {line['key']: line['reason'] for line in skipped(tmp_path / 'out')}
     assert listed.keys() == expected.keys()
@@ -120,7 +120,7 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
         assert f'{number} {kind}' in printed
 
 
-def test_where_nothing_was_converted_a_command_with_other_flags_may_take_the_same_out(tmp_path, capsys):
+def test_an_out_into_which_nothing_was_converted_accepts_other_flags(tmp_path, capsys):
     write_tar(tmp_path / 'in/x.tar', {'a.jpg': b'noise', 'a.txt': b'a', 'b.jpg': shaded(1)})
     argv = ['in', 'out']
     line = one_error_line(argv, capsys, convert.main)
@@ -134,7 +134,7 @@ def test_where_nothing_was_converted_a_command_with_other_flags_may_take_the_sam
     assert skipped(tmp_path / 'out') == []
 
 
-def test_the_same_command_does_nothing_and_with_other_flags_is_refused(tars, tmp_path, capsys):
+def test_the_same_command_does_nothing_and_other_flags_are_refused(tars, tmp_path, capsys):
     out = tmp_path / 'out'
     assert convert.main([str(tars), str(out)]) == 0
     before = times_of(tmp_path)
@@ -152,7 +152,7 @@ def test_the_same_command_does_nothing_and_with_other_flags_is_refused(tars, tmp
     assert times_of(tmp_path) == before
 
 
-def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tars, tmp_path, capsys):
+def test_the_same_command_converts_new_and_repaired_files_and_removes_nothing(tars, tmp_path, capsys):
     out = tmp_path / 'out'
     argv = [str(tars), str(out), '--size_limit', '1kb']  # a part for each tar
     whole = (tars / '00000.tar').read_bytes()
@@ -165,7 +165,7 @@ def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tar
     printed = capsys.readouterr()
     assert printed.out.startswith('done already')
     assert '00000.tar is cut short or damaged' in printed.err
-    assert '; kept: 1 whole sample; where another has no caption, it may lie behind the damage;' in printed.err
+    assert '; kept: 1 whole sample; a sample without a caption may have it after the damage;' in printed.err
 
     (tars / '00000.tar').write_bytes(whole)  # fetched again
     write_tar(tars / '00003.tar', sample_files('6', 6))
@@ -173,13 +173,13 @@ def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tar
     assert convert.main(argv) == 0
     errors = capsys.readouterr().err
     assert 'converting 2 files in 2 of 3 parts\n' in errors
-    assert f'2 folders in OUT {out} no longer in use, since' in errors
+    assert f'2 folders in OUT {out} no longer in use, because' in errors
     assert read_back(out) == pairs(0, 1, 2) + pairs(4, 5, suffix='webp') + pairs(6)
     parts = {path: time for path, time in before.items() if path.parent != out}
-    assert {path: times_of(out)[path] for path in parts} == parts  # also those that are no longer used
+    assert {path: times_of(out)[path] for path in parts} == parts  # even the parts that are no longer used
 
 
-def test_a_share_is_held_out_by_the_images_and_the_seed_alone(tmp_path, capsys):
+def test_only_the_image_and_the_seed_decide_what_is_held_out(tmp_path, capsys):
     images = [encoded(picture(index, 16, 16)) for index in range(200)]
     for number in range(4):
         write_sample_tar(tmp_path / f'tars/{number}.tar', [{'jpg': image, 'caption': 'x'} for image in
@@ -211,7 +211,7 @@ def test_a_share_is_held_out_by_the_images_and_the_seed_alone(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_a_full_disk_is_one_line_and_the_next_run_goes_on(server, tmp_path, capsys):
+def test_a_full_disk_is_reported_in_one_line(server, tmp_path, capsys):
     pictures = {f'{index}.{suffix}': content for index in range(30) for suffix, content in
                 (('png', encoded(picture(index, 256, 256), 'PNG')), ('txt', b'a'))}
     write_tar(tmp_path / 'in/x.tar', pictures)
@@ -223,11 +223,11 @@ def test_a_full_disk_is_one_line_and_the_next_run_goes_on(server, tmp_path, caps
     assert (code, error.count('\n')) == (1, 1), error
     assert f'OUT {disk}/out cannot be read or written' in error
     assert 'No space left on device' in error
-    assert 'the same command, started again, goes on' in error
+    assert 'start the same command again to continue' in error
     assert not list((tmp_path / 'run/disk').rglob('index.json'))
 
 
-def test_a_remote_gets_its_index_last_and_is_trained_on_from_there(s3, samples, tmp_path, capsys):
+def test_a_store_gets_its_index_last_and_a_training_reads_it(s3, samples, tmp_path, capsys):
     write_sample_tar(tmp_path / 'in/0.tar', samples)
     (tmp_path / 'in/1.tar').write_bytes(b'no tar')
     assert convert.main(['in', 's3://bucket/mds/', '--num_workers', '2', '--size_limit', '40kb']) == 1
@@ -241,7 +241,7 @@ def test_a_remote_gets_its_index_last_and_is_trained_on_from_there(s3, samples, 
     assert record['measured_batches'] == 3
 
 
-def test_tars_of_a_store_are_read_over_connections_that_break_and_refusals(s3, tmp_path, capsys):
+def test_tars_in_a_store_are_read_despite_broken_connections_and_refusals(s3, tmp_path, capsys):
     photos = [encoded(picture(number, 512, 512), quality=100) for number in range(40)]
     files = {f'{number}.jpg': photo for number, photo in enumerate(photos)}
     files |= {f'{number}.txt': b'a' for number in range(40)}  # all captions behind all images

@@ -82,7 +82,7 @@ def test_of_a_model_whose_folder_has_moved_the_checkpoint_and_the_flag_are_named
     checkpoint['state']['model']['_extra_state']['model_name'] = 'model'
     torch.save(checkpoint, 'kept.pt')
     line = one_error_line(['kept.pt', 'out'], capfd, export)
-    assert 'CHECKPOINT kept.pt names its model: --model_name model is no folder here' in line
+    assert 'CHECKPOINT kept.pt names its model: --model_name model is not a folder here' in line
     assert 'say where it is now by --model_name of export.py' in line
 
 

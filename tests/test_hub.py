@@ -1,4 +1,4 @@
-"""The `hf download` commands of docs/training.md fetch what a training needs, from a server that plays the hub.
+"""The `hf download` commands of docs/training.md fetch what a training needs, from a server that imitates the hub.
 
 Versions of huggingface-hub read their flags differently; this is tested with the one that is installed.
 """
@@ -82,7 +82,7 @@ def hub(tmp_path, model_folder):
 
 
 @pytest.mark.parametrize('words', COMMANDS, ids=lambda words: words[2])
-def test_the_downloads_of_the_page_leave_a_folder_that_a_training_takes(hub, tmp_path, words):
+def test_the_downloads_on_the_page_make_a_folder_that_a_training_accepts(hub, tmp_path, words):
     environment = os.environ | {'HF_ENDPOINT': hub, 'HF_HOME': str(tmp_path / 'home'), 'HF_HUB_OFFLINE': '0'}
     script = f'import sys; sys.argv = {words}; from huggingface_hub.cli.hf import main; main()'
     done = subprocess.run([sys.executable, '-c', script], cwd=tmp_path, env=environment, capture_output=True, text=True)

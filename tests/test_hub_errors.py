@@ -1,4 +1,4 @@
-"""What the hub or its cache on this machine refuses is said with its own reason."""
+"""A failure at the hub, or in its cache on this machine, is reported with its own reason."""
 import errno
 from types import SimpleNamespace
 
@@ -23,13 +23,13 @@ def not_in_the_cache(cause: Exception) -> Exception:
     (GatedRepoError('Access to model me/x is restricted', response=ANSWER), UserError,
      ['is gated on the hub (Access to model me/x is restricted)', 'accept its terms', 'hf auth login']),
     (RepositoryNotFoundError('Repository Not Found', response=ANSWER), UserError,
-     ['does not give a repository of that name (Repository Not Found)', 'check the name']),
+     ['the hub has no such repository (Repository Not Found)', 'check the name']),
     (not_in_the_cache(ConnectionError('Connection refused')), UserError, ['(Connection refused)', 'the network']),
     (OSError(errno.ENOSPC, 'No space left on device', '/cache/blob'), OSError,
      ['/cache/blob: No space left on device', 'HF_HOME']),
     (not_in_the_cache(PermissionError(errno.EACCES, 'Permission denied', '/cache')), OSError,
      ['/cache: Permission denied', 'HF_HOME'])])
-def test_a_failure_at_the_hub_says_its_own_reason_and_what_helps(error, kind, words, monkeypatch):
+def test_a_failure_at_the_hub_is_reported_with_its_reason_and_the_fix(error, kind, words, monkeypatch):
     def fail(*_, **__):
         raise error
 

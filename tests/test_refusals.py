@@ -1,10 +1,10 @@
-"""What a command cannot do is refused in one line, which names the flag, its value and the remedy.
+"""A command refuses what it cannot do in one line, with the flag, its value and the fix.
 
 A row is a command (behind variables of its environment, if any), its flags and the words that its line must hold.
 It is run in a folder that has `shards` (24 samples), `pipeline` (of the tiny model), `prompts.txt` (one caption),
-`blank.txt`, `utf-16.txt` and `quote.txt` (flags), `records.csv` (a record with a comma too many), `notes` (a folder
+`no-prompt.txt`, `utf-16.txt` and `quote.txt` (flags), `records.csv` (a record with a comma too many), `notes` (a folder
 with a file of the user's), `empty` (a folder), `photo.jpg`, `whole.safetensors`, and a LoRA in `lora.safetensors` and
-`lora`; nothing listens at S3_ENDPOINT_URL. Refusals that need more than that stand where what they need is made.
+`lora`; nothing listens at S3_ENDPOINT_URL. Refusals that need other files are tested next to the code that makes them.
 """
 import importlib
 import shlex
@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sdbench.stores import make_client
+from sdbench.stores.s3 import make_client
 from tests.runs import ROOT, one_error_line
 from tests.samples import shaded
 
@@ -28,7 +28,7 @@ ROWS = [
     ('benchmark.py', '--use_synth_data -q', '-q is not a flag; see --help'),
     ('benchmark.py', '--use_synth_data --batch 4', '--batch is not a flag'),  # an abbreviation is none
     ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read (No such file or directory)'),
-    ('benchmark.py', '@utf-16.txt', '@utf-16.txt is no text in UTF-8; save it as UTF-8'),
+    ('benchmark.py', '@utf-16.txt', '@utf-16.txt is not UTF-8 text; save it as UTF-8'),
     ('benchmark.py', '@quote.txt', '@quote.txt, line 2: no closing quotation'),
     ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'WORLD_SIZE of the environment is 4(x2), and no number'),
     ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect '
@@ -69,8 +69,8 @@ ROWS = [
      'none; give --precision fp32'),
     ('benchmark.py', f'{SYNTHETIC} --compile reduce-overhead --device_train_microbatch_size 2',
      'use --device_train_microbatch_size 4'),
-    ('benchmark.py', f'{SYNTHETIC} --model_name nobody/nothing', '--model_name nobody/nothing is no folder here, and '
-     'the hub does not give a repository of that name (Cannot reach'),
+    ('benchmark.py', f'{SYNTHETIC} --model_name nobody/nothing', '--model_name nobody/nothing is not a folder here, '
+     'and the hub has no such repository (Cannot reach'),
     ('benchmark.py', f'{SYNTHETIC} --use_ema --max_duration 9ba --ema_start 9ba',
      '--ema_start 9ba is not before the end of the run, --max_duration 9ba'),
 
@@ -80,12 +80,12 @@ ROWS = [
     ('benchmark.py', f'--remote shards {TINY} --batch_size 25', 'holds 24 samples, fewer than --batch_size 25'),
     ('benchmark.py', f'--remote shards {TINY} --cache_limit 1mb', '--cache_limit has no cache to bound'),
     ('benchmark.py', f'--remote shards {TINY} --cache_limit 0', '--cache_limit 0 leaves no room for a shard; leave it'),
-    ('convert.py', 'notes oci://bucket/a', 'OUT oci://bucket/a: of stores, s3://, gs:// and azure:// can be used; use '
-     'an S3-compatible address with S3_ENDPOINT_URL'),
+    ('convert.py', 'notes oci://bucket/a', 'OUT oci://bucket/a: only the stores s3://, gs:// and azure:// can be used; '
+     'use an S3-compatible address with S3_ENDPOINT_URL'),
     ('convert.py', 'notes s3://', 'OUT s3:// names no bucket; write s3://BUCKET/folder'),
-    ('convert.py', "notes 's3://<my-bucket>/a'", 'OUT s3://<my-bucket>/a: <my-bucket> can be no name of a bucket'),
+    ('convert.py', "notes 's3://<my-bucket>/a'", 'OUT s3://<my-bucket>/a: <my-bucket> cannot be the name of a bucket'),
     ('S3_ENDPOINT_URL=http://<host>:9 benchmark.py', f'--remote s3://b/a {TINY}', 'Invalid endpoint: http://<host>:9'),
-    ('convert.py', 'notes nowhere://me:PASSWORD@bucket/out', 'OUT nowhere://***@bucket/out: of stores, s3://, gs://'),
+    ('convert.py', 'notes nowhere://me:PASSWORD@bucket/out', 'OUT nowhere://***@bucket/out: only the stores s3://, gs://'),
     ('convert.py', 'photo.jpg notes', 'OUT notes already holds something; give a new folder'),
     ('convert.py', 'photo.jpg prompts.txt', 'OUT prompts.txt cannot be written to (File exists)'),
     ('convert.py', 'photo.jpg s3://bucket/out', 'OUT s3://bucket/out: the connection is refused; check the address'),
@@ -115,14 +115,14 @@ ROWS = [
     ('report.py', 'published.csv --phase 512 --training_images 3',
      '--training_images has no effect on plans (--phase)'),
 
-    # Folders, weights, pictures and held-out samples of a training, and what is evaluated and exported
+    # Folders, weights, images and held-out samples in a training, an evaluation and an export
     ('benchmark.py', f'{SYNTHETIC} --save_folder notes', '--save_folder notes already holds files'),
     ('benchmark.py', f"{SYNTHETIC} --save_folder 'x {{0}} %d'", '--save_folder x {0} %d contains {, } or %'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder b}}', '--save_folder b} contains {, } or %'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder 100%', '--save_folder 100% contains {, } or %'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes is not there, or holds no whole checkpoint'),
-    ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts blank.txt', 'blank.txt holds no prompt'),
+    ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts no-prompt.txt', 'no-prompt.txt holds no prompt'),
     ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, and the training'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights whole.safetensors', '--load_weights whole.safetensors is a single '
      'file, and no folder of a model in the layout of diffusers; if it holds the weights of a Stable Diffusion, '
@@ -147,11 +147,11 @@ ROWS = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, shards, pipeline):
-    """The folder of the rows, in which the test runs."""
+    """The folder described above; the test runs there."""
     (tmp_path / 'shards').symlink_to(shards)
     (tmp_path / 'pipeline').symlink_to(pipeline)
     (tmp_path / 'prompts.txt').write_text('a cat\n')
-    (tmp_path / 'blank.txt').write_text(' \n\n')
+    (tmp_path / 'no-prompt.txt').write_text(' \n\n')
     (tmp_path / 'utf-16.txt').write_text('--use_synth_data', encoding='utf-16')
     (tmp_path / 'quote.txt').write_text("--use_synth_data\n--model_name 'tiny\n")
     (tmp_path / 'records.csv').write_text('device,num_devices\nx,1,618\n')
@@ -170,7 +170,7 @@ def folder(tmp_path, monkeypatch, shards, pipeline):
 
 
 @pytest.mark.parametrize('command, flags, words', ROWS)
-def test_a_refusal_is_one_line_with_flag_value_and_remedy(command, flags, words, folder, capfd, monkeypatch):
+def test_a_refusal_is_one_line_with_the_flag_its_value_and_the_fix(command, flags, words, folder, capfd, monkeypatch):
     *variables, command = command.split()
     for variable in variables:
         monkeypatch.setenv(*variable.split('='))

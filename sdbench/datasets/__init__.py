@@ -1,1 +1,1 @@
-"""Datasets made in parts: what is read for them, the work that makes them, and where they are written."""
+"""Datasets made in parts: reading sources, converting or encoding them, and writing the shards."""

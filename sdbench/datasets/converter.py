@@ -1,4 +1,4 @@
-"""Convert tars, Parquet files and images into the shards of a part, in a process of this machine or of a cluster."""
+"""Convert tars, Parquet files and images into the shards of a part. Each worker process runs `convert_parts`."""
 import hashlib
 import html
 
@@ -14,31 +14,31 @@ from sdbench.flags.commands import Convert
 from sdbench.inputs.captions import CAPTION_COLUMNS, ONE_CAPTION, Named, to_columns
 from sdbench.inputs.tokenizer import is_too_long
 
-IMAGE_COLUMNS = {'jpg': 'bytes', **CAPTION_COLUMNS}
+SHARD_COLUMNS = {'jpg': 'bytes', **CAPTION_COLUMNS}  # MDS types by column
 
 
 def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -> None:
-    """Make parts: what a worker does.
+    """Convert the files of some parts.
 
     Args:
-        settings: of the conversion.
-        outputs: OUT, and where samples that are held out go, if any are.
-        parts: of which each has a list of File.
+        settings: flags of the command.
+        outputs: OUT and, with --held_out, the dataset of held-out samples.
+        parts: the sources of each are a list of File.
     """
-    torch.set_num_threads(1)  # the workers are the parallelism
+    torch.set_num_threads(1)  # each core has a worker already
     for output in outputs:
         output.require_begun()
     columns = Columns(settings.image_column, settings.caption_column)
     clean = str
     if settings.clean_captions:
-        clean = mend_letters
+        clean = clean_caption
 
     for part in parts:
-        writer = PartWriter(outputs[0], part.name, IMAGE_COLUMNS, settings.size_limit)
+        writer = PartWriter(outputs[0], part.name, SHARD_COLUMNS, settings.size_limit)
         if settings.held_out:
-            held_out_writer = PartWriter(outputs[1], part.name, IMAGE_COLUMNS, settings.size_limit)
+            held_out_writer = PartWriter(outputs[1], part.name, SHARD_COLUMNS, settings.size_limit)
 
-        # read the files of the part, and write their samples
+        # Write each sample, or the reason why there is none. A damaged file also gets the number of its good samples.
         skipped = []
         for file in part.sources:
             kept = 0
@@ -59,28 +59,31 @@ def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -
 
         if settings.held_out:
             held_out_writer.finish()
-        writer.finish(skipped)  # last: it says that the part is done
+        writer.finish(skipped)  # last, because the part is then done
 
 
 def write_sample(writer: PartWriter, image: bytes, captions: Named, per_caption: bool) -> None:
-    """Write an image with all its captions, or once for each of them, and count these."""
-    texts = [text for of_name in captions.values() for text in of_name]
-    samples = [{ONE_CAPTION: [text]} for text in texts] if per_caption else [captions]
-    for of_sample in samples:
-        writer.write({'jpg': image, **to_columns(of_sample)})
-    writer.captions.update({name: len(of_name) for name, of_name in captions.items()})
-    writer.long_captions += sum(map(is_too_long, texts))
+    """Write an image as one sample with all its captions, or as one sample per caption, and count the captions."""
+    all_texts = [text for texts in captions.values() for text in texts]
+    samples = [captions]
+    if per_caption:
+        samples = [{ONE_CAPTION: [text]} for text in all_texts]
+    for sample_captions in samples:
+        writer.write({'jpg': image, **to_columns(sample_captions)})
+    writer.captions.update({name: len(texts) for name, texts in captions.items()})
+    writer.long_captions += sum(map(is_too_long, all_texts))
 
 
-def mend_letters(caption: str) -> str:
-    """Mend the letters of a caption as open_clip's `basic_clean` does, whose import takes 3 seconds."""
+def clean_caption(caption: str) -> str:
+    """Fix broken characters and HTML entities as open_clip's `basic_clean` does, without its import of 3 seconds."""
     return html.unescape(html.unescape(ftfy.fix_text(caption))).strip()
 
 
 def is_held_out(image: bytes, fraction: float, seed: int) -> bool:
-    """Tell whether an image is one of the fraction that is held out: by its bytes and the seed alone.
+    """Tell whether an image is held out, by a hash of its bytes and the seed.
 
-    So neither the number of workers nor what else SOURCE holds changes that, and copies of an image are on one side.
+    The result does not depend on the number of workers or on other files in SOURCE, and copies of an image are on the
+    same side.
     """
     draw = hashlib.blake2b(image, digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(draw) < fraction * 2 ** 64

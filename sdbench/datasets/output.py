@@ -1,9 +1,9 @@
-"""OUT: a folder or an object store in which a dataset is made, part by part.
+"""Write a dataset part by part into OUT, which is a folder or an address in an object store.
 
-OUT/claim.json says by which program and settings it is made, and is there before anything else. A part is a folder in
-OUT; its name is a hash of what it is made of. The index.json of a part is written when its shards are all there, so
-that a part is done once it has one, and what a killed worker left is written over with the same bytes. OUT/index.json,
-which makes a dataset of all parts, comes last.
+OUT/claim.json is written first: it records the program and settings that make the dataset. A part is a folder in OUT
+whose name is a hash of its sources and settings. The index.json of a part is written after its shards, so a part with
+one is done. If a worker is killed, the next one overwrites its files with the same bytes. OUT/index.json, which joins
+all parts into a dataset, is written last.
 """
 import contextlib
 import hashlib
@@ -25,49 +25,49 @@ from streaming import MDSWriter
 from sdbench.errors import DataError, UserError, one_line, plural, redacted
 from sdbench.files import atomic_write, locked, parse_json
 from sdbench.paths import CLAIM, INDEX, is_url
-from sdbench.stores import PATIENT, SILENCE, TRIES, download, files_below, parse_address, write
+from sdbench.stores import PATIENT, TIMEOUT, TRIES, download, files_below, parse_address, write
 
-LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
-SKIPPED = 'skipped.jsonl'  # what was left out, and why
-DAMAGED = 'cut short or damaged'  # how the reason begins for which a file was not read to its end
-LAYOUT = 3  # of OUT; in that of earlier versions parts were named otherwise
-READERS = 64  # of the indexes of parts, at once
-SHARD_BYTES = 1 << 26  # the most that a shard takes: Streaming's own default
+LOCK = f'{CLAIM}.lock'  # held by the run that writes to a folder
+SKIPPED = 'skipped.jsonl'  # which samples and files were skipped, and why
+DAMAGED = 'cut short or damaged'  # prefix of the reason for files that could not be read to their end
+LAYOUT = 3  # version of the layout of OUT; earlier versions named parts differently
+READERS = 64  # threads that read the index.json of parts
+SHARD_BYTES = 1 << 26  # largest size of a shard: Streaming's own default
 
 
 class Output:
-    """Where a dataset is made. A worker has a copy of it, which reaches the same place.
+    """The place where a dataset is written. It can be pickled, so workers write to the same place.
 
     Args:
-        out: as the user gave it.
-        flag: its name in error messages.
+        out: folder or address, as the user gave it.
+        flag: name of its flag, for error messages.
 
-    Raises UserError if it is an address that cannot be written to or reached.
+    Raises UserError if an address is not supported or cannot be reached.
     """
 
     def __init__(self, out: str, flag: str):
-        self.label = f'{flag} {out}'  # in error messages
+        self.label = f'{flag} {out}'  # begins error messages
         self.is_folder = not is_url(out)
         self.out = os.path.realpath(out) if self.is_folder else out.rstrip('/')
         if not self.is_folder:
-            self.key = parse_address(out, self.label, ours_only=True).key
+            self.key = parse_address(out, self.label).key
             print(f'reaching {redacted(self.label)}', file=sys.stderr, flush=True)
             try:
-                self.read(CLAIM, tries=TRIES, silence=SILENCE)
+                self.read(CLAIM, tries=TRIES, timeout=TIMEOUT)
             except DataError as error:
                 raise UserError(str(error)) from None
 
     @contextlib.contextmanager
     def begun(self, settings: dict, sources: Sequence[str] = ()) -> Iterator[None]:
-        """Claim OUT for this run, and hold the lock of a folder meanwhile, so that no other run works in it.
+        """Claim OUT for this run. For a folder, hold its lock until the context ends.
 
-        In a store two runs of the same settings may work at once: both write the same.
+        A store has no lock. Two runs with the same settings may write to it concurrently, because both write the same.
 
         Args:
-            settings: that its samples depend on, which JSON can hold; `program` is the name of the one that makes it.
-            sources: the paths and addresses that it is made of.
+            settings: what its samples depend on, as values that JSON supports; `program` is the name of the command.
+            sources: the paths and addresses of the input.
 
-        Raises UserError if OUT holds somebody's files, was begun with other settings, or another run works in it.
+        Raises UserError if OUT contains other files, was begun with other settings, or is in use by another run.
         """
         claim = {'layout': LAYOUT, **settings}
         if sources:
@@ -81,27 +81,27 @@ class Output:
             yield
 
     def _claim(self, settings: dict) -> None:
-        """Write in OUT what it is made of. Raises UserError if it is made of something else."""
-        # begin an OUT that nobody has begun
-        held = self.read(CLAIM)
-        if held is None:
+        """Write claim.json, or compare it with `settings`. Raises UserError if they differ or OUT has other files."""
+        # Claim an OUT that no command has claimed, if it is empty.
+        content = self.read(CLAIM)
+        if content is None:
             names = os.listdir(self.out) if self.is_folder else self.names()
             if any(name not in (CLAIM, LOCK) for name in names):
                 raise UserError(f'{self.label} already holds something; give a new folder')
             self.write(CLAIM, json.dumps(settings).encode())
             return
 
-        # begin one again of which nothing came: its parts are all done, and none has a sample, so that the earlier
-        # command was a mistake. A store has no lock: one without parts may be of another run that has only begun
-        begun = parse_json(held, f'{CLAIM} of {self.label}')
+        # Claim it again if the earlier command was a mistake that made no sample: all its parts are done and empty. In
+        # a store, no parts at all may mean that another run has only just started, because a store has no lock.
+        begun = parse_json(content, f'{CLAIM} of {self.label}')
         if begun != settings:
             parts = self.parts()
-            is_over = (parts or self.is_folder) and all(parts.values())
-            if is_over and not any(self._index_of(part)['shards'] for part in parts):
+            has_ended = (parts or self.is_folder) and all(parts.values())
+            if has_ended and not any(self._read_index(part)['shards'] for part in parts):
                 self.write(CLAIM, json.dumps(settings).encode())
                 return
 
-        # go on in one that was begun with the same settings
+        # Otherwise every setting must be the same.
         for key in ('program', *settings, *begun):
             if begun.get(key) == settings.get(key):
                 continue
@@ -110,12 +110,12 @@ class Output:
             raise UserError(f'{self.label} was begun with {key} {then}, and this command has {now}; '
                             'give the same flags as then, or a new folder')
 
-    def _index_of(self, part: str) -> dict:
-        """Return the index.json of a part. Raises UserError, which names it, if it is not JSON."""
+    def _read_index(self, part: str) -> dict:
+        """Return the index.json of a part. Raises UserError if it is not JSON."""
         return parse_json(self.read(f'{part}/{INDEX}'), f'{part}/{INDEX} of {self.label}')
 
     def write(self, name: str, content: bytes | BinaryIO) -> None:
-        """Write a file, which appears whole in the place of an earlier one."""
+        """Write a file of OUT. It appears only when it is complete, and replaces an earlier file of that name."""
         if isinstance(content, bytes):
             content = io.BytesIO(content)
         with self._reaching():
@@ -127,7 +127,7 @@ class Output:
                 shutil.copyfileobj(content, file)
 
     def read(self, name: str, **options: Any) -> bytes | None:
-        """Return the content of a file; None if there is none. `options` are those of `download`."""
+        """Return the content of a file of OUT, or None if it does not exist. `options` are passed to `download`."""
         with self._reaching(), tempfile.TemporaryDirectory() as folder:
             try:
                 if self.is_folder:
@@ -139,7 +139,7 @@ class Output:
                 return None
 
     def names(self) -> list[str]:
-        """Return the names of all files in OUT and its folders."""
+        """Return the paths of all files in OUT, relative to OUT."""
         with self._reaching():
             if self.is_folder:
                 return [os.path.relpath(os.path.join(folder, name), self.out)
@@ -148,11 +148,11 @@ class Output:
                     for file in files_below(self.out, self.label, **PATIENT)]
 
     def is_done(self, part: str) -> bool:
-        """Tell whether the part of that name is done."""
+        """Tell whether the part with this name is done."""
         return self.read(f'{part}/{INDEX}') is not None
 
     def parts(self) -> dict[str, bool]:
-        """Return the names of all folders in OUT, and whether each is a part that is done."""
+        """Return the name of each folder in OUT, and whether it is a part that is done."""
         found = {}
         for name in self.names():
             folder, _, rest = name.partition('/')
@@ -161,13 +161,13 @@ class Output:
         return found
 
     def require_begun(self) -> None:
-        """Raise DataError if a worker does not see the OUT that the command has begun."""
+        """Raise DataError if this worker's OUT is not the folder that the command has claimed."""
         if self.read(CLAIM) is None:
-            raise DataError(f'{self.label} is not the same folder on every machine; use a shared one or a store')
+            raise DataError(f'{self.label} is not the same folder on every machine; use a shared folder or a store')
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Turn what a store or a disk raises into a DataError of one line."""
+        """Turn an OSError of a store or a disk into a DataError of one line."""
         try:
             yield
         except OSError as error:
@@ -177,30 +177,30 @@ class Output:
 
 
 def part_name(*facts) -> str:
-    """Return the name of a part, a hash of what it is made of: all that JSON can hold."""
+    """Return the name of a part: a hash of the facts that it depends on, which are values that JSON supports."""
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 class PartWriter(MDSWriter):
-    """Streaming's writer, for one part. Each shard goes to OUT as soon as it is full.
+    """Streaming's writer for the shards of one part. It writes each shard to OUT as soon as the shard is full.
 
     Args:
-        output: where to.
-        part: its name.
-        columns: names and MDS types.
-        shard_bytes: the most that a shard takes.
+        output: where the shards are written.
+        part: name of the part.
+        columns: MDS types by column name.
+        shard_bytes: largest size of a shard.
     """
 
     def __init__(self, output: Output, part: str, columns: dict[str, str], shard_bytes: int = SHARD_BYTES):
-        with tempfile.TemporaryDirectory() as unused:  # Streaming wants a folder, and would empty that of the part
+        with tempfile.TemporaryDirectory() as unused:  # Streaming needs a folder and would empty the part's own
             super().__init__(columns=columns, out=unused, hashes=['xxh64'], size_limit=shard_bytes)
         self.output = output
         self.part = part
-        self.captions = Counter()  # that were written, by name
-        self.long_captions = 0  # of which a training takes the beginning
+        self.captions = Counter()  # captions written, by name
+        self.long_captions = 0  # captions whose end the text encoder does not see
 
     def flush_shard(self) -> None:
-        """Send the samples that were written since the last shard, if any, as the next one."""
+        """Write the samples since the last shard, if any, as the next shard. Streaming calls this."""
         if not self.new_samples:
             return  # Streaming would write an empty shard before a sample that is larger than a shard
         name, _ = self._name_next_shard()
@@ -210,7 +210,11 @@ class PartWriter(MDSWriter):
         self.output.write(f'{self.part}/{name}', content)
 
     def finish(self, skipped: Iterable[dict] = ()) -> None:
-        """Send the last samples, and then say that the part is whole. `skipped` is what was left out of it."""
+        """Write the last shard, and then index.json, which makes the part done.
+
+        Args:
+            skipped: lines for skipped.jsonl about samples that are not in this part.
+        """
         self.flush_shard()
         index = {'version': 2, 'shards': self.shards, 'skipped': list(skipped), 'captions': dict(self.captions),
                  'long_captions': self.long_captions}
@@ -219,19 +223,19 @@ class PartWriter(MDSWriter):
 
 @dataclass
 class Joined:
-    """What all parts together hold."""
-    shards: list[str] = field(default_factory=list)  # their entries in the index, as JSON
+    """What all parts hold together."""
+    shards: list[str] = field(default_factory=list)  # entries in index.json, as JSON
     samples: int = 0
-    samples_of: dict[str, int] = field(default_factory=dict)  # each part
-    bytes: int = 0  # of the shards
+    samples_of: dict[str, int] = field(default_factory=dict)  # by part
+    bytes: int = 0  # size of all shards
     captions: Counter = field(default_factory=Counter)  # by name
     long_captions: int = 0
-    skipped: Counter = field(default_factory=Counter)  # what was left out, by kind of reason
-    first_skipped: dict | None = None  # the first line of it
-    damaged: list[dict] = field(default_factory=list)  # the lines of files that could not be read to their end
+    skipped: Counter = field(default_factory=Counter)  # lines in skipped.jsonl, by kind of reason
+    first_skipped: dict | None = None  # the first line in skipped.jsonl
+    damaged: list[dict] = field(default_factory=list)  # lines about files that could not be read to their end
 
     def add_part(self, part: str, index: dict) -> None:
-        """Add the shards of a part, by its index.json; their names become paths in OUT."""
+        """Add the shards in the index.json of a part. Their names become paths relative to OUT."""
         self.samples_of[part] = sum(shard['samples'] for shard in index['shards'])
         self.samples += self.samples_of[part]
         self.captions.update(index.get('captions', {}))
@@ -242,54 +246,56 @@ class Joined:
             self.bytes += shard['raw_data']['bytes']
 
     def add_skipped(self, lines: Iterable[dict], file: BinaryIO) -> None:
-        """Count what was left out, and write its lines into a file."""
+        """Count lines for skipped.jsonl, and write them to a file."""
         for line in lines:
-            text = json.dumps(line, ensure_ascii=False)  # a name is found as it is written
+            text = json.dumps(line, ensure_ascii=False)  # a search finds names that are not escaped
             if not self.skipped:
                 self.first_skipped = line
-            file.write(f'{text}\n'.encode(errors='backslashreplace'))  # bytes of a name that are no UTF-8
+            file.write(f'{text}\n'.encode(errors='backslashreplace'))  # a file name may not be UTF-8
             self.skipped[line['reason'].partition(':')[0]] += 1
             if line['reason'].startswith(DAMAGED):
                 self.damaged.append(line)
 
     def skipped_line(self, out: str) -> str:
-        """Say how much was left out by kind of reason, and where it is listed."""
+        """Return the counts by kind of reason, and where the lines are, as text for people."""
         reasons = ', '.join(f'{number:,} {reason}' for reason, number in self.skipped.most_common())
         return f'{reasons}; listed in {out}/{SKIPPED}'
 
 
-def join_parts(output: Output, parts: Sequence[str], left_out: Iterable[dict] = ()) -> Joined:
-    """Read what the parts of OUT hold, and list in OUT/skipped.jsonl what was left out, if anything was.
+def join_parts(output: Output, parts: Sequence[str], skipped: Iterable[dict] = ()) -> Joined:
+    """Read the index.json of each part, and write OUT/skipped.jsonl if anything was skipped.
 
     Args:
-        output: in which all parts are done.
+        output: where all these parts are done.
         parts: their names, in the order of the dataset.
-        left_out: more lines for the list: each has a `reason`, which begins with its kind, before a colon.
+        skipped: lines for skipped.jsonl in addition to the parts' own. The `reason` begins with its kind and a colon.
 
-    Raises DataError if a part is not there or damaged.
+    Raises DataError if a part is missing or damaged.
     """
     joined = Joined()
-    with tempfile.TemporaryFile() as skipped:
-        joined.add_skipped(left_out, skipped)
+    with tempfile.TemporaryFile() as lines:
+        joined.add_skipped(skipped, lines)
         with ThreadPoolExecutor(READERS) as readers:
             contents = readers.map(output.read, [f'{part}/{INDEX}' for part in parts])
             for part, content in zip(parts, contents, strict=True):
                 try:
                     index = json.loads(content)
                 except (ValueError, TypeError):
-                    raise DataError(f'{part}/{INDEX} of {output.label} is gone or damaged; remove the folder {part}, '
-                                    'and run the same command again') from None
+                    raise DataError(f'{part}/{INDEX} of {output.label} is missing or damaged; remove the folder '
+                                    f'{part}, and run the same command again') from None
                 joined.add_part(part, index)
-                joined.add_skipped(index['skipped'], skipped)
-        skipped.seek(0)
+                joined.add_skipped(index['skipped'], lines)
+
+        # An earlier list is replaced even if nothing is skipped any more.
+        lines.seek(0)
         if joined.skipped or output.read(SKIPPED) is not None:
-            output.write(SKIPPED, skipped)
+            output.write(SKIPPED, lines)
     return joined
 
 
 def write_index(output: Output, joined: Joined, **about: Any) -> bool:
-    """Write OUT/index.json with `about` in it, unless it is there as it should be. Return whether it was written."""
-    # The shards' entries are JSON already: as objects, those of a large dataset would take gigabytes.
+    """Write OUT/index.json, with `about` as additional keys. Return False if the same index.json was already there."""
+    # The entries of the shards stay JSON text, because objects for a large dataset would take gigabytes.
     beginning = json.dumps({'version': 2, **about}).removesuffix('}')
     index = f'{beginning}, "shards": [{", ".join(joined.shards)}]}}'.encode()
     if output.read(INDEX) == index:
@@ -299,5 +305,5 @@ def write_index(output: Output, joined: Joined, **about: Any) -> bool:
 
 
 def done_already(output: Output, joined: Joined, source: str) -> str:
-    """Say that an earlier run has made the dataset; `source` is the name of the flag of what it is made of."""
+    """Return the message that an earlier run has made the dataset; `source` is the flag of its input."""
     return f'done already: {output.label} holds {plural(joined.samples, "sample")} of this {source}'

@@ -1,4 +1,4 @@
-"""A dataset in parts: begun once, written part by part, joined; and nothing of anybody else's is touched."""
+"""A dataset is claimed once, written part by part and joined, and files of other people are not touched."""
 import json
 import os
 import shlex
@@ -35,7 +35,7 @@ def begin(output, sources=(), **settings) -> None:
 
 
 @pytest.mark.parametrize('captions, samples', [(['x' * 300, 'a', 'y' * 300], [1, 1, 1]), ([], [])])
-def test_a_sample_larger_than_a_shard_is_one_and_no_shard_is_empty(output, captions, samples):
+def test_a_sample_larger_than_a_shard_gets_its_own_and_no_shard_is_empty(output, captions, samples):
     begin(output)
     part = PartWriter(output, 'one', {'caption': 'str'}, shard_bytes=220)
     for caption in captions:
@@ -44,7 +44,7 @@ def test_a_sample_larger_than_a_shard_is_one_and_no_shard_is_empty(output, capti
     assert [shard['samples'] for shard in json.loads(output.read('one/index.json'))['shards']] == samples
 
 
-def test_an_out_with_files_of_others_is_refused_and_they_stay(output, tmp_path):
+def test_an_out_with_other_files_is_refused_and_the_files_stay(output, tmp_path):
     if output.is_folder:
         os.mkdir(output.out)
     output.write('one/index.json', b'mine')
@@ -54,7 +54,7 @@ def test_an_out_with_files_of_others_is_refused_and_they_stay(output, tmp_path):
     assert output.read('one/index.json') == b'mine'
 
 
-def test_an_out_of_which_nothing_came_may_be_begun_with_other_settings_and_one_with_a_sample_may_not(output):
+def test_an_out_without_samples_accepts_other_settings_and_one_with_a_sample_does_not(output):
     begin(output)
     PartWriter(output, 'one', {'caption': 'str'}).finish()
     begin(output, program='encode.py')
@@ -77,7 +77,7 @@ def test_an_out_of_which_nothing_came_may_be_begun_with_other_settings_and_one_w
                         'sample_prompts': None}),
     (1_000_000, 'sd', True, {'batch_size': 512, 'max_duration': '10ep', 'load_weights': None, 'use_ema': True}),
     (3_000_000, 'sd', True, {'batch_size': 2048, 'learning_rate': 1e-4})])
-def test_the_command_that_trains_fits_the_number_of_samples(samples, model_name, pretrained, expected):
+def test_the_training_command_fits_the_number_of_samples(samples, model_name, pretrained, expected):
     os.makedirs('own/unet')  # a model without weights of its UNet
     _, program, *argv = shlex.split(training_command('photos-mds', samples, model_name, pretrained))
     settings = parse(Train, '', argv, program)
@@ -99,7 +99,7 @@ def settings(*flags: str) -> Train:
     return parse(Train, '', ['--remote', 'photos-mds', *flags], 'benchmark.py')
 
 
-def test_a_training_of_few_steps_from_random_weights_is_warned_of_and_no_other_is():
+def test_only_a_short_training_from_random_weights_gets_a_warning():
     caution = caution_about_steps(settings('--max_duration', '9999ba'), 3_000)
     assert caution.startswith('9,999 optimizer steps will not teach')
     assert training_command('photos-mds', 3_000, FINE_TUNED, True) in caution
@@ -109,14 +109,14 @@ def test_a_training_of_few_steps_from_random_weights_is_warned_of_and_no_other_i
         assert caution_about_steps(settings('--max_duration', *flags), 3_000) is None
 
 
-def test_the_claim_holds_no_password(output):
+def test_the_claim_contains_no_password(output):
     begin(output, ['s3://me:PASSWORD@bucket/tars?token=SECRET'])
     claim = output.read(CLAIM).decode()
     assert 's3://***@bucket/tars' in claim
     assert not any(word in claim for word in ('PASSWORD', 'SECRET'))
 
 
-def test_a_claim_that_is_cut_short_is_named_and_stays(output):
+def test_a_truncated_claim_is_reported_and_stays(output):
     begin(output)
     output.write(CLAIM, b'{"layout"')
     with pytest.raises(UserError, match=f'^{CLAIM} of OUT .* is not JSON'):

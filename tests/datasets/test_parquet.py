@@ -1,4 +1,4 @@
-"""The rows of Parquet files become samples, as their images would as files, or are listed with a reason."""
+"""Each row of a Parquet file becomes a sample, as an image file does, or is skipped with a reason."""
 import json
 from pathlib import Path
 
@@ -20,7 +20,7 @@ SAMPLES = list(zip(IMAGES, CAPTIONS, strict=True))
 
 
 def struct(image: bytes | None, path: str | None = None) -> dict:
-    """Return a value of the column that the hub's datasets call image."""
+    """Return a cell of the column `image` as datasets on the hub have it."""
     return {'bytes': image, 'path': path}
 
 
@@ -30,7 +30,7 @@ def hub_file(path: Path, rows_of_group: int = 100) -> Path:
 
 
 def converted(out: Path, *argv) -> list[tuple[bytes, str]]:
-    """Convert, and return what was made; nothing may be left out."""
+    """Convert, and return the samples; nothing may be skipped."""
     assert convert.main([str(argv[0]), str(out), *argv[1:], '--num_workers', '1']) == 0
     assert not (out / 'skipped.jsonl').exists()
     return read_back(out)
@@ -54,7 +54,7 @@ TEXTS = {'0.txt': b'a &amp; b', '0.json': json.dumps({'caption': LONG}).encode()
 @pytest.mark.parametrize('names, files, longer', [
     (['short', 'long'], {}, ['d', LONG]), (['short', 'long'], PHOTOS | ROWS, ['d', LONG]),
     (['.txt', '.json'], PHOTOS | TEXTS, [LONG])])
-def test_several_captions_are_one_sample_unless_a_flag_makes_one_of_each(tmp_path, capsys, names, files, longer):
+def test_several_captions_make_one_sample_unless_a_flag_asks_for_one_each(tmp_path, capsys, names, files, longer):
     for name, content in files.items():
         (tmp_path / 'in').mkdir(exist_ok=True)
         (tmp_path / 'in' / name).write_bytes(content)
@@ -64,7 +64,7 @@ def test_several_captions_are_one_sample_unless_a_flag_makes_one_of_each(tmp_pat
         assert convert.main(['in', out, '--clean_captions', *flags, '--caption_column', *names]) == 0
     printed = capsys.readouterr().out
     assert f'captions   2 of {names[0]}, {len(longer)} of {names[1]}\n' in printed
-    assert f'cut        1 of {2 + len(longer)} captions, to 77 tokens\n' in printed
+    assert f'too long   1 of {2 + len(longer)} captions; the text encoder sees the first 77 tokens\n' in printed
     assert f'no caption called {names[1]}' in {line['reason'].split(':')[0] for line in skipped(tmp_path / 'images')}
     assert captions_of('images') == [{names[0]: ['a & b'], names[1]: longer}, {names[0]: ['c']}]
     assert read_index('images')['captions'] == {names[0]: 2, names[1]: len(longer)}
@@ -73,7 +73,7 @@ def test_several_captions_are_one_sample_unless_a_flag_makes_one_of_each(tmp_pat
     assert read_back(tmp_path / 'images') == [each[0], each[-1]]
 
 
-def test_a_bad_row_is_listed_with_its_number(tmp_path):
+def test_a_bad_row_is_skipped_with_its_number(tmp_path):
     latin = pyarrow.array([b'a', 'é'.encode('latin-1')], pyarrow.binary())
     texts = pyarrow.StringArray.from_buffers(2, *latin.buffers()[1:])
     images = [struct(shaded(1)), struct(shaded(2)), struct(b'noise'), None, struct(None), struct(shaded(3)),
@@ -91,7 +91,7 @@ def test_a_bad_row_is_listed_with_its_number(tmp_path):
            'and img2dataset makes tars of addresses)'}
 
 
-def test_a_file_that_is_cut_or_garbled_is_damaged_and_its_whole_rows_are_kept(tmp_path, capsys):
+def test_a_truncated_or_corrupt_file_is_damaged_and_its_good_rows_are_kept(tmp_path, capsys):
     path = hub_file(tmp_path / 'in/x.parquet', rows_of_group=10)
     content = path.read_bytes()
     (tmp_path / 'in/cut.parquet').write_bytes(content[:-1000])
@@ -110,7 +110,7 @@ def test_a_file_that_is_cut_or_garbled_is_damaged_and_its_whole_rows_are_kept(tm
     assert not set(of_garbled) & set(CAPTIONS[10:20])
 
 
-def test_a_file_without_rows_or_without_the_columns_is_left_out_and_says_so(tmp_path, capsys):
+def test_a_file_without_rows_or_without_the_columns_is_skipped_with_the_reason(tmp_path, capsys):
     path = write_parquet(tmp_path / 'in/urls.parquet', {'url': CAPTIONS, 'text': CAPTIONS})
     lacks = 'no image for --image_column among its columns url, text; give --image_column NAME'
     line = one_error_line([tmp_path / 'in', tmp_path / 'out'], capsys, convert.main)
@@ -123,7 +123,7 @@ def test_a_file_without_rows_or_without_the_columns_is_left_out_and_says_so(tmp_
     assert [line['reason'] for line in skipped(tmp_path / 'out')] == [lacks, 'no row: nothing is in this file']
 
 
-def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_dataset(tmp_path, capsys):
+def test_a_flag_chooses_between_two_caption_columns_and_another_choice_needs_another_out(tmp_path, capsys):
     path = write_parquet(tmp_path / 'x.parquet', {'image': IMAGES, 'text': CAPTIONS, 'caption': CAPTIONS})
     argv = [str(path), 'out']
     words = 'x.parquet has the columns caption and text; name one of them with --caption_column'
@@ -133,7 +133,7 @@ def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_data
     assert words in one_error_line([*argv, '--caption_column', 'caption'], capsys, convert.main)
 
 
-def test_parquet_of_a_store_is_read_and_a_store_that_fails_is_no_damage(tmp_path, s3):
+def test_parquet_in_a_store_is_read_and_a_failing_store_does_not_count_as_damage(tmp_path, s3):
     content = hub_file(tmp_path / 'x.parquet', rows_of_group=5).read_bytes()
     s3.put('data/x.parquet', content)
     assert converted(tmp_path / 'out', 's3://bucket/data', '--size_limit', '40kb') == SAMPLES

@@ -1,4 +1,4 @@
-"""Whatever a tar holds, its whole samples are read, its damage is named, and reading it ends."""
+"""All whole samples in a tar are read and its damage is reported, whatever it contains."""
 import random
 import tarfile
 from pathlib import Path
@@ -9,7 +9,7 @@ import convert
 from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.readers import NO_SAMPLE, make_sample, read_samples
 from sdbench.datasets.sources import File
-from sdbench.datasets.tables import Unread
+from sdbench.datasets.tables import SkipReason
 from sdbench.errors import DataError
 from tests.samples import read_back, sample_files, write_tar
 
@@ -19,7 +19,7 @@ def read_file(path: Path) -> list[tuple]:
 
 
 @pytest.mark.parametrize('suffixes', [('.jpg', '.txt'), ('.jpg', '.json', '.txt')])
-def test_a_tar_cut_at_any_block_keeps_its_whole_samples_and_is_named(tmp_path, suffixes):
+def test_a_tar_cut_at_any_block_keeps_its_whole_samples_and_is_reported(tmp_path, suffixes):
     files = {f'{i}{suffix}': sample_files(str(i), i)[f'{i}{suffix}'] for i in range(3) for suffix in suffixes}
     whole = write_tar(tmp_path / 'whole.tar', files).read_bytes()
     with tarfile.open(tmp_path / 'whole.tar') as tar:
@@ -30,7 +30,7 @@ def test_a_tar_cut_at_any_block_keeps_its_whole_samples_and_is_named(tmp_path, s
     for length in [*range(1, end_mark + 1023, 256), *ends, *(end - 1 for end in ends), end_mark + 1023]:
         (tmp_path / 'cut.tar').write_bytes(whole[:length])
         *samples, (key, fields) = read_file(tmp_path / 'cut.tar')
-        complete = [key for key, fields in samples if Unread not in map(type, fields.values())]
+        complete = [key for key, fields in samples if SkipReason not in map(type, fields.values())]
         assert complete == [str(i) for i, end in enumerate(ends) if end <= length], length
         assert key is None, length
         assert fields[NO_SAMPLE].startswith(DAMAGED), length
@@ -59,19 +59,19 @@ def test_files_are_paired_over_the_whole_tar_whatever_their_order(tmp_path):
     (['cafe\u0301.jpg', 'caf\u00e9.txt'], {'cafe\u0301': {'.jpg', '.txt'}}),
     (['A.jpg', 'a.jpg', 'a.txt'], {'A': {'.jpg'}, 'a': {'.jpg', '.txt'}}),
     (['Aa.jpg', 'aa.txt', 'aA.txt'], {'Aa': {'.jpg'}, 'aa': {'.txt'}, 'aA': {'.txt'}})])
-def test_files_are_paired_by_what_stands_before_the_last_dot_whatever_the_form_of_letters(tmp_path, names, expected):
+def test_files_are_paired_by_their_name_before_the_last_dot_in_any_spelling(tmp_path, names, expected):
     write_tar(tmp_path / 'x.tar', dict.fromkeys(names, b'1'))
     assert {key: set(fields) for key, fields in read_file(tmp_path / 'x.tar')} == expected
 
 
-def test_a_name_that_comes_twice_is_of_no_sample_and_says_so(tmp_path):
+def test_a_name_that_occurs_twice_is_unusable_and_reported(tmp_path):
     files = [('a.jpg', b'0'), ('a.txt', b'1'), ('b.jpg', b'2'), ('./a.jpg', b'3'), ('b.txt', b'4')]
     write_tar(tmp_path / 'x.tar', files)
     assert read_file(tmp_path / 'x.tar') == [
         ('a', {'.jpg': 'the tar has several files called a.jpg', '.txt': b'1'}), ('b', {'.jpg': b'2', '.txt': b'4'})]
 
 
-def test_what_cannot_be_read_at_the_moment_is_no_damage_and_ends_the_run(tmp_path):
+def test_a_failing_disk_ends_the_run_and_does_not_count_as_damage(tmp_path):
     (tmp_path / 'faulty.tar').symlink_to('/proc/self/mem')  # whose first bytes cannot be read: EIO
     with pytest.raises(DataError, match=r'faulty.tar cannot be read \(OSError: \[Errno 5\] Input/output error'):
         list(read_samples(File(f'{tmp_path}/faulty.tar', 1)))
@@ -84,7 +84,7 @@ def tar_of(folder: Path, *numbers: int) -> bytes:
     return write_tar(folder / 'some.tar', files).read_bytes()
 
 
-def test_of_tars_in_a_row_all_are_read_and_what_else_follows_the_end_of_one_is_damage(tmp_path):
+def test_all_tars_in_a_file_are_read_and_anything_else_after_a_tar_is_damage(tmp_path):
     tails = [tar_of(tmp_path, 2) + tar_of(tmp_path, 3, 4), bytes((1 << 20) - 10240),  # which fills the last record
              b'something else' * 100, bytes(100_000) + b'x', bytes(3 << 20)]  # the last one is the hole of a download
     for tail, keys in zip(tails, (['2', '3', '4'], [], [None], [None], [None]), strict=True):
@@ -92,11 +92,13 @@ def test_of_tars_in_a_row_all_are_read_and_what_else_follows_the_end_of_one_is_d
         samples = read_file(tmp_path / 'row.tar')
         assert [key for key, _ in samples] == ['0', '1', *keys]
         if keys == [None]:
-            why = 'bytes of zeros, more than a tar ends with' if tail == tails[-1] else 'what follows its end is no tar'
+            why = 'something other than a tar follows its end'
+            if tail == tails[-1]:
+                why = 'bytes of zeros, more than a tar ends with'
             assert why in samples[-1][1][NO_SAMPLE]
 
 
-def test_a_tar_whose_sizes_or_names_cannot_be_is_named_in_one_line_and_a_good_one_beside_it_converted(tmp_path, capfd):
+def test_a_tar_with_impossible_sizes_or_names_is_reported_in_one_line_and_a_good_one_is_converted(tmp_path, capfd):
     write_tar(tmp_path / 'in/good.tar', sample_files('good', 0))
     for name, size in (('x.jpg', -512), ('x.jpg', 1 << 50), ('\udcff\n' + 'x' * 5000, 1)):
         member = tarfile.TarInfo(name)
@@ -114,7 +116,7 @@ def test_a_tar_whose_sizes_or_names_cannot_be_is_named_in_one_line_and_a_good_on
 
 
 @pytest.mark.parametrize('error', [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_an_image_that_there_is_no_memory_for_is_no_bad_one(monkeypatch, error):
+def test_an_image_that_does_not_fit_into_memory_does_not_count_as_bad(monkeypatch, error):
     def fail(*args, **kwargs):
         raise error
     monkeypatch.setattr('sdbench.inputs.images.decode_pixels', fail)

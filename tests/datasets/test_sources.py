@@ -1,10 +1,10 @@
-"""What SOURCE names is converted or left out with a reason, whatever links, names and rights lie there."""
+"""Every file in SOURCE is converted or skipped with a reason, despite links, odd names and missing permissions."""
 import os
 from pathlib import Path
 
 import pytest
 
-from sdbench.datasets.sources import File, find_files, join_neighbours
+from sdbench.datasets.sources import File, find_files, group_into_parts
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -19,7 +19,7 @@ def names_of(found, folder: Path) -> list[str]:
 
 
 def reasons_of(found, folder: Path) -> dict[str, str]:
-    return {os.path.relpath(line['source'], folder): line['reason'] for line in found.left_out}
+    return {os.path.relpath(line['source'], folder): line['reason'] for line in found.skipped}
 
 
 def test_links_are_followed_loops_end_and_a_folder_is_searched_once(tmp_path):
@@ -34,12 +34,12 @@ def test_links_are_followed_loops_end_and_a_folder_is_searched_once(tmp_path):
     assert names_of(found, source) == ['a.jpg', 'a.tar', 'b.jpg', 'part1/deep/y.tar', 'part1/x.tar']
     assert [file.captions for file in found.files if file.name.endswith('.jpg')] == [('a.txt',), ('b.txt',)]
     assert reasons_of(found, source) == {
-        'part2': f'a second name: of {source}/part1', 'loop': f'a second name: of {source}',
-        'part1/itself': 'no file: it is gone, or a broken link'}
+        'part2': f'folder already searched: as {source}/part1', 'loop': f'folder already searched: as {source}',
+        'part1/itself': 'missing file: deleted, or a broken link'}
 
 
-def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr('sdbench.datasets.sources.formats', lambda: ())
+def test_every_file_that_is_not_converted_has_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr('sdbench.datasets.names.formats', lambda: ())
     make(tmp_path, 'x.tar', 'x.parquet', 'x_stats.json', '0/a.mp4', '0.parquet', '0_stats.json', 'y.parquet',
          'y_stats.json', 'x.tar.gz', 'IMG.heic', 'README', 'list.CSV', 'photo.xyz',
          'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar', 'closed/b.tar', 'closed.tar')
@@ -59,37 +59,37 @@ def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
     assert reasons_of(found, tmp_path) == {
         'y_stats.json': 'no image', '0/a.mp4': f'{other}.mp4 is not read',
         'x.tar.gz': f'{other}.gz is not read', 'photo.xyz': f'{other}.xyz is not read',
-        'list.CSV': f'{other}.CSV of this name is read where --captions names it',
+        'list.CSV': f'{other}a .CSV of this name is read only with --captions',
         'IMG.heic': f'{other}.heic needs a package (pip install pillow-heif)', 'photo.txt': 'no image',
         'README': f'{other}a file without a suffix is not read', 'two.jpg': two, 'two.png': two, '._x.jpg': 'hidden',
         '.Trash': 'hidden', **dict.fromkeys(['closed', 'closed.tar'], 'cannot be opened: Permission denied'),
-        'pipe.tar': 'no file: a pipe, a socket or a device'}
+        'pipe.tar': 'not a regular file: a pipe, a socket or a device'}
 
 
-def test_a_glob_takes_what_it_names_with_the_captions_beside(tmp_path):
+def test_a_glob_takes_the_files_that_it_matches_and_their_captions(tmp_path):
     make(tmp_path, 'a.jpg', 'a.txt', 'b.png', 'b.txt', 'folder/c.jpg')
     found = find_files(['*.jpg', f'{tmp_path}/fol*'])
     assert [(file.name, file.size, file.captions) for file in found.files] == [
         (f'{tmp_path}/a.jpg', 2, ('a.txt',)), (f'{tmp_path}/folder/c.jpg', 1, ())]
-    assert not found.left_out
+    assert not found.skipped
     with pytest.raises(ValueError, match='SOURCE .* does not exist; give a file, a folder, or a glob'):
         find_files([f'{tmp_path}/*.gif'])
 
 
-def test_neighbours_are_joined_up_to_the_size_of_a_part_and_a_new_file_changes_the_parts_around_it_alone():
+def test_adjacent_files_share_a_part_and_a_new_file_changes_only_the_parts_around_it():
     files = [File(f'{number:04}.jpg', 1 + number % 7) for number in range(2000)]
-    parts = join_neighbours(files, 100)
+    parts = group_into_parts(files, 100)
     assert [file for part in parts for file in part] == files
     sizes = [sum(file.size for file in part) for part in parts]
     assert max(sizes) <= 100
     assert sum(sizes) / len(sizes) > 40
     files.insert(500, File('0499b.jpg', 3))
-    assert len([part for part in join_neighbours(files, 100) if part not in parts]) < 10 < len(parts) / 5
+    assert len([part for part in group_into_parts(files, 100) if part not in parts]) < 10 < len(parts) / 5
     large = [File('a.tar', 300), File('b.tar', 200)]
-    assert join_neighbours(large, 100) == [[file] for file in large]
+    assert group_into_parts(large, 100) == [[file] for file in large]
 
 
-def test_tars_of_a_store_are_found_and_the_rest_is_listed(s3):
+def test_tars_in_a_store_are_found_and_all_other_files_have_a_reason(s3):
     odd = ['tars//1.tar', 'tars/./1.tar', 'tars/../1.tar']
     for key in ('tars/0.tar', 'tars/deep/[1] #?%41.tar', 'tars/.tmp/2.tar', 'tars/3.jpg', 'tars/x.tar.gz', 'tars.tar',
                 'tars/0.parquet', 'tars/0_stats.json', *odd):
@@ -103,8 +103,8 @@ def test_tars_of_a_store_are_found_and_the_rest_is_listed(s3):
     assert names('s3://bucket/') == ['tars/0.tar', deep, 'tars.tar']
     assert names(f's3://bucket/{deep}') == [deep]
     assert {line['source'].removeprefix('s3://bucket/'): line['reason'].partition(':')[0]
-            for line in find_files(['s3://bucket/tars']).left_out} == {
-        'tars/.tmp/2.tar': 'hidden', 'tars/3.jpg': 'no tar', **dict.fromkeys(odd, 'no path'),
+            for line in find_files(['s3://bucket/tars']).skipped} == {
+        'tars/.tmp/2.tar': 'hidden', 'tars/3.jpg': 'not a tar or Parquet', **dict.fromkeys(odd, 'unusable key'),
         'tars/x.tar.gz': 'not an image, a caption, a tar or Parquet'}
     with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
         find_files(['s3://bucket/nothing'])
@@ -113,7 +113,7 @@ def test_tars_of_a_store_are_found_and_the_rest_is_listed(s3):
         find_files(['s3://bucket/tars'])
 
 
-def test_what_was_changed_is_another_part_also_at_the_same_size(tmp_path, s3):
+def test_a_changed_file_changes_its_part_even_at_the_same_size(tmp_path, s3):
     def identities() -> list[list]:
         return [file.identity() for file in find_files([str(tmp_path), 's3://bucket/tars']).files]
 

@@ -1,6 +1,7 @@
-"""Stores are opened with the environment that Streaming takes, and what goes wrong there is one line."""
+"""Stores are opened with the same environment variables as Streaming, and each error is reported in one line."""
 import inspect
 import io
+import json
 import os
 import re
 import time
@@ -10,24 +11,17 @@ from pathlib import Path
 
 import pytest
 from azure.storage.blob import BlobServiceClient
-from botocore import UNSIGNED
 from google.auth.credentials import AnonymousCredentials
+from google.cloud.storage import Client
 from werkzeug.wrappers import Request, Response
 
 from sdbench.datasets.output import Output, PartWriter, join_parts, write_index
 from sdbench.datasets.readers import open_file
 from sdbench.paths import CLAIM
-from sdbench.stores import (
-    addresses_in,
-    azure_service,
-    connect,
-    download,
-    files_below,
-    google_client,
-    make_client,
-    upload,
-    write,
-)
+from sdbench.stores import addresses_in, download, files_below, upload, write
+from sdbench.stores.azure import azure_service
+from sdbench.stores.google import google_client
+from sdbench.stores.s3 import make_client
 from tests.local_s3 import local_s3, served
 from tests.samples import read_back
 
@@ -36,7 +30,7 @@ SECRET = 'c2VjcmV0LWtleQ=='
 
 @pytest.fixture(autouse=True)
 def no_credentials(monkeypatch, tmp_path):
-    """None but those of a test, and no questions to the metadata server of a cloud."""
+    """Remove all credentials except the ones that a test sets, and do not ask the metadata server of a cloud."""
     for name in list(os.environ):
         if re.match('AWS_|S3_|GCS_|GOOGLE_|CLOUDSDK_|AZURE_|MOSAICML_STREAMING_', name):
             monkeypatch.delenv(name)
@@ -44,11 +38,12 @@ def no_credentials(monkeypatch, tmp_path):
     monkeypatch.setenv('NO_GCE_CHECK', 'true')
     monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', str(tmp_path / 'credentials'))
     monkeypatch.setenv('AWS_CONFIG_FILE', str(tmp_path / 'config'))
+    monkeypatch.setenv('CLOUDSDK_CONFIG', str(tmp_path))
     for made_of_environment in (make_client, azure_service, google_client):
         made_of_environment.cache_clear()
 
 
-def test_endpoint_region_and_keys_are_those_that_boto3_finds_and_without_keys_nothing_is_signed(tmp_path, monkeypatch):
+def test_endpoint_region_and_keys_come_from_boto3_and_without_keys_requests_are_unsigned(tmp_path, monkeypatch):
     (tmp_path / 'config').write_text('[profile mine]\nregion = eu-north-1\naws_access_key_id = FROMPROFILE\n'
                                      'aws_secret_access_key = x\n')
     monkeypatch.setenv('AWS_PROFILE', 'mine')
@@ -71,13 +66,11 @@ def test_endpoint_region_and_keys_are_those_that_boto3_finds_and_without_keys_no
         assert not any('Authorization' in headers for _, headers in server.requests)
 
 
-def test_google_is_read_and_written_with_hmac_keys_or_read_unsigned(monkeypatch):
-    assert connect('gs', 'SOURCE').meta.config.signature_version is UNSIGNED
-    make_client.cache_clear()
+def test_google_is_read_and_written_with_hmac_keys(monkeypatch):
     monkeypatch.setenv('GCS_KEY', 'GOOG1')
     monkeypatch.setenv('GCS_SECRET', SECRET)
     with local_s3(monkeypatch) as server:  # Google takes these keys where it answers as S3 does
-        monkeypatch.setattr('sdbench.stores.GOOGLE_S3', os.environ['S3_ENDPOINT_URL'])
+        monkeypatch.setattr('sdbench.stores.s3.GOOGLE_S3', os.environ['S3_ENDPOINT_URL'])
         monkeypatch.delenv('AWS_ACCESS_KEY_ID')
         write(io.BytesIO(b'1'), 'gs://bucket/a/b', 'OUT')
         with open_file('gs://bucket/a/b') as file:
@@ -88,13 +81,40 @@ def test_google_is_read_and_written_with_hmac_keys_or_read_unsigned(monkeypatch)
         assert all('Credential=GOOG1/' in headers['Authorization'] for _, headers in server.requests)
 
 
+def test_a_public_bucket_of_google_is_read_without_credentials(monkeypatch):
+    requests = []
+
+    def public_bucket(environ: dict, start_response) -> Iterable[bytes]:
+        request = Request(environ)
+        requests.append(request)
+        response = Response(b'1')
+        if request.path.endswith('/o'):  # a listing
+            listing = {'items': [{'name': 'a/b', 'size': '1', 'etag': 'x'}]}
+            response = Response(json.dumps(listing), content_type='application/json')
+        return response(environ, start_response)
+
+    with served(public_bucket) as url:
+        monkeypatch.setattr('google.cloud.storage.Client.create_anonymous_client',
+                            lambda create=Client.create_anonymous_client: at_endpoint(create(), url))
+        assert addresses_in('gs://bucket/a', '--save_folder') == ['gs://bucket/a/b']
+        download('gs://bucket/a/b', 'copy', '--remote')
+    assert Path('copy').read_bytes() == b'1'
+    assert not any('Authorization' in request.headers for request in requests)
+
+
+def at_endpoint(client: Client, url: str) -> Client:
+    """Point a client of Google to a server on loopback."""
+    client._connection.API_BASE_URL = url
+    return client
+
+
 LISTED = ('<Blob><Name>{}</Name><Properties><Last-Modified>Tue, 01 Sep 2026 00:00:00 GMT</Last-Modified>'
           '<Etag>"1"</Etag><Content-Length>{}</Content-Length><Content-Type>x</Content-Type>'
           '<BlobType>BlockBlob</BlobType></Properties></Blob>')
 
 
 class LocalAzure:
-    """A store of Azure's blobs by their names: as much of its REST interface as a dataset needs.
+    """A blob store like Azure's, with the part of its REST interface that a dataset needs.
 
     It answers requests for /ACCOUNT/CONTAINER/BLOB that are signed with a key of that account.
     """
@@ -130,7 +150,7 @@ class LocalAzure:
 
 
 def use_azure_at(url: str, monkeypatch) -> list[str]:
-    """Let Azure's clients ask a server on loopback, and return the list of the addresses that they are made for."""
+    """Point Azure's clients to a server on loopback, and return a list that collects their account addresses."""
     made = []
 
     def client_of_emulator(account_url: str, credential: str, **options) -> BlobServiceClient:
@@ -180,7 +200,7 @@ def test_a_process_has_one_client_of_azure_however_many_parts_it_reads(monkeypat
 
 @pytest.mark.parametrize('key', ['a#b/0.tar', 'a?b=c/0.tar', 'a%20b/0 1.tar', 'a'])
 @pytest.mark.parametrize('bucket', ['s3://bucket', 'azure://me.blob.core.windows.net/container'])
-def test_an_object_is_read_by_its_whole_key_whatever_signs_are_in_it(monkeypatch, key, bucket):
+def test_an_object_is_read_by_its_whole_key_whatever_characters_it_contains(monkeypatch, key, bucket):
     with local_s3(monkeypatch), served(LocalAzure()) as url:
         use_azure_at(url, monkeypatch)
         for name in ('a', key):
@@ -191,7 +211,7 @@ def test_an_object_is_read_by_its_whole_key_whatever_signs_are_in_it(monkeypatch
 
 
 @pytest.mark.parametrize('address', ['s3://bucket/a', 'gs://bucket/a', 'azure://me.blob.core.windows.net/container/a'])
-def test_a_refused_connection_is_told_after_ten_seconds_of_pauses_at_most(monkeypatch, address):
+def test_a_refused_connection_is_reported_after_at_most_ten_seconds_of_pauses(monkeypatch, address):
     use_azure_at('http://127.0.0.1:1', monkeypatch)
     monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:1')
     monkeypatch.setenv('STORAGE_EMULATOR_HOST', 'http://127.0.0.1:1')  # of Google's client
@@ -216,7 +236,7 @@ def test_a_refused_connection_is_told_after_ten_seconds_of_pauses_at_most(monkey
     (404, 'NoSuchBucket', ': there is no such bucket; check its name and S3_ENDPOINT_URL'),
     (500, 'InternalError', ' cannot be read or written (500 InternalError none)'),
     (0, '', ': no server answers there; check the address, S3_ENDPOINT_URL and the network')])
-def test_an_answer_is_said_in_the_same_words_without_secrets_whatever_was_asked(monkeypatch, status, code, words):
+def test_every_request_reports_an_error_answer_in_the_same_words_without_secrets(monkeypatch, status, code, words):
     Path('sent').write_text('1')
     address = 's3://bucket/a'
 
@@ -234,7 +254,7 @@ def test_an_answer_is_said_in_the_same_words_without_secrets_whatever_was_asked(
     assert not Path('copy').exists()
 
 
-def test_a_store_that_knows_no_checksums_takes_files(monkeypatch):
+def test_files_are_written_to_a_store_that_does_not_support_checksums(monkeypatch):
     with local_s3(monkeypatch) as server:
         server.unknown_headers = {'x-amz-checksum-crc32': 501, 'x-amz-sdk-checksum-algorithm': 400}
         Path('sent').write_text('1')

@@ -1,4 +1,4 @@
-"""Images have their captions from tables that name them, and what does not fit is listed."""
+"""Images get their captions from tables that name them, and every row without an image or a text has a reason."""
 import os
 import unicodedata
 from collections import Counter
@@ -13,7 +13,7 @@ from tests.samples import captions_of, read_back, shaded, skipped, write_parquet
 
 
 def photos(folder: Path, *names: str) -> Path:
-    """Write images of different shades, by their order."""
+    """Write images, each in a different shade."""
     for shade, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(shaded(shade))
@@ -25,24 +25,24 @@ def captions(out: Path) -> list[str]:
 
 
 def listed(out: Path) -> list[tuple]:
-    """Return file, key and reason of each line of what was left out."""
+    """Return the file, the key and the reason in each line of skipped.jsonl."""
     return sorted((os.path.basename(line['source']), line['key'], line['reason']) for line in skipped(out))
 
 
 NFC, NFD = (unicodedata.normalize(form, 'café.jpg') for form in ('NFC', 'NFD'))
-TABLES_OF_PEOPLE = {
+TABLES_FROM_USERS = {
     'accents of macOS': ([NFD, 'b.jpg'], f'file_name,text\n{NFC},one\nb.jpg,two\n'),
     'backslashes of Windows': (['Sub/a.jpg', 'b.jpg'], 'file_name,text\nsub\\a.jpg,one\n.\\b.jpg,two\n'),
-    'capitals': (['Photos/a.JPG', 'b.jpg'], 'File_Name,Text\nphotos/a.jpg,one\nB.jpg,two\n'),
+    'upper case': (['Photos/a.JPG', 'b.jpg'], 'File_Name,Text\nphotos/a.jpg,one\nB.jpg,two\n'),
     'backslashes of an archive': (['IMG\\a.jpg', 'b.jpg'], 'file_name,text\nimg\\a.jpg,one\nb.jpg,two\n'),
-    'blanks behind commas': (['a.jpg', 'b.jpg'], 'file_name, text\na.jpg, one\n b.jpg, "two"\n'),
+    'spaces after commas': (['a.jpg', 'b.jpg'], 'file_name, text\na.jpg, one\n b.jpg, "two"\n'),
     'the separator in a first line': (['a.jpg', 'b.jpg'], 'sep=;\r\nfile_name;text\r\na.jpg;one\r\nb.jpg;two\r\n'),
-    'bars': (['a.jpg', 'b.jpg'], 'file name|text\na.jpg|one\nb.jpg|two\n'),
+    'pipes': (['a.jpg', 'b.jpg'], 'file name|text\na.jpg|one\nb.jpg|two\n'),
     'a large cell': (['a.jpg', 'b.jpg'], f'x,file_name,text\n{"0.1 " * 50_000},a.jpg,one\n,b.jpg,two\n'),
     'an index of pandas': (['a.jpg', 'b.jpg'], ',file_name,text\n0,a.jpg,one\n1,b.jpg,two\n'),
     'Unicode text of Excel': (['a.jpg', 'b.jpg'], 'file_name\ttext\r\na.jpg\tone\r\nb.jpg\ttwo\r\n'),
     'lines of an old Mac': (['a.jpg', 'b.jpg'], 'file_name,text\ra.jpg,one\rb.jpg,two\r'),
-    'a mark of UTF-8': (['a.jpg', 'sub/b.jpg'], '\ufefffile_name,text\na.jpg,"one"\nsub/b.jpg,two\n'),
+    'a byte order mark': (['a.jpg', 'sub/b.jpg'], '\ufefffile_name,text\na.jpg,"one"\nsub/b.jpg,two\n'),
     'other names of columns': (['a.jpg', 'sub/b.jpg'], 'filename;caption\na.jpg;"one"\nsub/b.jpg;two\n'),
     'lines of JSON': (['a.jpg', 'sub/b.jpg'], '{"file_name": "a.jpg", "text": "one"}\n'
                       '{"file_name": "sub/b.jpg", "text": "two"}\n'),
@@ -50,27 +50,27 @@ TABLES_OF_PEOPLE = {
 
 
 @pytest.mark.parametrize('source', ['in', 'in/*/*'])
-def test_tables_as_editors_spreadsheets_and_other_systems_write_them_are_read(tmp_path, source):
-    for case, (names, content) in TABLES_OF_PEOPLE.items():
+def test_tables_from_editors_spreadsheets_and_other_systems_are_read(tmp_path, source):
+    for case, (names, content) in TABLES_FROM_USERS.items():
         folder = photos(tmp_path / 'in' / case, *names)
         name = 'metadata.jsonl' if case == 'lines of JSON' else 'Captions.CSV'
         (folder / name).write_text(content, 'utf-16' if case == 'Unicode text of Excel' else 'utf-8', newline='')
     assert convert.main([source, 'out']) == 0
     assert not (tmp_path / 'out/skipped.jsonl').exists()
     assert Counter(read_back(tmp_path / 'out')) == dict.fromkeys(
-        [(shaded(0), 'one'), (shaded(1), 'two')], len(TABLES_OF_PEOPLE))
+        [(shaded(0), 'one'), (shaded(1), 'two')], len(TABLES_FROM_USERS))
 
 
-def test_a_table_may_lie_elsewhere_and_have_other_columns(tmp_path):
+def test_a_table_may_be_outside_of_source_and_have_other_columns(tmp_path):
     folder = photos(tmp_path / 'in', 'a.jpg', 'sub/b.jpg')
-    (tmp_path / 'captions.csv').write_text('id,picture,words\n1,in/a.jpg,one\n2,in/sub/b.jpg,two\n')
+    (tmp_path / 'captions.csv').write_text('id,picture,Picture,words\n1,in/a.jpg,x,one\n2,in/sub/b.jpg,x,two\n')
     (tmp_path / 'link').symlink_to(folder)
     flags = ['--captions', f'{tmp_path}/captions.csv', '--image_column', 'picture', '--caption_column', 'words']
     assert convert.main([f'{tmp_path}/link', 'out', *flags]) == 0
     assert captions(tmp_path / 'out') == ['one', 'two']
 
 
-def test_what_a_table_has_that_is_no_text_or_no_image_of_source_is_listed_by_its_line_and_not_counted(tmp_path, capsys):
+def test_cells_without_text_and_rows_without_an_image_are_skipped_with_their_line_number(tmp_path, capsys):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg', 'c.jpg', 'd.jpg', 'E.jpg', 'e.JPG', '../elsewhere.jpg')
     (folder / 'b.txt').write_text('the table decides')
     rows = [['a.jpg', '["one", "two", null]'], ['b.jpg', '5'], ['c.jpg', 'NaN'], ['d.jpg', '"nan"'], ['e.jpg', '"x"'],
@@ -80,7 +80,7 @@ def test_what_a_table_has_that_is_no_text_or_no_image_of_source_is_listed_by_its
     assert convert.main([str(folder), 'out']) == 0
     assert captions(tmp_path / 'out') == ['one', 'two']
     assert f' in 1 row of {folder}/metadata.jsonl, column text\ncaptions   2 of 1 image\n' in capsys.readouterr().out
-    none = 'no image at the path of a row: SOURCE has none at'
+    none = 'no image for a row: SOURCE has no'
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.jsonl'] == [
         ('metadata.jsonl', 2, f'no caption: the row has None for {folder}/a.jpg'),
         ('metadata.jsonl', 3, f'no caption: the row has 5 for {folder}/b.jpg'),
@@ -89,7 +89,7 @@ def test_what_a_table_has_that_is_no_text_or_no_image_of_source_is_listed_by_its
         ('metadata.jsonl', 6, f'{none} {folder}/e.jpg'), ('metadata.jsonl', 7, f'{none} {tmp_path}/elsewhere.jpg')]
 
 
-def test_a_table_goes_before_the_text_files_wherever_it_lies_and_what_has_no_match_is_listed(tmp_path, capsys):
+def test_a_table_in_any_folder_overrides_text_files_and_rows_without_a_match_are_skipped(tmp_path, capsys):
     folder = photos(tmp_path / 'in', 'both.jpg', 'both.png', 'empty.jpg', 'images/a.jpg', 'images/b.jpg', 'lonely.jpg',
                     'of_text.jpg', 'twice.jpg')
     for name in ('both', 'images/a', 'images/b', 'of_text'):
@@ -106,14 +106,14 @@ def test_a_table_goes_before_the_text_files_wherever_it_lies_and_what_has_no_mat
                                           'first', 'second']
     assert listed(tmp_path / 'out') == [
         ('both.png', None, 'more than one image: both.jpg, both.png'),
-        ('captions.csv', 2, f'a caption of another table: {folder}/metadata.csv has one of {folder}/twice.jpg'),
+        ('captions.csv', 2, f'image of another table: {folder}/metadata.csv has the captions of {folder}/twice.jpg'),
         ('lonely.jpg', 'lonely', 'no caption'),
-        ('metadata.csv', 4, f'no image at the path of a row: SOURCE has none at {folder}/missing.jpg'),
+        ('metadata.csv', 4, f'no image for a row: SOURCE has no {folder}/missing.jpg'),
         ('metadata.csv', 5, f"no caption: the row has '' for {folder}/empty.jpg")]
     assert f'in 3 rows of {folder}/metadata.csv, column text' in capsys.readouterr().out
 
 
-def test_the_table_of_the_flag_decides_also_where_only_another_table_writes_a_path_exactly(tmp_path):
+def test_the_table_of_the_flag_decides_even_if_only_another_table_has_the_exact_path(tmp_path):
     folder = photos(tmp_path / 'in', 'sub/a.jpg', 'b.jpg')
     (folder / 'metadata.csv').write_text('file_name,text\nsub/a.jpg,not this\nb.jpg,nor this\n')
     (folder / 'mine.csv').write_text('file_name,text\nsub\\a.jpg,one\nB.jpg ,two\n')
@@ -122,7 +122,7 @@ def test_the_table_of_the_flag_decides_also_where_only_another_table_writes_a_pa
     assert [line[:2] for line in listed(tmp_path / 'out')] == [('metadata.csv', 2), ('metadata.csv', 3)]
 
 
-def test_an_out_goes_on_with_the_table_of_captions_that_it_was_begun_with(tmp_path, capsys):
+def test_an_out_accepts_only_the_table_of_captions_that_it_was_begun_with(tmp_path, capsys):
     folder = photos(tmp_path / 'in', 'a.jpg')
     for name in ('one', 'two'):
         (tmp_path / f'{name}.csv').write_text(f'file_name,text\nin/a.jpg,{name}\n')
@@ -138,7 +138,7 @@ def test_an_out_goes_on_with_the_table_of_captions_that_it_was_begun_with(tmp_pa
     (['.txt', '.caption'], [{'caption': ['table']}, {'.txt': ['file']}]),
     (['short', 'long'], [{'short': ['1'], 'long': ['2']}, {'caption': ['file']}]),
     (['short', '.txt'], [{'short': ['1']}, {'.txt': ['file']}])])
-def test_captions_have_names_that_weights_can_give_also_where_a_flag_names_others(tmp_path, flags, expected):
+def test_captions_from_tables_and_files_get_names_that_weights_can_select(tmp_path, flags, expected):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
     (folder / 'captions.csv').write_text('file_name,text,short,long\na.jpg,table,1,2\n')
     (folder / 'b.txt').write_text('file')
@@ -152,7 +152,7 @@ def test_captions_have_names_that_weights_can_give_also_where_a_flag_names_other
 
 @pytest.mark.parametrize('name, flags', [('metadata.parquet', []),
                                          ('x.parquet', ['--captions', '{}', '--image_column', 'file_name'])])
-def test_a_table_in_parquet_is_read_once_and_is_no_source_of_images(tmp_path, capsys, name, flags):
+def test_a_parquet_table_of_captions_is_read_once_and_not_as_images(tmp_path, capsys, name, flags):
     folder = photos(tmp_path / 'in', 'a.jpg')
     (folder / 'a.txt').write_text('of a file')
     table = write_parquet(folder / name, {'file_name': ['a.jpg', 'c.jpg', None], 'text': ['one', 'three', 'none']})
@@ -161,7 +161,7 @@ def test_a_table_in_parquet_is_read_once_and_is_no_source_of_images(tmp_path, ca
         assert convert.main(argv) == 0
         assert captions(tmp_path / 'out') == ['one']
         printed = capsys.readouterr().out
-        assert 'skipped    1 no image in a row, 1 no image at the path of a row; listed in' in printed
+        assert 'skipped    1 no path in a row, 1 no image for a row; listed in' in printed
     assert printed.startswith('done already: OUT out holds 1 sample of this SOURCE\n')
 
 
@@ -169,26 +169,25 @@ def test_a_table_in_parquet_is_read_once_and_is_no_source_of_images(tmp_path, ca
 @pytest.mark.parametrize('content, words', [
     ('name;text\na.jpg;one\n', 'no file_name or filename for --image_column among its columns name, text'),
     ('file_name,a,\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, (no name)'),
-    ('x,y,z\na.jpg,1,2\n', 'no file_name or filename for --image_column and no text or caption for --caption_column '
-     'among its columns x, y, z')])
-def test_a_table_without_the_columns_says_so_and_text_files_still_count(tmp_path, capsys, content, words, name, status):
+    ('x,y,z\na.jpg,1,2\n', 'no file_name or filename for --image_column among its columns x, y, z')])
+def test_a_table_without_the_columns_is_reported_and_text_files_count(tmp_path, capsys, content, words, name, status):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
     (folder / 'b.txt').write_text('two')
     table = folder / name
     table.write_text(content)
     assert convert.main([str(folder), 'out']) == status
-    remedy = ' and '.join(f'{flag} NAME' for flag in ('--image_column', '--caption_column') if flag in words)
-    words += f'; give {remedy}'
-    assert f'warning: {table} is no table of captions: {words}; rename the file' in capsys.readouterr().err
+    flag = '--image_column' if '--image_column' in words else '--caption_column'
+    words += f'; give {flag} NAME'
+    assert f'warning: {table} is not a table of captions: {words}; rename the file' in capsys.readouterr().err
     assert captions(tmp_path / 'out') == ['two']
-    assert (name, None, f'no table of captions: {words}') in listed(tmp_path / 'out')
+    assert (name, None, f'not a table of captions: {words}') in listed(tmp_path / 'out')
     line = one_error_line([folder, tmp_path / 'other', '--captions', table], capsys, convert.main)
-    assert f'--captions {table} is no table of captions: {words}' in line
+    assert f'--captions {table} is not a table of captions: {words}' in line
 
 
 @pytest.mark.parametrize('flags, caption', [(['--captions', '{}'], '7'), (['--caption_column', 'label'], '7'),
                                             ([], 'a cat')])
-def test_the_only_other_column_has_the_captions_only_where_a_flag_names_it(tmp_path, capsys, flags, caption):
+def test_the_only_other_column_has_the_captions_if_a_flag_names_it_or_its_table(tmp_path, capsys, flags, caption):
     folder = photos(tmp_path / 'in', 'a.jpg')
     (folder / 'a.txt').write_text('a cat')
     table = folder / 'metadata.csv'
@@ -198,7 +197,7 @@ def test_the_only_other_column_has_the_captions_only_where_a_flag_names_it(tmp_p
     assert (f'captions   in 1 row of {table}, column label\n' in capsys.readouterr().out) == (caption == '7')
 
 
-def test_a_cell_of_a_csv_may_be_a_list_in_json_and_what_is_no_such_list_or_no_row_as_its_header_is_listed(tmp_path):
+def test_a_csv_cell_may_be_a_json_list_and_other_lists_and_rows_of_another_length_are_skipped(tmp_path):
     folder = photos(tmp_path / 'in', *(f'{name}.jpg' for name in 'abcdefgh'))
     rows = ['', 'file_name,text', 'a.jpg,"[""one"", ""two""]"', 'b.jpg,"[\'three\' \'four\']"', 'c.jpg,[sic] five',
             'd.jpg,a cat, asleep', 'e.jpg', '', 'f.jpg,"a cat, awake"', ',x', 'g.jpg,[]', 'h.jpg,"[ ""six"",',
@@ -206,12 +205,12 @@ def test_a_cell_of_a_csv_may_be_a_list_in_json_and_what_is_no_such_list_or_no_ro
     (folder / 'metadata.csv').write_text('\n'.join(rows))
     assert convert.main([str(folder), 'out']) == 0
     assert captions(tmp_path / 'out') == ['one', 'two', '[sic] five', 'a cat, awake', 'six']
-    reason = "no row as long as the header: it has {} cells instead of 2; a cell with ',' in it stands in quotes"
+    reason = "row with a wrong number of cells: {} instead of 2; put quotes around a cell that contains ','"
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.csv'] == [
         ('metadata.csv', 4, 'no caption: the row has a list that is not JSON, "[\'three\' \'four\']" '
          f'for {folder}/b.jpg'),
         ('metadata.csv', 6, reason.format(3)), ('metadata.csv', 7, reason.format(1)),
-        ('metadata.csv', 10, 'no image in a row: it has no path in column file_name'),
+        ('metadata.csv', 10, 'no path in a row: column file_name is empty or not a text'),
         ('metadata.csv', 11, f'no caption: the row has [] for {folder}/g.jpg'),
         ('metadata.csv', 12, f'no caption: the row has None for {folder}/h.jpg')]
 
@@ -219,7 +218,7 @@ def test_a_cell_of_a_csv_may_be_a_list_in_json_and_what_is_no_such_list_or_no_ro
 @pytest.mark.parametrize('name, content, words', [
     ('metadata.csv', b'file_name,text\na.jpg,"one\nb.jpg,two\n',
      'the table {} cannot be read up to line 3 (unexpected end of data)'),
-    ('metadata.csv', b'file_name\ttext\na.jpg\t"one\nb.jpg\ttwo"\n', 'a cell that begins with a quote in line 2 has'),
+    ('metadata.csv', b'file_name\ttext\na.jpg\t"one\nb.jpg\ttwo"\n', 'a cell in line 2 begins with a quote'),
     ('metadata.csv', b'file_name,Text,caption\na.jpg,one,two\n', 'has the columns Text and caption; name one of them'),
     ('metadata.csv', b'FileName,file_name,text\na.jpg,b.jpg,1\n', 'has the columns FileName and file_name; name one'),
     ('metadata.csv', b'file_name,text\ncaf\xe9.jpg,one\n', 'the table {} is not UTF-8; save it as "CSV UTF-8"'),
@@ -235,21 +234,21 @@ def test_a_table_that_cannot_be_read_to_its_end_is_refused(tmp_path, capsys, nam
     assert not (tmp_path / 'out').exists()
 
 
-def test_a_row_of_another_form_takes_an_image_only_where_one_name_and_one_image_are_left_over(tmp_path):
+def test_another_spelling_matches_only_if_one_row_and_one_image_are_unmatched(tmp_path):
     folder = photos(tmp_path / 'in', 'abc.jpg', 'one.JPG', 'twice.jpg')
     rows = ['aBc.jpg,not of it', 'abc.jpg,its own', 'One.jpg,a', 'One.jpg,b', 'TWICE.jpg,c', 'Twice.jpg,d']
     (folder / 'metadata.csv').write_text('\n'.join(['file_name,text', *rows]))
     (folder / 'captions.csv').write_text('file_name,text\nOne.jpg,c\n')
     assert convert.main([str(folder), 'out']) == 0
     assert captions(tmp_path / 'out') == ['its own', 'a', 'b']
-    none = 'no image at the path of a row: SOURCE has none at'
+    none = 'no image for a row: SOURCE has no'
     assert [line for line in listed(tmp_path / 'out') if line[0].endswith('.csv')] == [
-        ('captions.csv', 2, f'a caption of another table: {folder}/metadata.csv has one of {folder}/One.jpg'),
+        ('captions.csv', 2, f'image of another table: {folder}/metadata.csv has the captions of {folder}/One.jpg'),
         *(('metadata.csv', line, f'{none} {folder}/{name}') for line, name in (
             (2, 'aBc.jpg'), (6, 'TWICE.jpg'), (7, 'Twice.jpg')))]
 
 
-def test_a_table_that_is_linked_into_two_folders_is_read_in_each_and_one_of_no_image_is_refused(tmp_path, capsys):
+def test_a_table_linked_into_two_folders_is_read_in_both_and_one_without_images_is_refused(tmp_path, capsys):
     folder = photos(tmp_path / 'in', 'a/x.jpg', 'b/x.jpg')
     (folder / 'a/captions.csv').write_text('file_name,text\nx.jpg,one\n')
     (folder / 'b/captions.csv').symlink_to(folder / 'a/captions.csv')

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import CLIPTokenizer
 
-from sdbench.datasets.converter import mend_letters
+from sdbench.datasets.converter import clean_caption
 from sdbench.inputs.batches import collate
 from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer
 
@@ -26,7 +26,7 @@ def test_token_ids_and_mended_letters_agree_with_open_clips_on_odd_captions():
     for caption, encoding in zip(captions, tokenizer.encode_batch(captions), strict=True):
         assert encoding.ids == reference(caption)[0].tolist(), caption
     for caption in (*captions, 'cafÃ©', '<b> &amp;amp; “c” '):
-        assert mend_letters(caption) == open_clip.tokenizer.basic_clean(caption), caption
+        assert clean_caption(caption) == open_clip.tokenizer.basic_clean(caption), caption
 
 
 def test_what_pads_is_a_word_where_a_caption_has_it_also_in_a_loader_process_that_is_no_fork(tmp_path):

@@ -1,0 +1,105 @@
+"""Names of files: which are images, captions or tables, and which names belong together.
+
+In folders and in tars, a name is split at its last dot: the key is before it, and the suffix begins with it. The
+caption of KEY.jpg is in KEY.txt or KEY.caption, or is the "caption" in KEY.json. The case of a suffix does not matter.
+WebDataset splits at the first dot instead, which makes IMG_2020.01.02.jpg and IMG_2020.01.03.jpg one sample.
+"""
+import os
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable, Set
+from typing import Any
+
+from sdbench.inputs.images import formats
+
+IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2',
+                  '.ppm')
+HEIF_SUFFIXES = ('.heic', '.heif')  # read if pillow-heif is installed
+CAPTION_SUFFIXES = ('.txt', '.caption', '.json')  # in this order, the first file that is not empty has the caption
+TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.parquet')  # tables that --captions may name
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the key and the suffix of a file name. The suffix includes its dot, and is '' if there is none."""
+    key, dot, suffix = name.rpartition('.')
+    if not key or key.endswith('/') or '/' in suffix:
+        return name, ''
+    return key, dot + suffix
+
+
+def is_image(suffix: str) -> bool:
+    """Tell whether files with this suffix are read as images."""
+    return suffix.lower() in IMAGE_SUFFIXES or (suffix.lower() in HEIF_SUFFIXES and 'HEIF' in formats())
+
+
+def is_caption(suffix: str) -> bool:
+    """Tell whether a file with this suffix may contain a caption."""
+    return suffix.lower() in CAPTION_SUFFIXES
+
+
+def is_shard(suffix: str) -> bool:
+    """Tell whether a file with this suffix holds many samples: a tar or a Parquet file."""
+    return suffix.lower() in ('.tar', '.parquet')
+
+
+def caption_suffixes(suffixes: Iterable[str]) -> list[str]:
+    """Return the suffixes of captions, sorted as the files are tried."""
+    return sorted(filter(is_caption, suffixes), key=lambda suffix: (CAPTION_SUFFIXES.index(suffix.lower()), suffix))
+
+
+def why_not_read(suffix: str) -> str:
+    """Return why a file with this suffix is skipped."""
+    if suffix.lower() in HEIF_SUFFIXES:
+        return f'{suffix} needs a package (pip install pillow-heif)'
+    if suffix.lower() in TABLE_SUFFIXES:
+        return f'a {suffix} of this name is read only with --captions'
+    return f'{suffix or "a file without a suffix"} is not read'
+
+
+def is_written_by_img2dataset(name: str, present: Set[str]) -> bool:
+    """Tell whether img2dataset wrote this file about a shard that is present.
+
+    Next to 00000.tar, or to the folder 00000 of its layout `files`, it writes 00000.parquet and 00000_stats.json.
+    """
+    shard = name.removesuffix('.parquet').removesuffix('_stats.json')
+    if shard == name:
+        return False
+    return f'{shard}.tar' in present or {shard, f'{shard}_stats.json'} <= present
+
+
+def is_hidden(name: str) -> bool:
+    """Tell whether a file is hidden or lies in a hidden folder, such as ._a.jpg and .Trash/a.jpg."""
+    return any(part.startswith('.') and part not in ('.', '..') for part in name.split('/'))
+
+
+def normal_form(name: str) -> str:
+    """Return a form that a name or path shares with its other spellings.
+
+    Spellings differ in upper and lower case, spaces around a name, backslashes for slashes, and the Unicode
+    normalization of accents.
+    """
+    parts = [part.strip() for part in name.replace('\\', '/').split('/')]
+    return unicodedata.normalize('NFC', os.path.normpath('/'.join(parts)).casefold())
+
+
+def pair_by_form(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, str]]:
+    """Return pairs (name, other) of the same normal form, if no second name and no second other has that form."""
+    forms = defaultdict(lambda: ([], []))
+    for side, names_of_side in enumerate((names, others)):
+        for name in names_of_side:
+            forms[normal_form(name)][side].append(name)
+    return [(one[0], other[0]) for one, other in forms.values() if len(one) == len(other) == 1]
+
+
+def join_similar_keys(files: dict[str, dict[str, Any]]) -> None:
+    """Move captions without an image to the image without a caption whose key has the same normal form.
+
+    For example, IMG_1.txt has the caption of img_1.JPG if neither has another partner.
+
+    Args:
+        files: the files of a folder or a tar, by key and suffix.
+    """
+    with_image = {key for key, suffixes in files.items() if any(map(is_image, suffixes))}
+    with_caption = {key for key, suffixes in files.items() if any(map(is_caption, suffixes))}
+    for image, caption in pair_by_form(with_image - with_caption, with_caption - with_image):
+        files[image].update(files.pop(caption))

@@ -1,0 +1,195 @@
+"""Object stores: list, read and write the files behind an address.
+
+    s3://BUCKET/KEY      at S3_ENDPOINT_URL if it is set; with any credentials that boto3 finds, or unsigned
+    gs://BUCKET/KEY      with the HMAC keys GCS_KEY and GCS_SECRET, or Google's default credentials, or none
+    azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY
+                         at exactly that host, which may belong to another cloud (blob.core.chinacloudapi.cn);
+                         with AZURE_ACCOUNT_ACCESS_KEY, or Azure's default credentials
+
+Each kind of store is a class with the methods of `Store` (s3.py, google.py, azure.py). From any other store Streaming's
+clients can download. Every error of a client becomes one line (answers.py). Keys are passed to the clients as they are
+and never parsed as URLs, because a key may contain # or ?.
+"""
+import contextlib
+import functools
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from sdbench.errors import UserError, one_line
+from sdbench.stores.answers import store_error
+
+SUPPORTED = ('s3://', 'gs://', 'azure://')
+AZURE_HOST = 'blob.core.windows.net'  # the public cloud
+# Environment variables that decide how a store is asked and that are not secret. Ray passes them to other machines.
+SETTINGS = ('S3_ENDPOINT_URL', 'S3_CANNED_ACL', 'AWS_ENDPOINT_URL', 'AWS_ENDPOINT_URL_S3', 'AWS_REGION',
+            'AWS_DEFAULT_REGION', 'AWS_PROFILE', 'AWS_REQUEST_CHECKSUM_CALCULATION', 'AWS_RESPONSE_CHECKSUM_VALIDATION',
+            'MOSAICML_STREAMING_AWS_REQUESTER_PAYS', 'AZURE_ACCOUNT_NAME', 'AZURE_AUTHORITY_HOST',
+            'GOOGLE_CLOUD_PROJECT')
+TRIES = 4  # attempts per request if the error may be temporary
+TIMEOUT = 20  # seconds without a byte after which a request is tried again
+SENDING = {'tries': 8, 'timeout': 60}  # for checkpoints: a store takes long to assemble the parts of a large file
+PATIENT = {'tries': 20, 'timeout': 60}  # for convert.py and encode.py, which wait while a server is away for minutes
+
+
+class Address(NamedTuple):
+    """The parts of an address in a store."""
+    scheme: str
+    host: str | None  # Azure only
+    bucket: str  # for Azure the container
+    key: str  # without leading and trailing slashes
+
+
+class StoredFile(NamedTuple):
+    """A file as a store lists it."""
+    key: str
+    size: int  # in bytes
+    changed: str  # its ETag, which changes if the file is written again
+
+
+def parse_address(address: str, label: str) -> Address:
+    """Return the parts of an address such as s3://BUCKET/KEY.
+
+    Raises UserError, which begins with `label`, if the scheme is not supported, or the bucket is missing or malformed.
+    """
+    if not address.startswith(SUPPORTED):
+        raise UserError(f'{label}: only the stores s3://, gs:// and azure:// can be used; use an S3-compatible address '
+                        'with S3_ENDPOINT_URL')
+    scheme, _, rest = address.partition('://')
+    bucket, _, key = rest.partition('/')
+    host = None
+    if scheme == 'azure':
+        # The account comes first. An account without a host is in the public cloud.
+        host = bucket
+        if '.' not in host:
+            host = f'{os.environ.get("AZURE_ACCOUNT_NAME", host)}.{AZURE_HOST}'
+        bucket, _, key = key.lstrip('/').partition('/')
+    if not bucket:
+        raise UserError(f'{label} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
+                        f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
+    for name in filter(None, (host, bucket)):
+        if not re.fullmatch(r'[A-Za-z0-9$][\w.-]*', name, re.ASCII):
+            raise UserError(f'{label}: {name} cannot be the name of a bucket or an account; use letters, digits, '
+                            'dots, - and _')
+    return Address(scheme, host, bucket, key.strip('/'))
+
+
+class Store(Protocol):
+    """One address in an object store, and the client that reaches it."""
+
+    def download(self, path: str, in_threads: bool) -> None:
+        """Download the file at the address to `path`."""
+
+    def upload(self, file: BinaryIO) -> None:
+        """Write the content of an open file to the address."""
+
+    def files(self, prefix: str) -> Iterator[StoredFile]:
+        """Yield the files in the bucket whose keys begin with `prefix`, sorted by key."""
+
+
+def open_store(address: str, label: str, tries: int = TRIES, timeout: float = TIMEOUT) -> Store:
+    """Return the store of an address.
+
+    Args:
+        address: of a file or a folder in a store.
+        label: begins the error messages, such as `--remote s3://bucket/mds`.
+        tries: attempts per request.
+        timeout: seconds without a byte after which a request is tried again.
+
+    Raises UserError if the address is malformed, or if credentials or settings do not make a client.
+    """
+    place = parse_address(address, label)
+    try:
+        if place.scheme == 'azure':
+            from sdbench.stores.azure import AzureStore
+            return AzureStore(place, tries, timeout)
+        if place.scheme == 'gs' and not {'GCS_KEY', 'GCS_SECRET'} <= os.environ.keys():
+            from sdbench.stores.google import GoogleStore
+            return GoogleStore(place, tries, timeout)
+        from sdbench.stores.s3 import S3Store
+        return S3Store(place, tries, timeout)
+    except Exception as error:  # each kind of credentials has its own exceptions
+        raise UserError(f'{label}: no client can be made with these credentials and settings ({type(error).__name__}: '
+                        f'{one_line(error, 300)}); check the credentials, and S3_ENDPOINT_URL if it is set') from None
+
+
+@contextlib.contextmanager
+def client_errors(label: str) -> Iterator[None]:
+    """Turn any error of a storage client into an OSError of one line that begins with `label`."""
+    try:
+        yield
+    except Exception as error:  # each client has its own exceptions
+        raise store_error(error, label) from None
+
+
+def download(address: str, path: str, label: str, tries: int = TRIES, timeout: float = TIMEOUT,
+             in_threads: bool = True) -> None:
+    """Download a file from any store that Streaming knows, or copy a file of this machine.
+
+    Args:
+        address: of the file.
+        path: where to write it.
+        label: begins the error messages.
+        tries: attempts per request. Streaming's clients have their own number.
+        timeout: seconds without a byte after which a request is tried again.
+        in_threads: whether parts of a large file are downloaded concurrently, if the store speaks S3.
+
+    Raises FileNotFoundError if there is no such file, OSError if it cannot be read, and UserError if the address or
+    the settings are wrong.
+    """
+    if not address.startswith(SUPPORTED):
+        bucket = '/'.join(address.split('/')[:3])
+        with client_errors(label):
+            streaming_downloader(bucket, os.getpid()).download(address, path, timeout)
+        return
+    store = open_store(address, label, tries, timeout)
+    with client_errors(label):
+        store.download(path, in_threads)
+
+
+@functools.cache
+def streaming_downloader(bucket: str, process: int) -> Any:
+    """Return Streaming's client for a bucket, or for files of this machine, once per process."""
+    from streaming.base.storage import CloudDownloader
+    return CloudDownloader.get(bucket)
+
+
+def upload(path: str, address: str, label: str) -> None:
+    """Upload a file of this machine. Raises OSError or UserError as `download` does."""
+    with open(path, 'rb') as file:
+        write(file, address, label, **SENDING)
+
+
+def write(file: BinaryIO, address: str, label: str, tries: int = TRIES, timeout: float = TIMEOUT) -> None:
+    """Write the content of an open file to an address. Raises OSError or UserError as `download` does."""
+    store = open_store(address, label, tries, timeout)
+    with client_errors(label):
+        store.upload(file)
+
+
+def addresses_in(folder: str, label: str) -> list[str]:
+    """Return the addresses of the files directly in a folder. Raises OSError or UserError as `download` does."""
+    key = parse_address(folder, label).key
+    prefix = f'{key}/' if key else ''
+    with client_errors(label):
+        names = [file.key.removeprefix(prefix) for file in open_store(folder, label).files(prefix)]
+    return [f'{folder.rstrip("/")}/{name}' for name in names if name and '/' not in name]
+
+
+def files_below(address: str, label: str, tries: int = TRIES, timeout: float = TIMEOUT) -> list[StoredFile]:
+    """Return all files below an address, or the file at that address if it is not a folder.
+
+    Raises OSError or UserError as `download` does.
+    """
+    key = parse_address(address, label).key
+    store = open_store(address, label, tries, timeout)
+    with client_errors(label):
+        if not key:
+            return list(store.files(''))
+        below = list(store.files(f'{key}/'))
+        if below:
+            return below
+        # The key itself is the first of all keys that begin with it, so one entry of the listing is enough.
+        return [file for file in itertools.islice(store.files(key), 1) if file.key == key]

@@ -1,0 +1,9 @@
+"""Upload a file: `python -m sdbench.stores FILE ADDRESS`. A training uploads its checkpoints in this process."""
+import os
+import sys
+
+from sdbench.stores import upload
+
+if __name__ == '__main__':
+    _, path, address = sys.argv
+    upload(path, address, os.path.basename(path))

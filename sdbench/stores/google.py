@@ -1,0 +1,41 @@
+"""Google's store through its own client, with default credentials or none. With HMAC keys s3.py is used instead."""
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from sdbench.stores import Address, StoredFile
+
+
+class GoogleStore:
+    """An address in Google's store; `sdbench.stores.Store` describes its methods."""
+
+    def __init__(self, place: Address, tries: int, timeout: float):
+        from google.cloud.storage.retry import DEFAULT_RETRY
+        self.key = place.key
+        self.bucket = google_client(os.getpid()).bucket(place.bucket)
+        # Google's client limits the seconds of all attempts together, by default to two minutes.
+        retry = DEFAULT_RETRY.with_timeout(tries * (tries - 1) / 2)
+        self.options = {'retry': retry, 'timeout': (20, timeout)}  # seconds to connect, and without a byte
+
+    def download(self, path: str, in_threads: bool) -> None:
+        with open(path, 'wb') as file:
+            self.bucket.blob(self.key).download_to_file(file, **self.options)
+
+    def upload(self, file: BinaryIO) -> None:
+        self.bucket.blob(self.key).upload_from_file(file, **self.options)
+
+    def files(self, prefix: str) -> Iterator[StoredFile]:
+        for blob in self.bucket.list_blobs(prefix=prefix, **self.options):
+            yield StoredFile(blob.name, blob.size, blob.etag)
+
+
+@functools.cache
+def google_client(process: int) -> Any:
+    """Return Google's client, once per process. Without default credentials it can read public buckets."""
+    from google.auth.exceptions import DefaultCredentialsError
+    from google.cloud.storage import Client
+    try:
+        return Client()
+    except DefaultCredentialsError:
+        return Client.create_anonymous_client()
