@@ -22,11 +22,10 @@ import torch
 import torch.nn.functional as F
 from composer import Algorithm, Callback, ComposerModel, Trainer
 from composer.callbacks import LRMonitor, SpeedMonitor
-from composer.core import DataSpec
+from composer.core import DataSpec, Evaluator
 from composer.utils import get_device
 from diffusers import DDPMScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from torch.utils.data import Dataset
 from torchmetrics import MeanSquaredError
 
 from data import build_data, build_evaluator, open_held_out
@@ -39,7 +38,7 @@ from sdbench.measuring.clock import Measurement, Trace, measure_loader
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_unet, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
-from sdbench.training.checkpoints import AtomicCheckpointSaver, fetched, locked_save_folder, newest_checkpoint, resuming
+from sdbench.training.checkpoints import AtomicCheckpointSaver, Resume, fetched, locked_save_folder, newest_checkpoint
 from sdbench.training.compatibility import Mismatch, SameRun, difference_of_models, facts_of_model, flags_to_keep
 from sdbench.training.exact_resume import ExactResume
 from sdbench.training.identity import Identity, IdentityKeeper, identify_training
@@ -233,121 +232,118 @@ def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Alg
     return [ema]
 
 
-def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, identity: Identity,
-                    stop: GracefulStop, prompts: list[str], data_before: list[dict], more: Sequence[Callback] = ()
-                    ) -> list[Callback]:
+def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, flags: dict, identity: Identity,
+                    stop: GracefulStop, prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
     """Build what watches a run and keeps it alive, in the order in which Composer calls them at each event."""
     # Composer's own curves of speed. It is told the GPU's peak, which it would look up by a name that it may not know.
     window = min(10, settings.measure_batches or 10)  # batches
     peak = peak_of(torch.cuda.get_device_name(), settings.precision) if torch.cuda.is_available() else None
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
-    trace = drawings = saver = None
+    trace = sampling = saver = None
     if settings.profile:
         trace = Trace(settings.profile, settings.warmup_batches)
     if prompts:
-        drawings = Sampling(settings, prompts, model, files, measurement.stopwatch, stop)
+        sampling = Sampling(settings, prompts, model, files, measurement.stopwatch, stop)
     if settings.save_folder:
         saver = AtomicCheckpointSaver(settings.save_folder, settings.save_interval,
                                       settings.save_num_checkpoints_to_keep)
     callbacks = [
         SpeedMonitor(window, (peak or 0) * 1e12),  # curves of speed
-        *more,          # what they do counts as part of the batch
-        measurement,    # the clock stops here, before anything is drawn or saved
+        *more,          # their time counts as part of the batch
+        measurement,    # stops the clock here, before images are generated or a checkpoint is saved
         trace,
         Progress(settings.batch_size),
         IdentityKeeper(identity),
-        SameRun(flags_to_keep(settings, files, dataset, data_before)),  # a resume with other flags is refused
-        ExactResume(settings.seed),  # and one with these goes on exactly
+        SameRun(flags),  # refuses to resume with other flags
+        ExactResume(settings.seed),  # resumes exactly with the same flags
         FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
         HeldOutLoss(),
         LRMonitor(),    # the curve of the learning rate
-        stop,           # decides whether this batch is the last, before it is drawn and saved
-        drawings,
-        saver,          # comes last, when all else that belongs to the batch is done
+        stop,           # decides whether this batch is the last, before images are generated and a checkpoint is saved
+        sampling,
+        saver,          # comes last, when everything else that belongs to the batch is done
     ]
     return [callback for callback in callbacks if callback is not None]
 
 
-def build_training(settings: Train, files: ModelFiles, data: DataSpec, identity: Identity, stop: GracefulStop,
-                   callbacks: Sequence[Callback] = (), checkpoint: str | None = None, load_path: str | None = None
-                   ) -> tuple[Train, StableDiffusion, Trainer]:
-    """Build the model, and its training at its start or at the checkpoint to resume from.
+def build_initial_model(settings: Train, files: ModelFiles, latents: bool, is_resumed: bool
+                        ) -> tuple[Train, StableDiffusion, dict | None, list[dict]]:
+    """Build the model with the weights that a training starts from, and find its microbatch.
 
-    Returns also the settings, which then have the microbatch that was found.
+    Returns the settings with the microbatch, the model, the state of the EMA that came with --load_weights if there was
+    one, and the datasets that the weights were trained on before.
 
-    Args:
-        settings: of the run.
-        files: of the model.
-        data: what it trains on.
-        identity: the id and the name of the training.
-        stop: ends it at a signal.
-        callbacks: more for Composer's Trainer; they come before those that measure and save.
-        checkpoint: path or URI of the checkpoint to resume from, for error messages; None if the training starts.
-        load_path: path of the same checkpoint on this machine.
-
-    Raises UserError if it cannot be built as asked.
+    Raises UserError if the weights do not fit, or not even one image fits in memory.
     """
-    # What is not there, or does not fit, is said before the model is built, which takes a while.
-    dataset = data.dataloader.dataset
-    held_out = open_held_out(settings, files, dataset)
-    prompts = on_rank_0(partial(read_prompts, settings.sample_prompts))
-    settings = replace(settings, sample_folder=os.path.join(settings.sample_folder, identity.name))
-    loggers = build_loggers(settings, identity.name)
-
-    # The model with its switches, and the weights that it starts from.
-    model = build_model(settings, dataset.latents, files=files)
+    model = build_model(settings, latents, files=files)
     ema_state = None
-    data_before = []  # the datasets that these weights were trained on
-    if settings.load_weights and not checkpoint:
+    data_before = []
+    if settings.load_weights and not is_resumed:  # a checkpoint to resume from has all of this
         ema_state, data_before = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
 
-    # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
+    # The trials run before there is an optimizer, whose state would take memory.
     settings = with_found_microbatch(settings, model, partial(build_optimizer, model, settings))
+    return settings, model, ema_state, data_before
 
-    # What averages the weights, what watches the run, and the training itself.
-    evaluator = build_evaluator(settings, files, held_out)
-    algorithms = build_algorithms(settings, ema_state)
-    callbacks = build_callbacks(settings, model, files, dataset, identity, stop, prompts, data_before, callbacks)
-    with resuming(checkpoint, settings.save_folder, model):
-        trainer = Trainer(
-            model=model,
-            train_dataloader=data,
-            eval_dataloader=evaluator,
-            optimizers=build_optimizer(model, settings),
-            schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup, settings.lr_final),
-            algorithms=algorithms,
-            callbacks=callbacks,
-            loggers=loggers,
-            run_name=identity.name,
-            progress_bar=False,
-            max_duration=settings.max_duration,
-            precision=settings.precision,
-            device_train_microbatch_size=settings.device_train_microbatch_size,
-            load_path=load_path,
-            load_progress_bar=False,
-            seed=settings.seed,
-            dist_timeout=settings.dist_timeout,
-        )
+
+def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
+                  algorithms: list[Algorithm], callbacks: list[Callback], name: str) -> Trainer:
+    """Build Composer's Trainer with the optimizer and the loggers. A Resume among the callbacks loads its checkpoint.
+
+    `name` is the name of the training.
+    """
+    trainer = Trainer(
+        model=model,
+        train_dataloader=data,
+        eval_dataloader=evaluator,
+        optimizers=build_optimizer(model, settings),
+        schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup, settings.lr_final),
+        algorithms=algorithms,
+        callbacks=callbacks,
+        loggers=build_loggers(settings, name),
+        run_name=name,
+        progress_bar=False,
+        max_duration=settings.max_duration,
+        precision=settings.precision,
+        device_train_microbatch_size=settings.device_train_microbatch_size,
+        seed=settings.seed,
+        dist_timeout=settings.dist_timeout,
+    )
     switch_allreduce(trainer.state.model, settings)
-    return settings, model, trainer
+    return trainer
 
 
-def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback]) -> dict:
-    """Train, keep the record, and return it.
+def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback] = ()) -> dict:
+    """Train, append the record to --results, and return it. `callbacks` run before those that measure and save.
 
     Raises DataError if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
     """
-    # What is trained, and from where on.
+    # Check whatever can be missing or wrong before the model is built, which takes a while.
     announce_build(settings)
     checkpoint = newest_checkpoint(settings.save_folder) if settings.autoresume else None
+    dataset = data.dataloader.dataset
+    held_out = open_held_out(settings, files, dataset)
+    prompts = on_rank_0(partial(read_prompts, settings.sample_prompts))
 
-    # The training. A signal ends it, or its budget, and lets the record be kept.
+    # A signal or the budget ends the training at the end of a batch, so that the record can still be written.
     with GracefulStop() as stop:
         callbacks = [*callbacks, Spending(settings, stop)]
+
+        # Build the training at its start, or at the checkpoint to resume from.
         with fetched(checkpoint, '--save_folder') as path:
             identity = on_rank_0(partial(identify_training, settings, path))
-            settings, model, trainer = build_training(settings, files, data, identity, stop, callbacks, checkpoint,
-                                                      path)
+            settings = replace(settings, sample_folder=os.path.join(settings.sample_folder, identity.name))
+            settings, model, ema_state, data_before = build_initial_model(settings, files, dataset.latents,
+                                                                          checkpoint is not None)
+            evaluator = build_evaluator(settings, files, held_out)
+            algorithms = build_algorithms(settings, ema_state)
+            flags = flags_to_keep(settings, files, dataset, data_before)
+            callbacks = build_callbacks(settings, model, files, flags, identity, stop, prompts, callbacks)
+            if checkpoint:
+                callbacks.append(Resume(settings.save_folder, checkpoint, path))
+            trainer = build_trainer(settings, model, data, evaluator, algorithms, callbacks, identity.name)
+
+        # Train, and report how it ended.
         begin_run(settings, model, trainer, checkpoint)
         outcome = fit(settings, trainer, stop)
         record = training_record(settings, model, data, trainer, outcome)

@@ -13,29 +13,28 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-from composer.callbacks import CheckpointSaver
+from composer import Callback
 from composer.core import State
 from composer.loggers import Logger
-from composer.utils import checkpoint as composer_checkpoint
 from composer.utils import dist
 from numpy._core import multiarray as np_multiarray
 from torch.serialization import safe_globals
 from torch.torch_version import TorchVersion
 from tqdm import tqdm
 
-from sdbench.errors import DataError, UserError, disk_is_full, one_line, plural
+from sdbench.errors import DataError, UserError, disk_is_full, one_line
 from sdbench.files import atomic_write, locked
+from sdbench.flags.times import is_due
 from sdbench.models.names import use_installed_names
 from sdbench.stores import addresses_in, download, upload
 from sdbench.training.compatibility import Mismatch
 from sdbench.training.ranks import on_every_rank, on_rank_0
 
-LATEST = 'latest-rank{rank}.pt'
-FILE_NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
+LATEST = 'latest-rank0.pt'
+FILE_NAME = 'ep{epoch}-ba{batch}-rank0.pt'  # as Composer calls it
 FILE_NAME_PATTERN = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # best-ep1-ba9-rank0.pt is the user's
 UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.([0-9a-f]+\.)?unfinished')  # what `atomic_write` can leave
 LOCK_FILE = '.lock'  # in a --save_folder
@@ -234,124 +233,138 @@ def fetched(name: str | None, flag: str) -> Iterator[str | None]:
         dist.barrier()  # the other ranks of this node may still open it
 
 
-@contextlib.contextmanager
-def resuming(checkpoint: str | None, folder: str | None, model: torch.nn.Module) -> Iterator[None]:
-    """Let Composer's Trainer load a checkpoint of --save_folder in this context.
+def callback_state(state: dict, key: str) -> dict:
+    """Return what the callback that has saved `key` keeps in the state of a checkpoint; empty if there is none."""
+    for saved in dict(state.get('callbacks', ())).values():
+        if key in saved:
+            return saved
+    return {}
 
-    Raises UserError if the checkpoint is of another run or model: it has all tensors of `model`, and no others. Other
-    errors stay what they are.
+
+class Resume(Callback):
+    """Loads the checkpoint that a run resumes from, in the place of the Trainer's `load_path`.
+
+    Composer 0.32's own loading would run code that a file holds. It also skips each tensor that only the checkpoint or
+    only the model has, without a warning (strict=False).
+
+    Args:
+        folder: the --save_folder, for error messages.
+        checkpoint: path or URI of the checkpoint, for error messages.
+        path: path of the same checkpoint on this machine.
     """
-    loaded = {}  # the state of the model in the checkpoint
 
-    def load(path: str, **options: Any) -> dict:
-        state = load_checkpoint(path, label=checkpoint, **options)
-        loaded.update(state['state']['model'])
-        return state
+    def __init__(self, folder: str, checkpoint: str, path: str):
+        self.folder = folder
+        self.checkpoint = checkpoint
+        self.path = path
 
-    try:
-        # Composer 0.32 would run what a file holds, and takes no other function. On a resume it leaves out, in silence,
-        # each tensor whose name is not in both (strict=False).
-        with patch.object(composer_checkpoint, '_torch_load_with_validation', load):
-            yield
-        different = loaded.keys() ^ model.state_dict().keys()
-        if checkpoint and different:
-            raise Mismatch(f'{plural(len(different), "tensor")} only in one of the two, first {min(different)}')
-    except (RuntimeError, Mismatch) as error:
-        is_mismatch = isinstance(error, Mismatch) or 'loading state_dict' in str(error)  # torch's, of tensors
-        if not checkpoint or not is_mismatch:
-            raise
-        raise UserError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
-                        'resume it as it was made, or give a new --save_folder; to start there from these '
-                        f'weights, add --load_weights {checkpoint}') from None
+    def before_load(self, state: State, logger: Logger) -> None:
+        """Load the whole state of the training.
+
+        Raises UserError if the checkpoint is from another run or model. Other errors stay what they are.
+        """
+        checkpoint = load_checkpoint(self.path, label=self.checkpoint)
+        try:
+            state.load_state_dict(checkpoint['state'], logger, strict=True)
+        except (RuntimeError, Mismatch) as error:
+            is_mismatch = isinstance(error, Mismatch) or 'loading state_dict' in str(error)  # torch's, about tensors
+            if not is_mismatch:
+                raise
+            raise UserError(f'--save_folder {self.folder}: {self.checkpoint} does not fit this run '
+                            f'({one_line(error, 200)}); resume it as it was made, or give a new --save_folder; to '
+                            f'start there from these weights, add --load_weights {self.checkpoint}') from None
 
 
 # Saving them
 
-class AtomicCheckpointSaver(CheckpointSaver):
-    """Composer's saver, made safe for runs of days.
+class AtomicCheckpointSaver(Callback):
+    """Saves the state of a training as Composer does, and is made for runs of days.
 
-    The differences from the saver of Composer 0.32:
-    - A checkpoint is whole or not there, even if the run is killed or a disk fills. Composer writes into the file that
-      a resume looks for.
-    - Files of the same name are written over. Composer refuses to, unless it is told to.
-    - The random state is left out: `ExactResume` gives each batch its own.
-    - The checkpoints of a run that is resumed make room as well. Composer forgets them.
-    - A checkpoint that the user has removed is no error. Composer ends the run where it would remove that one.
-    - An upload to a store that fails is a warning, and the next checkpoint takes its place. Composer ends the run at
-      some later batch. The last checkpoint is sent once more at the end of the run; if that fails as well, it stays on
-      this machine, and the run ends with an error.
-    - A store gets no link to the newest, by which `Trainer(autoresume=True)` finds it; `newest_checkpoint` needs none.
+    A checkpoint is whole or not there, even if the run is killed or a disk fills, and it replaces a file of the same
+    name. Composer's own saver (0.32) writes into the file that a resume looks for, ends the run if the user has removed
+    an old checkpoint or an upload has failed, and forgets the checkpoints of the run that is resumed.
+
+    An upload that fails is a warning, and the next checkpoint takes its place. The last one is sent again at the end of
+    the training. If that fails too, it stays on this machine and the run ends with an error.
 
     Args:
-        folder: or object store.
-        save_interval: a time.
-        to_keep: the newest that stay in a folder, of those that this run, or the one that it resumes, has written; None
-            keeps all. A store keeps all.
+        folder: folder or object store for the checkpoints. In a folder, `latest-rank0.pt` is a link to the newest.
+        save_interval: time between checkpoints, in batches. There is one more at the end of the training.
+        to_keep: number of checkpoints that stay in a folder, the newest that this run and the run that it resumes have
+            written; None keeps all. A store keeps all.
     """
 
     def __init__(self, folder: str, save_interval: str, to_keep: int | None = None):
-        # A link to the newest in a folder, and none in a store, for which Composer saves on this machine: it would make
-        # a client of its own, and processes that wait for each upload.
-        local = folder
-        remote_file_name = None
-        latest = LATEST
-        if '://' in folder:
-            local = tempfile.mkdtemp()
-            remote_file_name = FILE_NAME
-            latest = None
-            to_keep = None  # a file on this machine is removed once it is sent
-        super().__init__(local, FILE_NAME, remote_file_name, latest,
-                         latest_remote_file_name=latest,  # of a folder: Trainer(autoresume=True) asserts one
-                         save_interval=save_interval,
-                         overwrite=True,  # files newer than the one resumed from, which a killed run left
-                         num_checkpoints_to_keep=-1 if to_keep is None else to_keep,
-                         ignore_keys=leave_out)
-        self.address = folder  # as it was given; `folder` is on this machine
+        self.address = folder
+        self.is_store = '://' in folder
+        self.folder = tempfile.mkdtemp() if self.is_store else folder  # where files are written, on this machine
+        self.save_interval = save_interval
+        self.to_keep = to_keep
+        self.saved: list[str] = []  # names of this training's checkpoints, the oldest first
         self._sender = ThreadPoolExecutor(1)
         self._sending: Future | None = None  # of the newest checkpoint of a store, as `_send` returns
 
+    def state_dict(self) -> dict[str, Any]:
+        return {'saved': self.saved}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what the run that is resumed has saved, by file names: its folder may have another name now."""
-        super().load_state_dict(state)
-
-        # the checkpoints that are still there, the oldest first, so that they make room for newer ones
-        paths = [os.path.join(self.address, os.path.basename(path)) for path in self.all_saved_checkpoints_to_timestamp]
-        self.saved_checkpoints = [path for path in paths if os.path.exists(path)]
-
-        # else at an epoch's end Composer would save the same batch again, under the name of the next epoch
-        batches = [saved.batch for saved in self.all_saved_checkpoints_to_timestamp.values()]
-        self.last_checkpoint_batch = max(batches, default=None)
+        """Take over the checkpoints of the run that is resumed, so that they make room for newer ones."""
+        if 'saved' in state:
+            self.saved = [*state['saved']]
+        else:  # of an older version, with the paths that they had then
+            self.saved = [os.path.basename(path) for path, _ in state['all_saved_checkpoints_to_timestamp']]
 
     def init(self, state: State, logger: Logger) -> None:
         """Make the folder, and try whether a store can be written to. Raises OSError on all ranks if it cannot."""
-        super().init(state, logger)
+        os.makedirs(self.folder, exist_ok=True)
 
         def try_to_write() -> None:
             with tempfile.NamedTemporaryFile() as file:
                 upload(file.name, f'{self.address.rstrip("/")}/{TRIAL}', f'--save_folder {self.address}')
-        if '://' in self.address:
+        if self.is_store:
             on_rank_0(try_to_write)
 
-    def _save_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save as Composer does, but with `save_atomically`. Raises DataError if the disk is full."""
-        # Composer looks up the function that writes in its module, and takes no other
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Save a checkpoint if it is time for one, or if the training ends with this batch."""
+        batch = state.timestamp.batch.value
+        if not is_due(batch, self.save_interval, state.max_duration.to_timestring()):
+            return
+        name = FILE_NAME.format(epoch=state.timestamp.epoch.value, batch=batch)
+        self.saved.append(name)  # first, so that a checkpoint counts itself
+        content = without_unneeded(state.state_dict())
+        if dist.get_global_rank() == 0:
+            self._write(name, content)
+        dist.barrier()  # the other ranks wait here, and not in the next batch, which is measured
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        """Write a checkpoint, and send it to the store or make room for it. Raises DataError if the disk is full."""
+        path = os.path.join(self.folder, name)
         try:
-            with patch.object(composer_checkpoint, '_write_checkpoint_file', save_atomically):
-                super()._save_checkpoint(state, logger)
+            with atomic_write(path) as file:
+                torch.save({'state': content}, file)  # as Composer's Trainer(load_path) takes it
         except Exception as error:
             if not disk_is_full(error):
                 raise
             raise DataError(f'a disk is full: for --save_folder {self.address} a checkpoint is written to '
                             f'{self.folder}; free some of it, keep less with --save_num_checkpoints_to_keep or, on '
                             'the way to a store, set TMPDIR to a folder with more room') from None
+        if self.is_store:
+            unsent = self._unsent()
+            if unsent is not None:
+                Path(unsent).unlink(missing_ok=True)  # this newer one takes its place
+            self._sending = self._sender.submit(self._send, path)
+            return
 
-    def _upload_checkpoint(self, remote_file_name: str, local_file_name: str, local_remote_file_names: list[str],
-                           logger: Logger) -> None:
-        """Start to send a checkpoint to the store, once the one before is there or has failed. Composer calls this."""
-        unsent = self._unsent()
-        if unsent is not None:
-            Path(unsent).unlink(missing_ok=True)  # this newer one takes its place
-        self._sending = self._sender.submit(self._send, local_file_name)
+        # A file under the name of the link is the user's copy, and stays.
+        link = os.path.join(self.folder, LATEST)
+        if os.path.islink(link) or not os.path.exists(link):
+            Path(link).unlink(missing_ok=True)
+            os.symlink(name, link)
+
+        # Only the checkpoints that the user has left here count.
+        self.saved = [name for name in self.saved if os.path.exists(os.path.join(self.folder, name))]
+        while self.to_keep is not None and len(self.saved) > self.to_keep:
+            os.remove(os.path.join(self.folder, self.saved.pop(0)))
 
     def _send(self, path: str) -> str | None:
         """Send a file to the store, and remove it here; where that fails, warn and return its path.
@@ -388,23 +401,9 @@ class AtomicCheckpointSaver(CheckpointSaver):
         if unsent is not None and self._send(unsent) is not None:
             raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address}: it is {unsent}')
 
-    def _rotate_checkpoints(self, sharding_enabled: bool = False) -> None:
-        """Remove the oldest of this run's checkpoints while there are too many. Composer calls this.
 
-        One that the user has removed is no error.
-        """
-        while len(self.saved_checkpoints) > self.num_checkpoints_to_keep:
-            Path(self.saved_checkpoints.pop(0)).unlink(missing_ok=True)
-
-
-def leave_out(state_dict: dict[str, Any]) -> None:
-    """Remove from what Composer saves what a resume has no use for."""
-    del state_dict['rng']  # ExactResume seeds every batch
-    if not any(state_dict['state']['scaler'].values()):  # as on a CPU; on a GPU a GradScaler refuses to load none
-        del state_dict['state']['scaler']
-
-
-def save_atomically(state_dict: dict[str, Any], filename: str) -> None:
-    """Save what Composer saves; the file has its name once all of it is on the disk."""
-    with atomic_write(filename) as file:
-        torch.save(state_dict, file)
+def without_unneeded(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a training without an empty GradScaler, as on a CPU: on a GPU one refuses to load it."""
+    if not any(state['scaler'].values()):
+        del state['scaler']
+    return state

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from composer import Callback
 
 from sdbench.flags.train import Train
-from sdbench.training.checkpoints import RUN_NAME, load_checkpoint, write_beside
+from sdbench.training.checkpoints import RUN_NAME, callback_state, load_checkpoint, write_beside
 
 
 class Identity(NamedTuple):
@@ -43,9 +43,7 @@ def identify_training(settings: Train, checkpoint: str | None) -> Identity:
     """
     kept = {}
     if checkpoint:
-        for state in dict(load_checkpoint(checkpoint)['state'].get('callbacks', ())).values():
-            if 'training_id' in state:
-                kept = state
+        kept = callback_state(load_checkpoint(checkpoint)['state'], 'training_id')
     beginning = kept.get('beginning') or os.path.abspath(settings.save_folder or 'run')
     beginning = re.sub(r'[^\w.-]+', '-', os.path.basename(beginning.rstrip('/'))).strip('-.')  # fit for a folder
     identity = Identity(kept.get('training_id') or secrets.token_hex(6), beginning or 'run')

@@ -23,7 +23,7 @@ from sdbench.models.loading import (
     require_no_single_file,
 )
 from sdbench.paths import EXPORTED
-from sdbench.training.checkpoints import fetched, load_checkpoint, newest_checkpoint
+from sdbench.training.checkpoints import callback_state, fetched, load_checkpoint, newest_checkpoint
 from sdbench.training.compatibility import TOKENIZER, comparable, data_of, difference_of_models, facts_of_model
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
 
@@ -94,12 +94,8 @@ def trained_model_of(state: dict) -> TrainedModel:
     # the run: what it says of itself, and how far it is
     model = dict(state['model'])
     facts = model.pop(EXTRA_STATE, {})
-    flags = {}
-    spent = {}
-    for callback in dict(state.get('callbacks', ())).values():
-        flags = callback.get('flags', flags)
-        if 'gpu_hours' in callback:
-            spent = callback
+    flags = callback_state(state, 'flags').get('flags', {})
+    spent = callback_state(state, 'gpu_hours')
     timestamp = state.get('timestamp', {}).get('Timestamp', {})
 
     # The EMA weights, if the EMA has started.

@@ -55,16 +55,17 @@ def test_a_resume_keeps_the_text_encoder_of_the_other_generation(as_saved_by_the
     assert len(text_encoder_of(before)) > 10
 
 
-@pytest.mark.parametrize('change', ['missing', 'foreign'])
+@pytest.mark.parametrize('change', ['Missing key', 'Unexpected key'])
 def test_a_resume_of_a_checkpoint_with_a_tensor_less_or_more_is_refused(as_saved_by_the_other, change, capfd):
     checkpoint = torch.load(as_saved_by_the_other, weights_only=False)
     model = checkpoint['state']['model']
     bias = model.pop(f'text_encoder.{OTHER_PREFIX}final_layer_norm.bias')
-    if change == 'foreign':
+    if change == 'Unexpected key':
         model |= {f'text_encoder.{OTHER_PREFIX}final_layer_norm.bias': bias, 'text_encoder.foreign': bias}
     torch.save(checkpoint, as_saved_by_the_other)
     line = one_error_line([*TRAINING, '3ba'], capfd)
-    assert 'does not fit this run (1 tensor only in one of the two, first text_encoder.' in line
+    assert 'does not fit this run (Error(s) in loading state_dict for StableDiffusion: ' in line
+    assert f'{change}(s) in state_dict: "text_encoder.' in line
 
 
 def test_load_weights_compares_the_text_encoder_of_the_other_generation(as_saved_by_the_other, capfd):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from composer import Callback
+from composer import Callback, Trainer
 
-from benchmark import main
+from benchmark import StableDiffusion, main
 from export import main as export
 from sdbench.errors import UserError
 from sdbench.inputs.tokenizer import build_tokenizer
@@ -24,7 +24,7 @@ from sdbench.training.checkpoints import (
     newest_checkpoint,
 )
 from tests.forked_runs import RUN, on_small_disk, run, run_program
-from tests.runs import TINY, assert_same_training, failed, one_error_line
+from tests.runs import TINY, assert_equal, assert_same_training, failed, one_error_line
 from tests.samples import Hostile, good, write_shards
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
@@ -161,14 +161,38 @@ def test_only_what_a_run_or_the_one_that_it_resumes_has_written_is_removed_left_
     main([*argv, 'before', '--max_duration', '4ba'])
     folder = (tmp_path / 'before').rename(tmp_path / 'after')
     (folder / f'.ep0-ba3-rank0.pt.{"0f" * 16}.unfinished').write_text('half')
-    others = {'ep0-ba1-rank0.pt', '.mine.unfinished', '.ep0-ba3-rank0.pt', 'ep0-ba3-rank0.pt.unfinished'}
+    (folder / 'latest-rank0.pt').unlink()
+    others = {'ep0-ba1-rank0.pt', '.mine.unfinished', '.ep0-ba3-rank0.pt', 'ep0-ba3-rank0.pt.unfinished',
+              'latest-rank0.pt'}  # the last as a copy that follows links leaves it
     for name in others:
         (folder / name).write_text('mine')
     main([*argv, str(folder), '--max_duration', '8ba', '--save_num_checkpoints_to_keep', '1'], [User()])
-    own = {'ep0-ba8-rank0.pt', 'latest-rank0.pt', LOCK_FILE, RECORD, RUN_NAME}
+    own = {'ep0-ba8-rank0.pt', LOCK_FILE, RECORD, RUN_NAME}
     assert {path.name for path in folder.iterdir()} == others | own
     assert all((folder / name).read_text() == 'mine' for name in others)
     assert (tmp_path / 'mine.pt').exists()
+
+
+def test_composers_trainer_loads_a_checkpoint_and_checkpoints_of_older_versions_make_room(tmp_path, smallest_model):
+    argv = ['--use_synth_latents', *TINY, '--model_name', smallest_model, '--save_interval', '1ba', '--save_folder',
+            'kept', '--autoresume', '--save_num_checkpoints_to_keep', '2', '--max_duration']
+    main([*argv, '2ba'])
+    [_, newest] = checkpoints_in('kept')
+    model = StableDiffusion(smallest_model, 16, latents=True)
+    optimizer = torch.optim.AdamW(model.unet.parameters())
+    trainer = Trainer(model=model, optimizers=optimizer, load_path=newest, device='cpu')
+    assert trainer.state.timestamp.batch.value == 2
+    assert_equal(dict(model.state_dict()), dict(load_checkpoint(newest)['state']['model']))
+    assert len(optimizer.state) > 0
+
+    # as an older version has noted them, with the paths that they had then
+    checkpoint = torch.load(newest, weights_only=False)
+    saver = checkpoint['state']['callbacks']['AtomicCheckpointSaver']
+    assert saver.pop('saved') == ['ep0-ba1-rank0.pt', 'ep0-ba2-rank0.pt']
+    saver['all_saved_checkpoints_to_timestamp'] = [(f'/old/ep0-ba{batch}-rank0.pt', {}) for batch in (1, 2)]
+    torch.save(checkpoint, newest)
+    main([*argv, '3ba'])
+    assert [Path(path).name for path in checkpoints_in('kept')] == ['ep0-ba2-rank0.pt', 'ep0-ba3-rank0.pt']
 
 
 @pytest.fixture
