@@ -391,6 +391,8 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
         return self.measure_batches is not None
 
 
+# Flags that take a time. A complete setting of any of them is in batches.
+TIMES = ('max_duration', 'save_interval', 'eval_interval', 'sample_interval', 'lr_warmup', 'ema_half_life', 'ema_start')
 # The flags of these groups decide what is learned: a resumed run has the same ones, except those that may change.
 LEARNING = (TrainingSamples, Model, Optimizer)
 SAME_ON_RESUME = tuple(field for group in LEARNING for field in fields(group) if not field.metadata['may_change'])

@@ -8,7 +8,7 @@ from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import CLIPModel, CLIPProcessor
 
 from sdbench.errors import UserError, one_line
-from sdbench.flags.commands import CLIP_MODEL
+from sdbench.hub import CLIP_MODEL
 from sdbench.models.loading import load_weights
 
 INCEPTION = 'inception-v3-compat'  # torch-fidelity's, in which TensorFlow's weights of 2015 give TensorFlow's features

@@ -331,7 +331,9 @@ class AtomicCheckpointSaver(Callback):
             return
         name = FILE_NAME.format(epoch=state.timestamp.epoch.value, batch=batch)
         self.saved.append(name)  # first, so that a checkpoint counts itself
-        content = without_unneeded(state.state_dict())
+        content = state.state_dict()
+        if not any(content['scaler'].values()):  # as on a CPU: on a GPU a GradScaler refuses to load an empty state
+            del content['scaler']
         if dist.get_global_rank() == 0:
             self._write(name, content)
         dist.barrier()  # the other ranks wait here, and not in the next batch, which is measured
@@ -400,10 +402,3 @@ class AtomicCheckpointSaver(Callback):
         unsent = self._unsent()
         if unsent is not None and self._send(unsent) is not None:
             raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address}: it is {unsent}')
-
-
-def without_unneeded(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a training without an empty GradScaler, as on a CPU: on a GPU one refuses to load it."""
-    if not any(state['scaler'].values()):
-        del state['scaler']
-    return state

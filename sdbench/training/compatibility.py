@@ -6,9 +6,8 @@ from typing import Any
 from composer import Callback
 from torch.utils.data import Dataset
 
-from sdbench.complete import TIMES
 from sdbench.errors import UserError, redacted
-from sdbench.flags.train import SAME_ON_RESUME, Train
+from sdbench.flags.train import SAME_ON_RESUME, TIMES, Train
 from sdbench.inputs.shards import DRAW, IMAGES_HASH, are_two_sides, hash_of_images, index_hash
 from sdbench.inputs.tokenizer import hash_of_tokenizer
 from sdbench.models.loading import ModelFiles

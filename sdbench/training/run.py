@@ -128,7 +128,7 @@ def is_recorded(folder: str, batches: int) -> bool:
     return text is not None and parse_json(text, f'{folder}/{RECORD}')['trained_batches'] == batches
 
 
-def make_up(settings: Train, trainer: Trainer) -> None:
+def evaluate_and_generate_if_due(settings: Train, trainer: Trainer) -> None:
     """Evaluate and draw what is due after the batch of the checkpoint, before a training goes on from there.
 
     A signal or a crash may have ended the earlier run before it did so. An evaluation that the checkpoint already has
@@ -172,7 +172,7 @@ def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]
             for words in COMPOSERS_WARNINGS:
                 warnings.filterwarnings('ignore', words)
             if first_batch > 0:
-                make_up(settings, trainer)
+                evaluate_and_generate_if_due(settings, trainer)
             if first_batch < to_batches(settings.max_duration):
                 trainer.fit()
     except Exception as error:
