@@ -54,19 +54,21 @@ from sdbench.training.weights import load_initial_weights
 
 
 class StableDiffusion(ComposerModel):
-    """Stable Diffusion for training: the UNet learns, the VAE and the CLIP text encoder are frozen.
+    """Stable Diffusion for training: the UNet is trained, the VAE and the CLIP text encoder are frozen.
 
     Args:
-        model_name: a built-in architecture (random weights: they do not change the speed), a local diffusers folder, or
-            a hub name.
+        model_name: a built-in architecture (with random weights, which train as fast as trained ones), a local folder
+            of diffusers, or a hub name.
         image_size: height and width in pixels, a multiple of 8.
-        pretrained: load the weights of the VAE and the text encoder from `model_name`; the UNet's are always random.
-        encoder_precision: 'bf16' or 'fp16' holds the frozen encoders in it; 'fp32' leaves them to autocast.
-        latents: train on the VAE's moments, as encode.py stores them; the VAE is not made at all.
-        files: of `model_name`, where they have been found already.
-        snr_gamma: the gamma of Min-SNR, by which `loss` weights each image; None: all count alike.
+        pretrained: load the weights of the VAE and the text encoder from `model_name`. The UNet always starts with
+            random weights.
+        encoder_precision: 'bf16' or 'fp16' stores the weights of the frozen encoders in this type; 'fp32' stores them
+            in float32 and leaves the rest to autocast.
+        latents: train on the VAE's moments, as encode.py stores them. No VAE is built.
+        files: the files of `model_name`, if they have been found already.
+        snr_gamma: gamma of the Min-SNR loss weights; None gives every image the same weight.
 
-    Raises UserError if the model is not there, or is no Stable Diffusion.
+    Raises UserError if the model does not exist or is not a Stable Diffusion.
     """
 
     def __init__(self, model_name: str = SD2_BASE, image_size: int = 512, pretrained: bool = False,
@@ -76,16 +78,16 @@ class StableDiffusion(ComposerModel):
         self.snr_gamma = snr_gamma
         self.image_size = image_size
 
-        # what its files say of latents and noise
+        # Read the constants of latents and noise from the configuration files.
         files = files or find_model(model_name, pretrained)
         self.latent_size = files.latent_size(image_size)
         self.scaling_factor = files.scaling_factor
-        with torch.device('cpu'):  # its small tables go where they are used
+        with torch.device('cpu'):  # the scheduler itself copies its small tables to the device that needs them
             self.scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
-        self.noise_scheduler = self.scheduler  # as the original calls it
+        self.noise_scheduler = self.scheduler  # the name in the original benchmark
         self.prediction_type = self.scheduler.config.prediction_type
 
-        # its parts
+        # Build the networks. A checkpoint also keeps `facts`, which tell this model from others.
         self.unet = build_unet(files)
         self.vae = None
         if not latents:
@@ -94,17 +96,17 @@ class StableDiffusion(ComposerModel):
         self.facts = facts_of_model(files, image_size, self.unet, self.text_encoder, self.scheduler)
 
     def get_extra_state(self) -> dict:
-        """Return what a checkpoint says of the model beside its weights: torch saves it with them."""
+        """Return facts about the model, which torch saves in a checkpoint together with the weights."""
         return self.facts
 
     def set_extra_state(self, facts: dict) -> None:
-        """Raise Mismatch if the weights that torch loads were trained as another model, or with another VAE."""
+        """Raise Mismatch if torch loads weights of another model, or weights that were trained with another VAE."""
         difference = difference_of_models(facts, self.facts)
         if difference:
             raise Mismatch(f'--model_name {self.facts["model_name"]} has another configuration: {difference}')
 
     def train(self, mode: bool = True) -> 'StableDiffusion':
-        """Put the UNet into training mode; the frozen encoders stay in eval mode."""
+        """Put the UNet into training mode, and keep the frozen encoders in eval mode."""
         super().train(mode)
         self.text_encoder.eval()
         if self.vae is not None:
@@ -112,28 +114,29 @@ class StableDiffusion(ComposerModel):
         return self
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return prediction and target, each float (B, 4, H/8, W/8), of a batch on the model's device.
+        """Return the UNet's prediction and its target, each float (B, 4, H/8, W/8), for a batch on the model's device.
 
         Args:
-            batch: `caption` int64 (B, 77), and `image` float (B, 3, H, W) in [-1, 1] or uint8, or the VAE's `moments`
-                float16 (B, 8, H/8, W/8). An evaluation brings its draws along: `noise` float32 (B, 8, H/8, W/8) and
-                `timestep` int64 (B,). In training both are drawn here, and `timestep` is added to the batch.
+            batch: `caption` int64 (B, 77), and either `image`, float (B, 3, H, W) in [-1, 1] or uint8, or the VAE's
+                `moments` float16 (B, 8, H/8, W/8). An evaluation also has `noise` float32 (B, 8, H/8, W/8) and
+                `timestep` int64 (B,), which are the same each time. In training both are random, and `timestep` is
+                added to the batch.
 
-        Raises UserError if the images are whole numbers of another type.
+        Raises UserError if the images are integers of a type other than uint8.
         """
-        # latents and text, without gradients
+        # Encode images and captions, without gradients.
         latents, text = self.encode(batch)  # (B, 4, H/8, W/8), (B, 77, D)
 
-        # noise and timesteps
+        # Take the noise and timesteps of an evaluation, or random ones in training.
         if NOISE in batch:
             noise = batch[NOISE][:, 4:]  # (B, 4, H/8, W/8)
             timesteps = batch[TIMESTEP]  # (B,)
         else:
             noise = torch.randn_like(latents)  # (B, 4, H/8, W/8)
             timesteps = torch.randint(len(self.scheduler), (len(latents),), device=latents.device)  # (B,)
-            batch[TIMESTEP] = timesteps  # `loss` weights the images by them
+            batch[TIMESTEP] = timesteps  # `loss` computes the Min-SNR weights from them
 
-        # what the UNet makes of the noised latents, and what it should
+        # Predict the noise, or the velocity for a v-prediction model, from the noised latents.
         noised = self.scheduler.add_noise(latents, noise, timesteps)  # (B, 4, H/8, W/8)
         prediction = self.unet(noised, timesteps, text).sample  # (B, 4, H/8, W/8)
         if self.prediction_type == 'epsilon':
@@ -142,8 +145,8 @@ class StableDiffusion(ComposerModel):
 
     @torch.no_grad()
     def encode(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return latents float32 (B, 4, H/8, W/8), of unit variance, and text states float32 (B, 77, D)."""
-        # mean and log variance of the latents, (B, 8, H/8, W/8), stored or computed
+        """Return latents float32 (B, 4, H/8, W/8) with unit variance, and text states float32 (B, 77, D)."""
+        # Get the mean and log variance of the latents, (B, 8, H/8, W/8), from the batch or from the VAE.
         if MOMENTS in batch:
             moments = batch[MOMENTS]
         else:
@@ -151,7 +154,8 @@ class StableDiffusion(ComposerModel):
             with self.encoder_autocast(image.device.type):
                 moments = self.vae.encode(image.to(self.vae.dtype)).latent_dist.parameters
 
-        # the latents, in one layout whatever the VAE's is and for stored moments too: random draws follow it
+        # Sample the latents. Random numbers follow the memory layout, so use one layout whatever the VAE's layout is,
+        # and for stored moments too.
         posterior = DiagonalGaussianDistribution(moments.to(torch.float32, memory_format=torch.channels_last))
         if NOISE in batch:
             latents = posterior.mean + posterior.std * batch[NOISE][:, :4]
@@ -161,19 +165,19 @@ class StableDiffusion(ComposerModel):
 
     @torch.no_grad()
     def text_states(self, caption: torch.Tensor) -> torch.Tensor:
-        """Return the states of the text encoder, float32 (B, 77, D), for token ids int64 (B, 77)."""
+        """Return the last hidden states of the text encoder, float32 (B, 77, D), for token ids int64 (B, 77)."""
         with self.encoder_autocast(caption.device.type):
             return self.text_encoder(caption)[0].float()
 
     def encoder_autocast(self, device: str) -> torch.autocast:
-        """Return autocast as it is set, but none for encoders in half precision: they compute in it without."""
+        """Return the current autocast for encoders in float32, and a disabled one for encoders in half precision."""
         wanted = torch.is_autocast_enabled(device) and self.text_encoder.dtype == torch.float32
         return torch.autocast(device, enabled=wanted)
 
     def loss(self, outputs: tuple[torch.Tensor, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the mean squared error, in float32, of what `forward` returned for this batch.
+        """Return the mean squared error, in float32, of the outputs of `forward` for this batch.
 
-        With `snr_gamma` each image is weighted by the `timestep` of the batch.
+        With `snr_gamma` each image has the Min-SNR weight of its `timestep`.
         """
         prediction, target = outputs
         if self.snr_gamma is None:
@@ -183,29 +187,32 @@ class StableDiffusion(ComposerModel):
         return (min_snr_weights(alphas_cumprod, self.snr_gamma, self.prediction_type) * errors).mean()
 
     def get_metrics(self, is_train: bool) -> dict:
-        """Return what an evaluation measures; training needs nothing but its loss."""
+        """Return the metrics of an evaluation; training needs only the loss."""
         if is_train:
             return {}
         return {METRIC: MeanSquaredError()}
 
     def update_metric(self, batch, outputs: tuple[torch.Tensor, torch.Tensor], metric) -> None:
-        """Add an evaluation's batch. Its loss has no weights, so that runs with and without `snr_gamma` compare."""
+        """Add a batch to an evaluation. The loss is unweighted here, so runs with and without `snr_gamma` compare."""
         prediction, target = outputs
         metric.update(prediction.float().flatten(), target.flatten())
 
     @cached_property
     def flops_per_image(self) -> dict[str, int]:
-        """Count the FLOPs (1 multiply-add = 2) of an image: UNet forward and backward, VAE encode, text; on no data."""
+        """Count the FLOPs (1 multiply-add = 2) per image: UNet forward and backward, VAE encoder, text encoder."""
         return flops_of_an_image(self)
 
     def flops_per_batch(self, batch: dict[str, torch.Tensor]) -> int:
-        """Count the FLOPs of a batch at `image_size`, whatever size it is stored at. Composer's MFU comes from this."""
+        """Count the FLOPs of a batch at `image_size`, whatever its stored size is. Composer computes MFU from this."""
         return len(batch['caption']) * sum(self.flops_per_image.values())
 
 
 def build_model(settings: Train, latents: bool, device: torch.device | None = None,
                 files: ModelFiles | None = None) -> StableDiffusion:
-    """Build the model with its switches. Its weights are drawn from the seed on `device`; None: the one that trains."""
+    """Build the model and apply the switches of --compile, --attention and so on.
+
+    Its random weights are initialized from the seed, on `device`; None means the device that trains.
+    """
     torch.manual_seed(settings.seed)
     with device or torch.device(get_device()._device):
         model = StableDiffusion(settings.model_name, settings.image_size, settings.pretrained,
@@ -215,15 +222,15 @@ def build_model(settings: Train, latents: bool, device: torch.device | None = No
 
 
 def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Optimizer:
-    """Build AdamW over the UNet alone: the frozen encoders need no optimizer."""
-    # one kernel, or several for all weights together, as torch does by default on a GPU: a dry run has none to look at
+    """Build AdamW for the weights of the UNet; the frozen encoders need no optimizer."""
+    # Without `fused`, choose `foreach` explicitly: torch does so by default on a GPU, and a dry run has no GPU.
     return torch.optim.AdamW(model.unet.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay,
                              betas=settings.adam_betas, fused=settings.fused_optimizer,
                              foreach=not settings.fused_optimizer)
 
 
 def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Algorithm]:
-    """Build what averages the weights; `ema_state` is that of an average to go on with."""
+    """Build the EMA, if --use_ema is given. `ema_state` is the state of an EMA to continue; None starts a new one."""
     if not settings.use_ema:
         return []
     ema = EMA(settings.ema_half_life, ema_start=settings.ema_start or '0ba')
@@ -234,8 +241,19 @@ def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Alg
 
 def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, flags: dict, identity: Identity,
                     stop: GracefulStop, prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
-    """Build what watches a run and keeps it alive, in the order in which Composer calls them at each event."""
-    # Composer's own curves of speed. It is told the GPU's peak, which it would look up by a name that it may not know.
+    """Build the callbacks of a run, in the order in which Composer calls them at each event.
+
+    Args:
+        settings: the settings of the run.
+        model: the model.
+        files: the files of the model.
+        flags: the flags that checkpoints keep, from `flags_to_keep`.
+        identity: the id and the name of the training.
+        stop: ends the training at a signal.
+        prompts: the prompts of --sample_prompts.
+        more: callbacks of the caller.
+    """
+    # SpeedMonitor gets the GPU's peak from here, because Composer does not know every GPU by its name.
     window = min(10, settings.measure_batches or 10)  # batches
     peak = peak_of(torch.cuda.get_device_name(), settings.precision) if torch.cuda.is_available() else None
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
@@ -352,28 +370,28 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 
 
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
-    """Run the benchmark, with more callbacks for Composer's Trainer if there are any, and return its record.
+    """Run the benchmark and return its record, or the records of the forecasts with --dry_run.
 
-    With --dry_run it returns the records of the forecasts instead.
+    Args:
+        argv: the command line; None means the arguments of this process.
+        callbacks: more callbacks for Composer's Trainer.
     """
     begin()
     with one_line_errors(PROGRAM):
-        # The flags, and what follows from the ranks, this machine and the data for those that were not given.
+        # Read the flags, and fill in what they leave open from the ranks, this machine and the data.
         settings = parse(Train, __doc__, argv, PROGRAM)
         join_ranks(settings.dist_timeout)
         index = index_of_data(settings)
         if settings.dry_run is not None:
-            from sdbench.forecast.dry_run import forecast_training  # a training needs nothing of it
+            from sdbench.forecast.dry_run import forecast_training  # a training does not need this module
             return forecast_training(settings, index, build_model, build_optimizer)
         settings = complete(settings, index)
 
-        folder = None if settings.loader_only else settings.save_folder  # the loader alone saves nothing
+        folder = None if settings.loader_only else settings.save_folder  # --loader_only saves no checkpoints
         with locked_save_folder(folder, settings.autoresume), process_switches(settings):
-            # The files of the model, and data that fits it.
+            # Find the model first: its tokenizer and VAE decide how the data is read.
             files = find_model(settings.model_name, settings.pretrained)
             data = build_data(settings, files, index)
-
-            # The loader alone, or the training.
             if settings.loader_only:
                 return measure_loader(settings, data)
             return train(settings, files, data, callbacks)

@@ -216,7 +216,7 @@ def test_the_newest_checkpoint_is_that_of_most_batches_and_one_that_is_cut_is_pa
         content = cut.read_bytes()[:size]
         cut.write_bytes(content)
         assert newest_checkpoint(str(kept)) == (before and str(kept / before))
-        assert f'{cut} was not written to its end, and is passed over' in capfd.readouterr().err
+        assert f'{cut} is truncated, and is skipped' in capfd.readouterr().err
         assert cut.read_bytes() == content
 
 
