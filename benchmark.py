@@ -241,7 +241,7 @@ def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Alg
 
 def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, flags: dict, identity: Identity,
                     stop: GracefulStop, prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
-    """Build the callbacks of a run, in the order in which Composer calls them at each event.
+    """Build the callbacks of a run, in the order of their calls at each event.
 
     Args:
         settings: the settings of the run.
@@ -332,7 +332,7 @@ def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, evalu
 
 
 def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback] = ()) -> dict:
-    """Train, append the record to --results, and return it. `callbacks` run before those that measure and save.
+    """Train, append the record to --results, and return it. `callbacks` run before the callbacks that measure and save.
 
     Raises DataError if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
     """
@@ -343,7 +343,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
     held_out = open_held_out(settings, files, dataset)
     prompts = on_rank_0(partial(read_prompts, settings.sample_prompts))
 
-    # A signal or the budget ends the training at the end of a batch, so that the record can still be written.
+    # A signal or the budget ends the training at the end of a batch. The record can then still be written.
     with GracefulStop() as stop:
         callbacks = [*callbacks, Spending(settings, stop)]
 
@@ -378,7 +378,7 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
     """
     begin()
     with one_line_errors(PROGRAM):
-        # Read the flags, and fill in what they leave open from the ranks, this machine and the data.
+        # Read the flags, and fill in the open ones from the ranks, this machine and the data.
         settings = parse(Train, __doc__, argv, PROGRAM)
         join_ranks(settings.dist_timeout)
         index = index_of_data(settings)

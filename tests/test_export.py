@@ -82,7 +82,7 @@ def test_of_a_model_whose_folder_has_moved_the_checkpoint_and_the_flag_are_named
     checkpoint['state']['model']['_extra_state']['model_name'] = 'model'
     torch.save(checkpoint, 'kept.pt')
     line = one_error_line(['kept.pt', 'out'], capfd, export)
-    assert 'CHECKPOINT kept.pt names its model: --model_name model is no folder here' in line
+    assert 'CHECKPOINT kept.pt was trained as a model that is not found: --model_name model is no folder here' in line
     assert 'say where it is now by --model_name of export.py' in line
 
 
@@ -136,7 +136,7 @@ def test_a_run_on_latents_is_drawn_with_the_vae_that_encoded_them_wherever_it_is
 
 
 @pytest.mark.parametrize('known, words', [(True, 'a VAE with random weights, which cannot decode'),
-                                          (False, 'does not say which one encoded its latents')])
+                                          (False, 'does not name the VAE that encoded its latents')])
 def test_a_run_on_latents_whose_vae_is_not_to_be_had_is_neither_exported_nor_evaluated(tmp_path, capfd, known, words):
     main(['--use_synth_latents', *TINY, '--save_folder', 'kept'])
     checkpoint = load_checkpoint('kept/latest-rank0.pt')

@@ -120,7 +120,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --save_folder b}}', '--save_folder b} contains {, } or %'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder 100%', '--save_folder 100% contains {, } or %'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
-    ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes is not there, or holds no whole checkpoint'),
+    ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes does not exist, or holds no complete checkpoint'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts blank.txt', 'blank.txt holds no prompt'),
     ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, and the training'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights whole.safetensors', '--load_weights whole.safetensors is a single '
@@ -133,7 +133,7 @@ ROWS = [
      "none itself; put it into its model FOLDER: python -c"),
     ('export.py', 'photo.jpg out', 'CHECKPOINT photo.jpg is a single file'),
     ('evaluate.py', 'whole.safetensors shards --out out', 'MODEL whole.safetensors is a single file'),
-    ('evaluate.py', 'notes shards --out out', 'notes is not there, or holds no whole checkpoint'),
+    ('evaluate.py', 'notes shards --out out', 'notes does not exist, or holds no complete checkpoint'),
     ('evaluate.py', 'pipeline shards --out out --samples 25', 'fewer than --samples 25'),
     ('WORLD_SIZE=5 evaluate.py', 'pipeline shards --out out --samples 4', '4 is fewer than the 5'),
     ('evaluate.py', 'pipeline shards --out out --samples 4 --caption long', '--caption long: DATA shards has no'),

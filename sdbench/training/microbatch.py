@@ -33,7 +33,7 @@ TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse
 def changes_that_take_less(settings: Train) -> dict[str, Train]:
     """Return the settings with each change that saves memory, keyed by a description of the change.
 
-    Changes that the user has already made are left out. The first two make a step slower, but train the same model.
+    Changes that the user has already made are skipped. The first two make a step slower, but train the same model.
     """
     half = settings.image_size // 16 * 8
     changes = {}
@@ -179,7 +179,7 @@ def train_twice(model: ComposerModel, size: int, precision: str, copies: int,
 
     forward_and_backward(model, size, precision)
 
-    # Take one optimizer step so that its state is allocated. Gradients and learning rate are zero, so the weights do
+    # Take one optimizer step to allocate its state. Gradients and learning rate are zero, so the weights do
     # not change. (In fp16 the gradients of the trial may be inf or NaN, which is why they are zeroed first.)
     optimizer = build_optimizer()
     torch._foreach_zero_([parameter.grad for parameter in trainable])

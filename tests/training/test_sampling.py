@@ -141,8 +141,8 @@ def test_a_run_that_starts_again_leaves_the_pictures_of_the_one_before_it(tmp_pa
 def test_a_failed_drawing_is_warned_of_and_the_training_goes_on(tmp_path, smallest_model, prompts, capfd, monkeypatch):
     def fail(*_):
         raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(Sampling, 'draw', fail)
+    monkeypatch.setattr(Sampling, 'generate', fail)
     record = run(tmp_path, smallest_model, '--max_duration', '3ba', '--sample_prompts', prompts)
     assert record['status'] == 'complete'
     assert record['trained_batches'] == 3
-    assert 'warning: nothing was drawn at batch 3 (OSError: [Errno 28] No space left' in capfd.readouterr().err
+    assert 'warning: no images were generated at batch 3 (OSError: [Errno 28] No space left' in capfd.readouterr().err

@@ -67,7 +67,7 @@ def test_a_training_ends_where_its_budget_is_spent_and_counts_what_it_has_cost_w
     assert (exit.value.code, spent['status'], spent['trained_batches']) == (130, 'interrupted', 1)
     assert spent['dollars'] == pytest.approx(spent['gpu_hours'] * 3_600_000)
     output, errors = capfd.readouterr()
-    assert 'after batch 1, for --budget 1 is spent; a checkpoint is in kept' in output
+    assert 'after batch 1, because --budget 1 is spent; a checkpoint is in kept' in output
     assert ', $' in [line for line in errors.splitlines() if ' left' in line][-1]
     with pytest.raises(SystemExit):  # started again, it trains no further batch
         main([*argv, '1'])

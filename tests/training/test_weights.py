@@ -114,9 +114,9 @@ def test_what_does_not_fit_is_one_line(first_phase):
     of_another_seed = str(first_phase)  # and so of another text encoder
     for place, words in (
             ('hostile.pt', ['could run code']),
-            ('other.pt', ['is no checkpoint of a training']),
-            ('less.pt', ['another UNet', 'conv_in.bias']),
-            ('more.pt', ['another UNet', 'foreign']),
+            ('other.pt', ['is not a checkpoint of a training']),
+            ('less.pt', ['does not fit the UNet of --model_name', 'conv_in.bias']),
+            ('more.pt', ['does not fit the UNet of --model_name', 'foreign']),
             ('pickled', ['holds no UNet']),
             ('groups', ['norm_num_groups of its unet was 2, and is 4 now']),
             ('v.pt', ['prediction_type of its scheduler was "v_prediction", and is "epsilon" now', 'copy']),
