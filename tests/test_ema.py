@@ -184,7 +184,7 @@ def test_names_of_several_devices_are_those_of_one():
 
 def test_tensors_pair_by_name_and_a_mismatch_is_told_by_name():
     ema = EMA()
-    with pytest.raises(ValueError, match='no average'):
+    with pytest.raises(ValueError, match='no EMA weights'):
         ema.get_ema_model(seeded_net())
     averages = {'named_parameters_dict': {'layer.weight': torch.zeros(2, 2)}, 'named_buffers_dict': {}}
     ema.load_state_dict({'ema_model': averages, 'ema_started': True})

@@ -302,21 +302,21 @@ def test_what_is_not_the_file_of_inception_is_refused_with_the_address_of_that_f
     with pytest.raises(ValueError) as refused:
         load_inception(str(path))
     line = str(refused.value)
-    assert line.startswith(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; fetch it")
+    assert line.startswith(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; download")
     assert line.endswith('weights-inception-2015-12-05-6726825d.pth')
     assert not (tmp_path / 'ran').exists()
 
 
 def test_a_clip_model_without_all_its_weights_or_its_processor_is_refused(tmp_path):
     def refused(folder: str) -> str:
-        with pytest.raises(ValueError, match=f'--clip {folder} is no folder .*; fetch one: ') as error:
+        with pytest.raises(ValueError, match=f'--clip {folder} is not a folder .*; download one: ') as error:
             load_clip(folder)
         return str(error.value)
     clip = save_clip(tmp_path / 'clip')
     weights = load_file(f'{clip}/model.safetensors')
     del weights['visual_projection.weight']
     save_file(weights, f'{clip}/model.safetensors', {'format': 'pt'})
-    assert '1 are missing or foreign, first visual_projection.weight' in refused(clip)
+    assert '1 are missing or unexpected, first visual_projection.weight' in refused(clip)
     unprocessed = save_clip(tmp_path / 'unprocessed')
     for file in Path(unprocessed).glob('*processor_config.json'):
         file.unlink()

@@ -83,7 +83,7 @@ def test_of_a_model_whose_folder_has_moved_the_checkpoint_and_the_flag_are_named
     torch.save(checkpoint, 'kept.pt')
     line = one_error_line(['kept.pt', 'out'], capfd, export)
     assert 'CHECKPOINT kept.pt was trained as a model that is not found: --model_name model is no folder here' in line
-    assert 'say where it is now by --model_name of export.py' in line
+    assert 'give its new place as --model_name of export.py' in line
 
 
 def test_the_pipeline_has_the_averaged_unet_or_the_live_one_also_from_a_store(checkpoints, exported, tmp_path, s3):
@@ -145,7 +145,7 @@ def test_a_run_on_latents_whose_vae_is_not_to_be_had_is_neither_exported_nor_eva
     torch.save(checkpoint, 'run.pt')
     assert words in one_error_line(['run.pt', 'out', '--model_name', SMALLEST], capfd, export)
     assert not (tmp_path / 'out').exists()
-    with pytest.raises(ValueError, match='VAE|does not say'):
+    with pytest.raises(ValueError, match='VAE|does not name'):
         load_model('run.pt')
 
 
@@ -173,7 +173,7 @@ def test_the_average_of_a_young_training_and_of_one_without_pretrained_is_export
     errors = capfd.readouterr().err
     [warning] = [line for line in errors.splitlines() if 'EMA weights are still near' in line]
     assert 'because their half-life is 2ba and CHECKPOINT 2ba is from batch 4; export.py --raw_weights' in warning
-    assert errors.count('warning: without --pretrained the VAE and the text encoder are random') == 3
+    assert errors.count('warning: without --pretrained the VAE and the text encoder have random weights') == 3
     assert errors.count('was trained without --pretrained') == 3
 
 
@@ -217,5 +217,5 @@ def test_an_export_that_ends_in_its_middle_leaves_nothing(checkpoints, tmp_path,
         export([checkpoints, 'out'])
     line = capfd.readouterr().err.splitlines()[-1]
     assert exit.value.code == (130 if trouble == 'SIGTERM' else 1)
-    assert 'is whole or not there' in line
+    assert 'is complete or does not exist' in line
     assert list(tmp_path.iterdir()) == []

@@ -93,7 +93,7 @@ def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, 
             clock.now += sample
             measurement.stopwatch.count_as('checkpoint')
             clock.now += checkpoint_seconds
-    return window_figures(measurement.window) | {'turnover': measurement.turnover_batches}
+    return window_figures(measurement.window) | {'turnover': measurement.prefetched_batches}
 
 
 @pytest.mark.parametrize('batch_seconds, true_speed', [

@@ -130,7 +130,7 @@ def test_weights_that_are_missing_or_foreign_are_refused_in_a_line_with_their_fo
         with pytest.raises(ValueError) as refused:
             load()
         line = str(refused.value)
-        assert f'{folder}/{part} holds the weights of another model: 2 are missing or foreign, first ' in line
+        assert f'{folder}/{part} holds the weights of another model: 2 are missing or unexpected, first ' in line
         assert 'aforeign.weight' in line
 
 
@@ -158,7 +158,7 @@ def test_weights_of_variants_shards_and_pickled_tensors_load_and_the_vae_is_the_
 
 def test_a_folder_without_weights_or_with_a_configuration_that_cannot_be_is_one_line(tmp_path, smallest_model):
     folder = shutil.copytree(smallest_model, tmp_path / 'model', ignore=shutil.ignore_patterns('*.safetensors'))
-    with pytest.raises(ValueError, match='model has no weights in its folder vae; leave out --pretrained'):
+    with pytest.raises(ValueError, match='model has no weights in its folder vae; give --no-pretrained'):
         find_model(str(folder), pretrained=True)
     for content in ('', 'null', '{"a":'):
         (folder / 'unet/config.json').write_text(content)

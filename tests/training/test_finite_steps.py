@@ -68,7 +68,7 @@ def test_too_many_skips_in_a_row_end_the_run(results, capfd, monkeypatch):
     witness = Weights(1, 2, 4, 5, 6)
     line = failed([*ARGV[:-1], '50ba', '--on_nan', 'skip'], results, capfd, [witness])
     assert 'the run failed at batch 7' in line
-    assert '2 steps before it were left out' in line
+    assert 'the 2 steps before it were skipped' in line
     assert len(witness.weights) == 6
     assert witness.weights[-1].isfinite().all()
     assert MOST_SKIPS_IN_A_ROW == 10
