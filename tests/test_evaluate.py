@@ -128,9 +128,9 @@ def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undistur
 
     def stop_at_the_third(picture, path: Path):
         return save(HalfPicture() if path.name >= '000002.png' else picture, path)
-    save = evaluate.save_picture
+    save = evaluate.save_image
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, 'save_picture', stop_at_the_third)
+        patch.setattr(evaluate, 'save_image', stop_at_the_third)
         with pytest.raises(SystemExit):
             run(pipeline, shards, out, *clip, *TWO_SCALES)
     times = {path: path.stat().st_mtime_ns for path in out.glob('*/*.png')}
@@ -212,7 +212,7 @@ def test_an_image_that_does_not_decode_is_one_line_with_its_number(tmp_path, pip
     good = {'jpg': encoded(picture(1)), 'caption': 'a cat'}
     broken = write_shards(tmp_path / 'broken', [good, good | {'jpg': b'no'}, good, good, good])
     line = refusal(capfd, run, pipeline, broken, tmp_path / 'out', *INCEPTION)
-    assert f'sample 1 of DATA {broken}' in line and 'leave that sample out' in line
+    assert f'sample 1 of DATA {broken}' in line and 'convert the dataset without this sample' in line
 
 
 def test_the_record_is_kept_with_what_was_evaluated_and_by_what(evaluated, pipeline, shards, clip):
