@@ -42,14 +42,14 @@ def index_of_data(settings: Train) -> dict | None:
 
 
 def complete(settings: Train, index: dict | None) -> Train:
-    """Return the settings of a run with every value filled in, computed once and in the order in which they depend.
+    """Return the settings of a run with every value filled in, each computed once, from what it depends on.
 
     All ranks call this together. One value can stay open: a microbatch of `auto`, which `with_found_microbatch` finds
     once there is a model, and a dry run finds for each GPU model.
 
     Args:
         settings: the flags as they were given. A dry run for several GPU counts is completed for each count.
-        index: the index.json of the shards, which says what they hold and how many samples; None for synthetic data.
+        index: the index.json of the shards, with their columns and their number of samples; None for synthetic data.
 
     Raises UserError for flags that these ranks, this machine or this data cannot serve.
     """

@@ -94,7 +94,7 @@ def compile_in_place(modules: list[torch.nn.Module], mode: bool | str) -> None:
     By default torch 2.7.0 would not make single graphs in two cases:
     - Under DDP it cuts a graph at the end of each bucket of gradients, to start the bucket's all-reduce earlier. The
       UNet of Stable Diffusion 2 becomes 71 graphs, and gradient checkpointing crashes (BackendCompilerFailed).
-    - After 8 compilations of one function (`recompile_limit`) it continues uncompiled, with no more than a warning.
+    - After 8 compilations of one function (`recompile_limit`) it continues uncompiled, and only prints a warning.
     """
     config = torch._dynamo.config
     config.optimize_ddp = False
