@@ -38,7 +38,7 @@ from sdbench.measuring.clock import Measurement, Trace, measure_loader
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_unet, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
-from sdbench.training.checkpoints import AtomicCheckpointSaver, Resume, fetched, locked_save_folder, newest_checkpoint
+from sdbench.training.checkpoints import AtomicCheckpointSaver, fetched, locked_save_folder, newest_checkpoint
 from sdbench.training.compatibility import Mismatch, SameRun, difference_of_models, facts_of_model, flags_to_keep
 from sdbench.training.exact_resume import ExactResume
 from sdbench.training.identity import Identity, IdentityKeeper, identify_training
@@ -241,7 +241,7 @@ def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Alg
 
 def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, flags: dict, identity: Identity,
                     stop: GracefulStop, prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
-    """Build the callbacks of a run, in the order of their calls at each event.
+    """Build the callbacks of a run except the one that saves, in the order of their calls at each event.
 
     Args:
         settings: the settings of the run.
@@ -257,14 +257,11 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
     window = min(10, settings.measure_batches or 10)  # batches
     peak = peak_of(torch.cuda.get_device_name(), settings.precision) if torch.cuda.is_available() else None
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
-    trace = sampling = saver = None
+    trace = sampling = None
     if settings.profile:
         trace = Trace(settings.profile, settings.warmup_batches)
     if prompts:
         sampling = Sampling(settings, prompts, model, files, measurement.stopwatch, stop)
-    if settings.save_folder:
-        saver = AtomicCheckpointSaver(settings.save_folder, settings.save_interval,
-                                      settings.save_num_checkpoints_to_keep)
     callbacks = [
         SpeedMonitor(window, (peak or 0) * 1e12),  # curves of speed
         *more,          # their time counts as part of the batch
@@ -279,7 +276,6 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         LRMonitor(),    # the curve of the learning rate
         stop,           # decides whether this batch is the last, before images are generated and a checkpoint is saved
         sampling,
-        saver,          # comes last, when everything else that belongs to the batch is done
     ]
     return [callback for callback in callbacks if callback is not None]
 
@@ -306,10 +302,7 @@ def build_initial_model(settings: Train, files: ModelFiles, latents: bool, is_re
 
 def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
                   algorithms: list[Algorithm], callbacks: list[Callback], name: str) -> Trainer:
-    """Build Composer's Trainer with the optimizer and the loggers. A Resume among the callbacks loads its checkpoint.
-
-    `name` is the name of the training.
-    """
+    """Build Composer's Trainer with the optimizer and the loggers, for a training with this `name`."""
     trainer = Trainer(
         model=model,
         train_dataloader=data,
@@ -357,8 +350,9 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
             algorithms = build_algorithms(settings, ema_state)
             flags = flags_to_keep(settings, files, dataset, data_before)
             callbacks = build_callbacks(settings, model, files, flags, identity, stop, prompts, callbacks)
-            if checkpoint:
-                callbacks.append(Resume(settings.save_folder, checkpoint, path))
+            if settings.save_folder:  # saves last, when everything else that belongs to the batch is done
+                callbacks.append(AtomicCheckpointSaver(settings.save_folder, settings.save_interval,
+                                                       settings.save_num_checkpoints_to_keep, checkpoint, path))
             trainer = build_trainer(settings, model, data, evaluator, algorithms, callbacks, identity.name)
 
         # Train, and report how it ended.

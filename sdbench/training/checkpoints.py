@@ -248,44 +248,10 @@ def callback_state(state: dict, key: str) -> dict:
     return {}
 
 
-class Resume(Callback):
-    """Loads the checkpoint that a run resumes from, and replaces the `load_path` of Composer's Trainer.
-
-    With `load_path`, Composer 0.32 would run code that the file holds. It would also ignore tensors that exist only in
-    the checkpoint or only in the model (strict=False), without a warning.
-
-    Args:
-        folder: the --save_folder, for error messages.
-        checkpoint: path or URI of the checkpoint, for error messages.
-        path: path of the same checkpoint on this machine.
-    """
-
-    def __init__(self, folder: str, checkpoint: str, path: str):
-        self.folder = folder
-        self.checkpoint = checkpoint
-        self.path = path
-
-    def before_load(self, state: State, logger: Logger) -> None:
-        """Load the whole state of the training.
-
-        Raises UserError if the checkpoint is from another run or model. Other errors are passed on unchanged.
-        """
-        checkpoint = load_checkpoint(self.path, label=self.checkpoint)
-        try:
-            state.load_state_dict(checkpoint['state'], logger, strict=True)
-        except (RuntimeError, Mismatch) as error:
-            is_mismatch = isinstance(error, Mismatch) or 'loading state_dict' in str(error)  # raised by torch
-            if not is_mismatch:
-                raise
-            raise UserError(f'--save_folder {self.folder}: {self.checkpoint} does not fit this run '
-                            f'({one_line(error, 200)}); resume it as it was made, or give a new --save_folder; to '
-                            f'start there from these weights, add --load_weights {self.checkpoint}') from None
-
-
-# Save checkpoints
+# Save checkpoints and resume
 
 class AtomicCheckpointSaver(Callback):
-    """Saves checkpoints that Composer can load, and is robust enough for runs that take days.
+    """Saves checkpoints that Composer can load, resumes from one, and is robust enough for runs that take days.
 
     A checkpoint appears under its name only when it is complete, even if the run is killed or the disk fills up. It
     replaces a file with the same name. Composer's own saver (0.32) writes directly into the file that a resume looks
@@ -296,19 +262,27 @@ class AtomicCheckpointSaver(Callback):
     checkpoint is sent again at the end of the training. If that fails too, the run ends with an error that names the
     file on this machine.
 
+    It also replaces the `load_path` of Composer's Trainer, which would run code from the file. Composer would ignore
+    tensors that exist only in the checkpoint or only in the model, too (strict=False), without a warning.
+
     Args:
         folder: folder or object store for the checkpoints. In a folder, `latest-rank0.pt` is a link to the newest.
         save_interval: time between checkpoints, in batches. One more is saved at the end of the training.
         to_keep: number of checkpoints to keep in a folder. Older ones are removed if this run, or the run that it
             resumes, has written them. None keeps all, and a store always keeps all.
+        checkpoint: path or URI of the checkpoint to resume from, for error messages; None starts a training.
+        path: path of the same checkpoint on this machine.
     """
 
-    def __init__(self, folder: str, save_interval: str, to_keep: int | None = None):
+    def __init__(self, folder: str, save_interval: str, to_keep: int | None = None, checkpoint: str | None = None,
+                 path: str | None = None):
         self.address = folder
         self.is_store = '://' in folder
         self.folder = tempfile.mkdtemp() if self.is_store else folder  # where files are written, on this machine
         self.save_interval = save_interval
         self.to_keep = to_keep
+        self.checkpoint = checkpoint
+        self.path = path
         self.saved: list[str] = []  # names of this training's checkpoints, the oldest first
         self._sender = ThreadPoolExecutor(1)
         self._sending: Future | None = None  # the result of `_send` for the newest checkpoint
@@ -332,6 +306,24 @@ class AtomicCheckpointSaver(Callback):
                 upload(file.name, f'{self.address.rstrip("/")}/{TRIAL}', f'--save_folder {self.address}')
         if self.is_store:
             on_rank_0(try_to_write)
+
+    def before_load(self, state: State, logger: Logger) -> None:
+        """Load the whole state of the training, if it resumes from a checkpoint.
+
+        Raises UserError if the checkpoint is from another run or model. Other errors are passed on unchanged.
+        """
+        if self.path is None:
+            return
+        checkpoint = load_checkpoint(self.path, label=self.checkpoint)
+        try:
+            state.load_state_dict(checkpoint['state'], logger, strict=True)
+        except (RuntimeError, Mismatch) as error:
+            is_mismatch = isinstance(error, Mismatch) or 'loading state_dict' in str(error)  # raised by torch
+            if not is_mismatch:
+                raise
+            raise UserError(f'--save_folder {self.address}: {self.checkpoint} does not fit this run '
+                            f'({one_line(error, 200)}); resume it as it was made, or give a new --save_folder; to '
+                            f'start there from these weights, add --load_weights {self.checkpoint}') from None
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Save a checkpoint if it is time for one, or if the training ends with this batch."""

@@ -50,7 +50,8 @@ def test_a_crash_leaves_a_record_with_the_reason_and_without_passwords_and_logge
     assert 'the run failed at batch 1: RuntimeError: no luck' in capfd.readouterr().err
 
 
-def test_a_resumed_run_names_its_checkpoint_and_shows_the_progress_of_the_whole_training(monkeypatch, tmp_path, capfd):
+def test_a_resumed_run_names_its_checkpoint_and_shows_the_progress_of_the_whole_training(
+        monkeypatch, tmp_path, capfd, recwarn):
     monkeypatch.setattr(process, 'SECONDS_BETWEEN_LINES', 0)
     folder = tmp_path / 'checkpoints'
     argv = ['--use_synth_data', *TINY, '--save_folder', str(folder), '--autoresume', '--max_duration']
@@ -63,6 +64,7 @@ def test_a_resumed_run_names_its_checkpoint_and_shows_the_progress_of_the_whole_
     assert re.fullmatch(r'12 of 16 images, \S+ images/s, \d\d:\d\d left, batch 3, loss \d\.\d{3}', second)
     assert third.startswith('16 of 16 images') and f'batch 4, loss {record["loss"]:.3f}' in third
     assert (record['first_batch'], record['trained_batches']) == (2, 4)
+    assert not [warning for warning in recwarn if 'state will not be restored' in str(warning.message)]
 
 
 def test_a_terminal_has_one_bar_for_all_epochs_which_ends_at_100_percent(monkeypatch, shards, capfd):
