@@ -38,7 +38,7 @@ from sdbench.measuring.clock import Measurement, Trace, measure_loader
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_unet, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
-from sdbench.training.checkpoints import AtomicCheckpointSaver, fetched, locked_save_folder, newest_checkpoint
+from sdbench.training.checkpoints import AtomicCheckpointSaver, local_copy, locked_save_folder, newest_checkpoint
 from sdbench.training.compatibility import Mismatch, SameRun, difference_of_models, facts_of_model, flags_to_keep
 from sdbench.training.exact_resume import ExactResume
 from sdbench.training.identity import Identity, IdentityKeeper, identify_training
@@ -341,7 +341,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
         callbacks = [*callbacks, Spending(settings, stop)]
 
         # Build the training at its start, or at the checkpoint to resume from.
-        with fetched(checkpoint, '--save_folder') as path:
+        with local_copy(checkpoint, '--save_folder') as path:
             identity = on_rank_0(partial(identify_training, settings, path))
             settings = replace(settings, sample_folder=os.path.join(settings.sample_folder, identity.name))
             settings, model, ema_state, data_before = build_initial_model(settings, files, dataset.latents,

@@ -40,7 +40,7 @@ UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.([0-9a-f]+\.)?unfinishe
 # Other files in a --save_folder:
 LOCK_FILE = '.lock'
 RUN_NAME = 'run-name.txt'  # the name of the training, for people; no program reads it
-TRIAL = '.credentials_validated_successfully'  # in a store, to test write access; Composer uses the same name
+WRITE_TEST = '.credentials_validated_successfully'  # in a store, to test write access; Composer uses the same name
 RECORD = 'record.json'  # the record of the training, written when the training has ended
 SECONDS_FOR_LOCK = 10  # to wait for another run that is about to end
 PLAIN_TYPES = [  # what Composer's checkpoints hold besides tensors and Python's built-in types
@@ -68,11 +68,11 @@ def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
 
 def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
     """Lock a --save_folder until `at_the_end` is closed. Raises UserError as `locked_save_folder` does."""
-    require_own(folder, autoresume)
+    refuse_other_files(folder, autoresume)
     if '://' in folder:
         return
     at_the_end.enter_context(locked(Path(folder, LOCK_FILE), f'--save_folder {folder}', SECONDS_FOR_LOCK))
-    require_own(folder, autoresume)  # again, because the run that held the lock before may have saved
+    refuse_other_files(folder, autoresume)  # again, because the run that held the lock before may have saved
 
     # Remove the unfinished checkpoints of runs that were killed. No running process writes here, because of the lock.
     for name in os.listdir(folder):
@@ -80,10 +80,10 @@ def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitS
             os.remove(os.path.join(folder, name))
 
 
-def require_own(folder: str, autoresume: bool) -> None:
+def refuse_other_files(folder: str, autoresume: bool) -> None:
     """Raise UserError if a --save_folder holds files that are not from the training that this run resumes."""
     others = []
-    for path in names_in(folder):
+    for path in paths_in(folder):
         name = os.path.basename(path)
         if not name.startswith('.') and name not in (RUN_NAME, RECORD):
             others.append(path)
@@ -94,7 +94,7 @@ def require_own(folder: str, autoresume: bool) -> None:
         raise UserError(f'--save_folder {folder} holds files and no checkpoint of benchmark.py; give a new one')
 
 
-def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
+def paths_in(folder: str, flag: str = '--save_folder') -> list[str]:
     """List the paths or URIs in a folder or an object store, without subfolders; an empty list if it does not exist.
 
     Raises OSError, which names `flag` or the folder, if they cannot be listed.
@@ -106,13 +106,13 @@ def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
     return [os.path.join(folder, name) for name in os.listdir(folder)]
 
 
-def read_beside(folder: str, name: str) -> str | None:
+def read_text_in(folder: str, name: str) -> str | None:
     """Read a text file in a folder or store of checkpoints; None if there is no such file.
 
     Raises OSError or UserError if it cannot be read.
     """
     path = os.path.join(folder, name)
-    if path not in names_in(folder):
+    if path not in paths_in(folder):
         return None
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary, name)
@@ -120,7 +120,7 @@ def read_beside(folder: str, name: str) -> str | None:
         return copy.read_text(encoding='utf-8')
 
 
-def write_beside(folder: str, name: str, text: str) -> None:
+def write_text_in(folder: str, name: str, text: str) -> None:
     """Write a text file into a folder or store of checkpoints, atomically. Raises OSError if that fails."""
     path = os.path.join(folder, name)
     if '://' not in folder:
@@ -139,7 +139,7 @@ def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
     Raises OSError, which names `flag` or the folder, if it cannot be listed.
     """
     found = []
-    for name in names_in(folder, flag):
+    for name in paths_in(folder, flag):
         match = FILE_NAME_PATTERN.fullmatch(os.path.basename(name))
         if match:
             epoch, batch = match.groups()
@@ -216,7 +216,7 @@ def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu', label: s
 
 
 @contextlib.contextmanager
-def fetched(name: str | None, flag: str) -> Iterator[str | None]:
+def local_copy(name: str | None, flag: str) -> Iterator[str | None]:
     """Give the local path of a checkpoint, or None if `name` is None. A URI is downloaded once per node.
 
     A downloaded copy is deleted when the context ends. Tensors that are mapped to it can still be read.
@@ -303,7 +303,7 @@ class AtomicCheckpointSaver(Callback):
 
         def try_to_write() -> None:
             with tempfile.NamedTemporaryFile() as file:
-                upload(file.name, f'{self.address.rstrip("/")}/{TRIAL}', f'--save_folder {self.address}')
+                upload(file.name, f'{self.address.rstrip("/")}/{WRITE_TEST}', f'--save_folder {self.address}')
         if self.is_store:
             on_rank_0(try_to_write)
 

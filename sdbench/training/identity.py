@@ -11,7 +11,7 @@ from typing import NamedTuple
 from composer import Callback
 
 from sdbench.flags.train import Train
-from sdbench.training.checkpoints import RUN_NAME, callback_state, load_checkpoint, write_beside
+from sdbench.training.checkpoints import RUN_NAME, callback_state, load_checkpoint, write_text_in
 
 
 class Identity(NamedTuple):
@@ -49,7 +49,7 @@ def identify_training(settings: Train, checkpoint: str | None) -> Identity:
     beginning = re.sub(r'[^\w.-]+', '-', os.path.basename(beginning.rstrip('/'))).strip('-.')
     identity = Identity(kept.get('training_id') or secrets.token_hex(6), beginning or 'run')
     if settings.save_folder and not kept:
-        write_beside(settings.save_folder, RUN_NAME, f'{identity.name}\n')
+        write_text_in(settings.save_folder, RUN_NAME, f'{identity.name}\n')
     return identity
 
 

@@ -25,7 +25,7 @@ from sdbench.process import launcher_variable
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
-from sdbench.training.checkpoints import RECORD, read_beside, write_beside
+from sdbench.training.checkpoints import RECORD, read_text_in, write_text_in
 from sdbench.training.microbatch import changes_that_take_less
 from sdbench.training.progress import HeldOutLoss, is_held_out
 from sdbench.training.ranks import GracefulStop, on_rank_0, print_on_rank_0
@@ -127,7 +127,7 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
 
 def is_recorded(folder: str, batches: int) -> bool:
     """Tell whether --save_folder holds the record of a complete training with this number of batches."""
-    text = read_beside(folder, RECORD)
+    text = read_text_in(folder, RECORD)
     return text is not None and parse_json(text, f'{folder}/{RECORD}')['trained_batches'] == batches
 
 
@@ -172,8 +172,8 @@ def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]
     outcome = {'first_batch': first_batch, 'status': COMPLETE}
     try:
         with warnings.catch_warnings():
-            for words in COMPOSERS_WARNINGS:
-                warnings.filterwarnings('ignore', words)
+            for message in COMPOSERS_WARNINGS:
+                warnings.filterwarnings('ignore', message)
             if first_batch > 0:
                 evaluate_and_generate_if_due(settings, trainer)
             if first_batch < to_batches(settings.max_duration):
@@ -256,7 +256,7 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
 
     # Save the record next to the checkpoints. If the command is started again, it tells that the training is complete.
     if settings.save_folder and record['status'] not in (FAILED, INTERRUPTED) and dist.get_global_rank() == 0:
-        write_beside(settings.save_folder, RECORD, json.dumps(record))
+        write_text_in(settings.save_folder, RECORD, json.dumps(record))
 
     # End the process with a status other than 0 unless the training is complete: 0 would tell a cluster not to restart
     # the command. For such a status Composer's launcher prints a traceback, and everything that a rank has printed, so

@@ -23,7 +23,7 @@ from sdbench.models.loading import (
     require_no_single_file,
 )
 from sdbench.paths import EXPORTED
-from sdbench.training.checkpoints import callback_state, fetched, load_checkpoint, newest_checkpoint
+from sdbench.training.checkpoints import callback_state, load_checkpoint, local_copy, newest_checkpoint
 from sdbench.training.compatibility import TOKENIZER, comparable, data_of, difference_of_models, facts_of_model
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
 
@@ -81,7 +81,7 @@ def read_trained_model(source: str, flag: str) -> TrainedModel:
                         '--save_folder of a run')
 
     # The file may be anything, so report in one line whatever is missing in it.
-    with fetched(name, flag) as path:
+    with local_copy(name, flag) as path:
         try:
             return trained_model_of(load_checkpoint(path)['state'])
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError, OSError) as error:
