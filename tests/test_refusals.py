@@ -124,13 +124,13 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts blank.txt', 'blank.txt holds no prompt'),
     ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, and the training'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights whole.safetensors', '--load_weights whole.safetensors is a single '
-     'file, and no folder of a model in the layout of diffusers; if it holds the weights of a Stable Diffusion, '
-     'make one: python -c "from diffusers import StableDiffusionPipeline as P; P.from_single_file('),
+     'file, and not a model folder in the layout of diffusers; if it holds the weights of a Stable Diffusion, '
+     'convert it: python -c "from diffusers import StableDiffusionPipeline as P; P.from_single_file('),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --model_name whole.safetensors', '--model_name whole.safetensors is a '
      'single file'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights lora.safetensors', '--load_weights lora.safetensors is a LoRA'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights lora', '--load_weights lora is a LoRA, which changes a model and is '
-     "none itself; put it into its model FOLDER: python -c"),
+     'not a model itself; merge it into its model FOLDER: python -c'),
     ('export.py', 'photo.jpg out', 'CHECKPOINT photo.jpg is a single file'),
     ('evaluate.py', 'whole.safetensors shards --out out', 'MODEL whole.safetensors is a single file'),
     ('evaluate.py', 'notes shards --out out', 'notes does not exist, or holds no complete checkpoint'),
@@ -139,7 +139,7 @@ ROWS = [
     ('evaluate.py', 'pipeline shards --out out --samples 4 --caption long', '--caption long: DATA shards has no'),
     ('evaluate.py', 'pipeline shards --out notes --samples 4', 'notes already holds something'),
     ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere does not exist; download it'),
-    ('export.py', 'notes out', 'holds no whole checkpoint'),
+    ('export.py', 'notes out', 'holds no complete checkpoint'),
     ('export.py', 'shards notes', 'notes already exists'),
 ]
 

@@ -131,8 +131,8 @@ def require_no_single_file(path: str, label: str) -> None:
         with contextlib.suppress(SafetensorError), safe_open(path, 'pt') as tensors:
             is_lora = any('lora' in name for name in tensors.keys())
     if is_lora:
-        raise UserError(f'{label} is a LoRA, which changes a model and is not a model itself; merge it into FOLDER: '
-                        f'python -c "from diffusers import StableDiffusionPipeline as P; p = P.from_pretrained('
+        raise UserError(f'{label} is a LoRA, which changes a model and is not a model itself; merge it into its model '
+                        f'FOLDER: python -c "from diffusers import StableDiffusionPipeline as P; p = P.from_pretrained('
                         f"'FOLDER'); p.load_lora_weights('{path}'); p.fuse_lora(); p.unload_lora_weights(); "
                         'p.save_pretrained(\'fused\')" and give fused')
     if os.path.isfile(path):
