@@ -22,11 +22,10 @@ import torch
 import torch.nn.functional as F
 from composer import Algorithm, Callback, ComposerModel, Trainer
 from composer.callbacks import LRMonitor, SpeedMonitor
-from composer.core import DataSpec
+from composer.core import DataSpec, Evaluator
 from composer.utils import get_device
 from diffusers import DDPMScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from torch.utils.data import Dataset
 from torchmetrics import MeanSquaredError
 
 from data import build_data, build_evaluator, open_held_out
@@ -39,7 +38,7 @@ from sdbench.measuring.clock import Measurement, Trace, measure_loader
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_unet, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
-from sdbench.training.checkpoints import AtomicCheckpointSaver, fetched, locked_save_folder, newest_checkpoint, resuming
+from sdbench.training.checkpoints import AtomicCheckpointSaver, local_copy, locked_save_folder, newest_checkpoint
 from sdbench.training.compatibility import Mismatch, SameRun, difference_of_models, facts_of_model, flags_to_keep
 from sdbench.training.exact_resume import ExactResume
 from sdbench.training.identity import Identity, IdentityKeeper, identify_training
@@ -55,19 +54,21 @@ from sdbench.training.weights import load_initial_weights
 
 
 class StableDiffusion(ComposerModel):
-    """Stable Diffusion for training: the UNet learns, the VAE and the CLIP text encoder are frozen.
+    """Stable Diffusion for training: the UNet is trained, the VAE and the CLIP text encoder are frozen.
 
     Args:
-        model_name: a built-in architecture (random weights: they do not change the speed), a local diffusers folder, or
-            a hub name.
+        model_name: a built-in architecture (with random weights, which train as fast as trained ones), a local folder
+            of diffusers, or a hub name.
         image_size: height and width in pixels, a multiple of 8.
-        pretrained: load the weights of the VAE and the text encoder from `model_name`; the UNet's are always random.
-        encoder_precision: 'bf16' or 'fp16' holds the frozen encoders in it; 'fp32' leaves them to autocast.
-        latents: train on the VAE's moments, as encode.py stores them; the VAE is not made at all.
-        files: of `model_name`, where they have been found already.
-        snr_gamma: the gamma of Min-SNR, by which `loss` weights each image; None: all count alike.
+        pretrained: load the weights of the VAE and the text encoder from `model_name`. The UNet always starts with
+            random weights.
+        encoder_precision: 'bf16' or 'fp16' stores the weights of the frozen encoders in this type; 'fp32' stores them
+            in float32 and leaves the rest to autocast.
+        latents: train on the VAE's moments, as encode.py stores them. No VAE is built.
+        files: the files of `model_name`, if they have been found already.
+        snr_gamma: gamma of the Min-SNR loss weights; None gives every image the same weight.
 
-    Raises UserError if the model is not there, or is no Stable Diffusion.
+    Raises UserError if the model does not exist or is not a Stable Diffusion.
     """
 
     def __init__(self, model_name: str = SD2_BASE, image_size: int = 512, pretrained: bool = False,
@@ -77,16 +78,16 @@ class StableDiffusion(ComposerModel):
         self.snr_gamma = snr_gamma
         self.image_size = image_size
 
-        # what its files say of latents and noise
+        # Read the constants of latents and noise from the configuration files.
         files = files or find_model(model_name, pretrained)
         self.latent_size = files.latent_size(image_size)
         self.scaling_factor = files.scaling_factor
-        with torch.device('cpu'):  # its small tables go where they are used
+        with torch.device('cpu'):  # the scheduler itself copies its small tables to the device that needs them
             self.scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
-        self.noise_scheduler = self.scheduler  # as the original calls it
+        self.noise_scheduler = self.scheduler  # the name in the original benchmark
         self.prediction_type = self.scheduler.config.prediction_type
 
-        # its parts
+        # Build the networks. A checkpoint also keeps `facts`, which tell this model from others.
         self.unet = build_unet(files)
         self.vae = None
         if not latents:
@@ -95,17 +96,17 @@ class StableDiffusion(ComposerModel):
         self.facts = facts_of_model(files, image_size, self.unet, self.text_encoder, self.scheduler)
 
     def get_extra_state(self) -> dict:
-        """Return what a checkpoint says of the model beside its weights: torch saves it with them."""
+        """Return facts about the model, which torch saves in a checkpoint together with the weights."""
         return self.facts
 
     def set_extra_state(self, facts: dict) -> None:
-        """Raise Mismatch if the weights that torch loads were trained as another model, or with another VAE."""
+        """Raise Mismatch if torch loads weights of another model, or weights that were trained with another VAE."""
         difference = difference_of_models(facts, self.facts)
         if difference:
             raise Mismatch(f'--model_name {self.facts["model_name"]} has another configuration: {difference}')
 
     def train(self, mode: bool = True) -> 'StableDiffusion':
-        """Put the UNet into training mode; the frozen encoders stay in eval mode."""
+        """Put the UNet into training mode, and keep the frozen encoders in eval mode."""
         super().train(mode)
         self.text_encoder.eval()
         if self.vae is not None:
@@ -113,28 +114,29 @@ class StableDiffusion(ComposerModel):
         return self
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return prediction and target, each float (B, 4, H/8, W/8), of a batch on the model's device.
+        """Return the UNet's prediction and its target, each float (B, 4, H/8, W/8), for a batch on the model's device.
 
         Args:
-            batch: `caption` int64 (B, 77), and `image` float (B, 3, H, W) in [-1, 1] or uint8, or the VAE's `moments`
-                float16 (B, 8, H/8, W/8). An evaluation brings its draws along: `noise` float32 (B, 8, H/8, W/8) and
-                `timestep` int64 (B,). In training both are drawn here, and `timestep` is added to the batch.
+            batch: `caption` int64 (B, 77), and either `image`, float (B, 3, H, W) in [-1, 1] or uint8, or the VAE's
+                `moments` float16 (B, 8, H/8, W/8). An evaluation also has `noise` float32 (B, 8, H/8, W/8) and
+                `timestep` int64 (B,), which are the same each time. In training both are random, and `timestep` is
+                added to the batch.
 
-        Raises UserError if the images are whole numbers of another type.
+        Raises UserError if the images are integers of a type other than uint8.
         """
-        # latents and text, without gradients
+        # Encode images and captions, without gradients.
         latents, text = self.encode(batch)  # (B, 4, H/8, W/8), (B, 77, D)
 
-        # noise and timesteps
+        # Take the noise and timesteps of an evaluation, or random ones in training.
         if NOISE in batch:
             noise = batch[NOISE][:, 4:]  # (B, 4, H/8, W/8)
             timesteps = batch[TIMESTEP]  # (B,)
         else:
             noise = torch.randn_like(latents)  # (B, 4, H/8, W/8)
             timesteps = torch.randint(len(self.scheduler), (len(latents),), device=latents.device)  # (B,)
-            batch[TIMESTEP] = timesteps  # `loss` weights the images by them
+            batch[TIMESTEP] = timesteps  # `loss` computes the Min-SNR weights from them
 
-        # what the UNet makes of the noised latents, and what it should
+        # Predict the noise, or the velocity for a v-prediction model, from the noised latents.
         noised = self.scheduler.add_noise(latents, noise, timesteps)  # (B, 4, H/8, W/8)
         prediction = self.unet(noised, timesteps, text).sample  # (B, 4, H/8, W/8)
         if self.prediction_type == 'epsilon':
@@ -143,8 +145,8 @@ class StableDiffusion(ComposerModel):
 
     @torch.no_grad()
     def encode(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return latents float32 (B, 4, H/8, W/8), of unit variance, and text states float32 (B, 77, D)."""
-        # mean and log variance of the latents, (B, 8, H/8, W/8), stored or computed
+        """Return latents float32 (B, 4, H/8, W/8) with unit variance, and text states float32 (B, 77, D)."""
+        # Get the mean and log variance of the latents, (B, 8, H/8, W/8), from the batch or from the VAE.
         if MOMENTS in batch:
             moments = batch[MOMENTS]
         else:
@@ -152,7 +154,8 @@ class StableDiffusion(ComposerModel):
             with self.encoder_autocast(image.device.type):
                 moments = self.vae.encode(image.to(self.vae.dtype)).latent_dist.parameters
 
-        # the latents, in one layout whatever the VAE's is and for stored moments too: random draws follow it
+        # Sample the latents. Random numbers follow the memory layout, so use one layout whatever the VAE's layout is,
+        # and for stored moments too.
         posterior = DiagonalGaussianDistribution(moments.to(torch.float32, memory_format=torch.channels_last))
         if NOISE in batch:
             latents = posterior.mean + posterior.std * batch[NOISE][:, :4]
@@ -162,19 +165,19 @@ class StableDiffusion(ComposerModel):
 
     @torch.no_grad()
     def text_states(self, caption: torch.Tensor) -> torch.Tensor:
-        """Return the states of the text encoder, float32 (B, 77, D), for token ids int64 (B, 77)."""
+        """Return the last hidden states of the text encoder, float32 (B, 77, D), for token ids int64 (B, 77)."""
         with self.encoder_autocast(caption.device.type):
             return self.text_encoder(caption)[0].float()
 
     def encoder_autocast(self, device: str) -> torch.autocast:
-        """Return autocast as it is set, but none for encoders in half precision: they compute in it without."""
+        """Return the current autocast for encoders in float32, and a disabled one for encoders in half precision."""
         wanted = torch.is_autocast_enabled(device) and self.text_encoder.dtype == torch.float32
         return torch.autocast(device, enabled=wanted)
 
     def loss(self, outputs: tuple[torch.Tensor, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the mean squared error, in float32, of what `forward` returned for this batch.
+        """Return the mean squared error, in float32, of the outputs of `forward` for this batch.
 
-        With `snr_gamma` each image is weighted by the `timestep` of the batch.
+        With `snr_gamma` each image has the Min-SNR weight of its `timestep`.
         """
         prediction, target = outputs
         if self.snr_gamma is None:
@@ -184,29 +187,32 @@ class StableDiffusion(ComposerModel):
         return (min_snr_weights(alphas_cumprod, self.snr_gamma, self.prediction_type) * errors).mean()
 
     def get_metrics(self, is_train: bool) -> dict:
-        """Return what an evaluation measures; training needs nothing but its loss."""
+        """Return the metrics of an evaluation; training needs only the loss."""
         if is_train:
             return {}
         return {METRIC: MeanSquaredError()}
 
     def update_metric(self, batch, outputs: tuple[torch.Tensor, torch.Tensor], metric) -> None:
-        """Add an evaluation's batch. Its loss has no weights, so that runs with and without `snr_gamma` compare."""
+        """Add a batch to an evaluation. The loss is unweighted here, so runs with and without `snr_gamma` compare."""
         prediction, target = outputs
         metric.update(prediction.float().flatten(), target.flatten())
 
     @cached_property
     def flops_per_image(self) -> dict[str, int]:
-        """Count the FLOPs (1 multiply-add = 2) of an image: UNet forward and backward, VAE encode, text; on no data."""
+        """Count the FLOPs (1 multiply-add = 2) per image: UNet forward and backward, VAE encoder, text encoder."""
         return flops_of_an_image(self)
 
     def flops_per_batch(self, batch: dict[str, torch.Tensor]) -> int:
-        """Count the FLOPs of a batch at `image_size`, whatever size it is stored at. Composer's MFU comes from this."""
+        """Count the FLOPs of a batch at `image_size`, whatever its stored size is. Composer computes MFU from this."""
         return len(batch['caption']) * sum(self.flops_per_image.values())
 
 
 def build_model(settings: Train, latents: bool, device: torch.device | None = None,
                 files: ModelFiles | None = None) -> StableDiffusion:
-    """Build the model with its switches. Its weights are drawn from the seed on `device`; None: the one that trains."""
+    """Build the model and apply the switches of --compile, --attention and so on.
+
+    Its random weights are initialized from the seed, on `device`; None means the device that trains.
+    """
     torch.manual_seed(settings.seed)
     with device or torch.device(get_device()._device):
         model = StableDiffusion(settings.model_name, settings.image_size, settings.pretrained,
@@ -216,15 +222,15 @@ def build_model(settings: Train, latents: bool, device: torch.device | None = No
 
 
 def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Optimizer:
-    """Build AdamW over the UNet alone: the frozen encoders need no optimizer."""
-    # one kernel, or several for all weights together, as torch does by default on a GPU: a dry run has none to look at
+    """Build AdamW for the weights of the UNet; the frozen encoders need no optimizer."""
+    # Without `fused`, choose `foreach` explicitly: torch does so by default on a GPU, and a dry run has no GPU.
     return torch.optim.AdamW(model.unet.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay,
                              betas=settings.adam_betas, fused=settings.fused_optimizer,
                              foreach=not settings.fused_optimizer)
 
 
 def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Algorithm]:
-    """Build what averages the weights; `ema_state` is that of an average to go on with."""
+    """Build the EMA, if --use_ema is given. `ema_state` is the state of an EMA to continue; None starts a new one."""
     if not settings.use_ema:
         return []
     ema = EMA(settings.ema_half_life, ema_start=settings.ema_start or '0ba')
@@ -233,121 +239,123 @@ def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Alg
     return [ema]
 
 
-def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, identity: Identity,
-                    stop: GracefulStop, prompts: list[str], data_before: list[dict], more: Sequence[Callback] = ()
-                    ) -> list[Callback]:
-    """Build what watches a run and keeps it alive, in the order in which Composer calls them at each event."""
-    # Composer's own curves of speed. It is told the GPU's peak, which it would look up by a name that it may not know.
+def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, flags: dict, identity: Identity,
+                    stop: GracefulStop, prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
+    """Build the callbacks of a run except the one that saves, in the order of their calls at each event.
+
+    Args:
+        settings: the settings of the run.
+        model: the model.
+        files: the files of the model.
+        flags: the flags that checkpoints keep, from `flags_to_keep`.
+        identity: the id and the name of the training.
+        stop: ends the training at a signal.
+        prompts: the prompts of --sample_prompts.
+        more: callbacks of the caller.
+    """
+    # SpeedMonitor gets the GPU's peak from here, because Composer does not know every GPU by its name.
     window = min(10, settings.measure_batches or 10)  # batches
     peak = peak_of(torch.cuda.get_device_name(), settings.precision) if torch.cuda.is_available() else None
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
-    trace = drawings = saver = None
+    trace = sampling = None
     if settings.profile:
         trace = Trace(settings.profile, settings.warmup_batches)
     if prompts:
-        drawings = Sampling(settings, prompts, model, files, measurement.stopwatch, stop)
-    if settings.save_folder:
-        saver = AtomicCheckpointSaver(settings.save_folder, settings.save_interval,
-                                      settings.save_num_checkpoints_to_keep)
+        sampling = Sampling(settings, prompts, model, files, measurement.stopwatch, stop)
     callbacks = [
         SpeedMonitor(window, (peak or 0) * 1e12),  # curves of speed
-        *more,          # what they do counts as part of the batch
-        measurement,    # the clock stops here, before anything is drawn or saved
+        *more,          # their time counts as part of the batch
+        measurement,    # stops the clock here, before images are generated or a checkpoint is saved
         trace,
         Progress(settings.batch_size),
         IdentityKeeper(identity),
-        SameRun(flags_to_keep(settings, files, dataset, data_before)),  # a resume with other flags is refused
-        ExactResume(settings.seed),  # and one with these goes on exactly
+        SameRun(flags),  # refuses to resume with other flags
+        ExactResume(settings.seed),  # resumes exactly with the same flags
         FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
         HeldOutLoss(),
         LRMonitor(),    # the curve of the learning rate
-        stop,           # decides whether this batch is the last, before it is drawn and saved
-        drawings,
-        saver,          # comes last, when all else that belongs to the batch is done
+        stop,           # decides whether this batch is the last, before images are generated and a checkpoint is saved
+        sampling,
     ]
     return [callback for callback in callbacks if callback is not None]
 
 
-def build_training(settings: Train, files: ModelFiles, data: DataSpec, identity: Identity, stop: GracefulStop,
-                   callbacks: Sequence[Callback] = (), checkpoint: str | None = None, load_path: str | None = None
-                   ) -> tuple[Train, StableDiffusion, Trainer]:
-    """Build the model, and its training at its start or at the checkpoint to resume from.
+def build_initial_model(settings: Train, files: ModelFiles, latents: bool, is_resumed: bool
+                        ) -> tuple[Train, StableDiffusion, dict | None, list[dict]]:
+    """Build the model with the weights that a training starts from, and find its microbatch.
 
-    Returns also the settings, which then have the microbatch that was found.
+    Returns the settings with the microbatch, the model, the state of the EMA that came with --load_weights if there was
+    one, and the datasets that the weights were trained on before.
 
-    Args:
-        settings: of the run.
-        files: of the model.
-        data: what it trains on.
-        identity: the id and the name of the training.
-        stop: ends it at a signal.
-        callbacks: more for Composer's Trainer; they come before those that measure and save.
-        checkpoint: path or URI of the checkpoint to resume from, for error messages; None if the training starts.
-        load_path: path of the same checkpoint on this machine.
-
-    Raises UserError if it cannot be built as asked.
+    Raises UserError if the weights do not fit, or not even one image fits in memory.
     """
-    # What is not there, or does not fit, is said before the model is built, which takes a while.
-    dataset = data.dataloader.dataset
-    held_out = open_held_out(settings, files, dataset)
-    prompts = on_rank_0(partial(read_prompts, settings.sample_prompts))
-    settings = replace(settings, sample_folder=os.path.join(settings.sample_folder, identity.name))
-    loggers = build_loggers(settings, identity.name)
-
-    # The model with its switches, and the weights that it starts from.
-    model = build_model(settings, dataset.latents, files=files)
+    model = build_model(settings, latents, files=files)
     ema_state = None
-    data_before = []  # the datasets that these weights were trained on
-    if settings.load_weights and not checkpoint:
+    data_before = []
+    if settings.load_weights and not is_resumed:  # a checkpoint to resume from has all of this
         ema_state, data_before = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
 
-    # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
+    # The trials run before there is an optimizer, whose state would take memory.
     settings = with_found_microbatch(settings, model, partial(build_optimizer, model, settings))
+    return settings, model, ema_state, data_before
 
-    # What averages the weights, what watches the run, and the training itself.
-    evaluator = build_evaluator(settings, files, held_out)
-    algorithms = build_algorithms(settings, ema_state)
-    callbacks = build_callbacks(settings, model, files, dataset, identity, stop, prompts, data_before, callbacks)
-    with resuming(checkpoint, settings.save_folder, model):
-        trainer = Trainer(
-            model=model,
-            train_dataloader=data,
-            eval_dataloader=evaluator,
-            optimizers=build_optimizer(model, settings),
-            schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup, settings.lr_final),
-            algorithms=algorithms,
-            callbacks=callbacks,
-            loggers=loggers,
-            run_name=identity.name,
-            progress_bar=False,
-            max_duration=settings.max_duration,
-            precision=settings.precision,
-            device_train_microbatch_size=settings.device_train_microbatch_size,
-            load_path=load_path,
-            load_progress_bar=False,
-            seed=settings.seed,
-            dist_timeout=settings.dist_timeout,
-        )
+
+def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
+                  algorithms: list[Algorithm], callbacks: list[Callback], name: str) -> Trainer:
+    """Build Composer's Trainer with the optimizer and the loggers, for a training with this `name`."""
+    trainer = Trainer(
+        model=model,
+        train_dataloader=data,
+        eval_dataloader=evaluator,
+        optimizers=build_optimizer(model, settings),
+        schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup, settings.lr_final),
+        algorithms=algorithms,
+        callbacks=callbacks,
+        loggers=build_loggers(settings, name),
+        run_name=name,
+        progress_bar=False,
+        max_duration=settings.max_duration,
+        precision=settings.precision,
+        device_train_microbatch_size=settings.device_train_microbatch_size,
+        seed=settings.seed,
+        dist_timeout=settings.dist_timeout,
+    )
     switch_allreduce(trainer.state.model, settings)
-    return settings, model, trainer
+    return trainer
 
 
-def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback]) -> dict:
-    """Train, keep the record, and return it.
+def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback] = ()) -> dict:
+    """Train, append the record to --results, and return it. `callbacks` run before the callbacks that measure and save.
 
     Raises DataError if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
     """
-    # What is trained, and from where on.
+    # Check whatever can be missing or wrong before the model is built, which takes a while.
     announce_build(settings)
     checkpoint = newest_checkpoint(settings.save_folder) if settings.autoresume else None
+    dataset = data.dataloader.dataset
+    held_out = open_held_out(settings, files, dataset)
+    prompts = on_rank_0(partial(read_prompts, settings.sample_prompts))
 
-    # The training. A signal ends it, or its budget, and lets the record be kept.
+    # A signal or the budget ends the training at the end of a batch. The record can then still be written.
     with GracefulStop() as stop:
         callbacks = [*callbacks, Spending(settings, stop)]
-        with fetched(checkpoint, '--save_folder') as path:
+
+        # Build the training at its start, or at the checkpoint to resume from.
+        with local_copy(checkpoint, '--save_folder') as path:
             identity = on_rank_0(partial(identify_training, settings, path))
-            settings, model, trainer = build_training(settings, files, data, identity, stop, callbacks, checkpoint,
-                                                      path)
+            settings = replace(settings, sample_folder=os.path.join(settings.sample_folder, identity.name))
+            settings, model, ema_state, data_before = build_initial_model(settings, files, dataset.latents,
+                                                                          checkpoint is not None)
+            evaluator = build_evaluator(settings, files, held_out)
+            algorithms = build_algorithms(settings, ema_state)
+            flags = flags_to_keep(settings, files, dataset, data_before)
+            callbacks = build_callbacks(settings, model, files, flags, identity, stop, prompts, callbacks)
+            if settings.save_folder:  # saves last, when everything else that belongs to the batch is done
+                callbacks.append(AtomicCheckpointSaver(settings.save_folder, settings.save_interval,
+                                                       settings.save_num_checkpoints_to_keep, checkpoint, path))
+            trainer = build_trainer(settings, model, data, evaluator, algorithms, callbacks, identity.name)
+
+        # Train, and report how it ended.
         begin_run(settings, model, trainer, checkpoint)
         outcome = fit(settings, trainer, stop)
         record = training_record(settings, model, data, trainer, outcome)
@@ -356,28 +364,28 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 
 
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
-    """Run the benchmark, with more callbacks for Composer's Trainer if there are any, and return its record.
+    """Run the benchmark and return its record, or the records of the forecasts with --dry_run.
 
-    With --dry_run it returns the records of the forecasts instead.
+    Args:
+        argv: the command line; None means the arguments of this process.
+        callbacks: more callbacks for Composer's Trainer.
     """
     begin()
     with one_line_errors(PROGRAM):
-        # The flags, and what follows from the ranks, this machine and the data for those that were not given.
+        # Read the flags, and fill in the open ones from the ranks, this machine and the data.
         settings = parse(Train, __doc__, argv, PROGRAM)
         join_ranks(settings.dist_timeout)
         index = index_of_data(settings)
         if settings.dry_run is not None:
-            from sdbench.forecast.dry_run import forecast_training  # a training needs nothing of it
+            from sdbench.forecast.dry_run import forecast_training  # a training does not need this module
             return forecast_training(settings, index, build_model, build_optimizer)
         settings = complete(settings, index)
 
-        folder = None if settings.loader_only else settings.save_folder  # the loader alone saves nothing
+        folder = None if settings.loader_only else settings.save_folder  # --loader_only saves no checkpoints
         with locked_save_folder(folder, settings.autoresume), process_switches(settings):
-            # The files of the model, and data that fits it.
+            # Find the model first: its tokenizer and VAE decide how the data is read.
             files = find_model(settings.model_name, settings.pretrained)
             data = build_data(settings, files, index)
-
-            # The loader alone, or the training.
             if settings.loader_only:
                 return measure_loader(settings, data)
             return train(settings, files, data, callbacks)

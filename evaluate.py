@@ -1,14 +1,14 @@
-"""What a training is worth: draw thousands of captions, and score the pictures by FID and CLIP score.
+"""Evaluate a model: generate images from thousands of captions, and score them by FID and CLIP score.
 
-    python evaluate.py checkpoints photos-mds-held-out --out pictures --inception WEIGHTS.pth --clip CLIP
-    composer evaluate.py my-model coco-mds --guidance 1.5 3 5 8 --out pictures-too --inception WEIGHTS.pth --clip CLIP
-    python evaluate.py checkpoints photos-mds-held-out --out trial --samples 8      # draws, and scores nothing
+    python evaluate.py checkpoints photos-mds-held-out --out images --inception WEIGHTS.pth --clip CLIP
+    composer evaluate.py my-model coco-mds --guidance 1.5 3 5 8 --out coco-images --inception WEIGHTS.pth --clip CLIP
+    python evaluate.py checkpoints photos-mds-held-out --out trial --samples 8      # generates images without scores
 
-MODEL is a checkpoint of benchmark.py, the newest of a folder or an object store, or a pipeline folder of diffusers, as
-export.py writes them; DATA is shards of images with captions, as convert.py writes them. Launched as benchmark.py is,
-it draws on one GPU (python) or on several (composer, torchrun). The same command draws the same pictures; one that was
-stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and CLIP are yours, and an
-error says where to get them. Without them nothing is scored.
+MODEL is a checkpoint of benchmark.py, a folder or an object store with checkpoints (the newest is used), or a pipeline
+folder of diffusers, for example from export.py. DATA is a dataset of images with captions, as convert.py writes it.
+Launch it like benchmark.py, on one GPU (python) or on several (composer, torchrun). The same command generates the same
+images, and continues where an interrupted one has stopped. Nothing is downloaded: WEIGHTS.pth and CLIP are files that
+you provide, and an error says where to get them. Without them nothing is scored.
 """
 from sdbench.flags.commands import Evaluate
 from sdbench.flags.parser import answer_early, parse
@@ -60,17 +60,17 @@ from sdbench.training.compatibility import was_trained_on
 from sdbench.training.ranks import destroy_nccl_group, join_ranks, on_rank_0
 from sdbench.training.weights import about_training, read_exported, read_trained_model, trained_pipeline
 
-PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
-SEEDS_APART = 1_000_000  # so many samples share no noise with those of another --seed
-SECONDS_FOR_THE_SLOWEST = 6 * 60 * 60  # a process waits so long for another that draws
+PIPELINE_INDEX = 'model_index.json'  # in a pipeline folder of diffusers
+SEED_STRIDE = 1_000_000  # between the noise of --seed 1 and 2; more samples would share noise with the next seed
+DIST_TIMEOUT = 6 * 60 * 60  # seconds that a rank waits for the slowest rank
 
 
 def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Metric], dict]:
-    """Load the metrics that are asked for, by the names of their scores; also return what the record says of them.
+    """Load the requested metrics, keyed by the names of their scores; also return their keys for the record.
 
-    Raises UserError if --inception or --clip is something else.
+    Raises UserError if --inception or --clip names another kind of file.
     """
-    # what a record says of each network, so that scores by different ones are never compared
+    # The record identifies each network by hash, because scores from different networks must not be compared.
     metrics = {}
     about = {'inception_sha256': None, 'clip_sha256': None, 'clip': None}
     if settings.inception:
@@ -87,19 +87,22 @@ def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Me
 
 
 def open_data(settings: Evaluate) -> dict:
-    """Return the index.json of DATA. Raises UserError if DATA does not have what is to be drawn."""
+    """Return the index.json of DATA. Raises UserError if DATA has too few samples or not the captions of --caption."""
     index = on_rank_0(partial(read_image_index, settings.data, 'DATA'))
     number = number_of_samples(index)
     if number < settings.samples:
         raise UserError(f'DATA {settings.data} holds {plural(number, "sample")}, fewer than --samples '
-                        f'{settings.samples:,}; use --samples {number}, or give more')
+                        f'{settings.samples:,}; use --samples {number}, or a larger dataset')
     if settings.caption is not None:
         require_names([settings.caption], index, '--caption', f'DATA {settings.data}')
     return index
 
 
 def check_only(settings: Evaluate) -> None:
-    """Raise UserError if what --check_only names would end the evaluation, so that a recipe knows before it trains."""
+    """Check the networks or the data, as --check_only says: a recipe calls this before it trains.
+
+    Raises UserError if an evaluation would fail.
+    """
     if settings.check_only == 'networks':
         load_metrics(settings, torch.device('cpu'))
         print(f'checked: {" ".join(filter(None, (settings.inception, settings.clip))) or "nothing is to be scored"}')
@@ -108,42 +111,41 @@ def check_only(settings: Evaluate) -> None:
 
 
 def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
-    """Load the pipeline of MODEL, on the CPU in float32; also return what the record says of it.
+    """Load the pipeline of MODEL, on the CPU in float32; also return the record's keys about the model.
 
-    Raises UserError if there is none, or it cannot draw.
+    Raises UserError if there is no model, or it cannot generate images.
     """
     about = {'weights': None, 'trained_batches': None, 'images_seen': None, 'training': None}
 
-    # a pipeline folder of diffusers
+    # MODEL is a pipeline folder if it has a diffusers index, and otherwise a checkpoint.
     if os.path.isfile(os.path.join(path, PIPELINE_INDEX)):
         pipeline = load_pipeline(path, f'MODEL {path}')
         about['model_name'] = redacted(path)
-    # or a checkpoint
     else:
         trained = read_trained_model(path, 'MODEL')
         pipeline = trained_pipeline(trained, f'MODEL {path}')
         about |= about_training(trained) | {'model_name': trained.facts.get('model_name')}
     about['model_sha256'] = hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)
 
-    # of a pipeline of export.py, what it was made of, as long as its weights are those
+    # A pipeline from export.py says how it was trained. Ignore that if its weights have been changed since.
     made_of = read_exported(path)
     if made_of.get('model_sha256') == about['model_sha256']:
         about |= {key: made_of[key] for key in about.keys() & made_of.keys()}
     return pipeline, about
 
 
-def sources_of_pictures(pipeline: StableDiffusionPipeline) -> dict:
-    """Return what pictures depend on, apart from weights: the tokenizer's hash, and what the scheduler is set to."""
+def facts_of_pipeline(pipeline: StableDiffusionPipeline) -> dict:
+    """Return the facts that images depend on besides the weights: the tokenizer's hash and the scheduler's settings."""
     def encode(captions: list[str]) -> list[list[int]]:
-        return pipeline.tokenizer(captions, padding='max_length', truncation=True).input_ids  # as diffusers calls it
+        return pipeline.tokenizer(captions, padding='max_length', truncation=True).input_ids  # as in diffusers
 
-    facts = pipeline.scheduler.config.items()
-    scheduler = {key: value for key, value in facts if not key.startswith('_')}  # as the version of diffusers does
+    config = pipeline.scheduler.config.items()
+    scheduler = {key: value for key, value in config if not key.startswith('_')}  # without the version of diffusers
     return {'tokenizer_sha256': hash_of_ids(pipeline.tokenizer.get_vocab(), encode), 'scheduler': scheduler}
 
 
 def with_progress(steps: Iterable, doing: str, total: int) -> Iterable:
-    """Yield the steps, while the first rank shows a bar."""
+    """Yield the steps, with a progress bar on rank 0."""
     with progress_bar(total, ' steps', doing=doing, hidden=dist.get_global_rank() > 0) as bar:
         for step in steps:
             yield step
@@ -152,7 +154,9 @@ def with_progress(steps: Iterable, doing: str, total: int) -> Iterable:
 
 def read_references(settings: Evaluate, index: dict, image_size: int, fid: FrechetInceptionDistance | None
                     ) -> list[str]:
-    """Read the captions of DATA, and show its images to `fid`, unless that is None. Each rank reads an equal share.
+    """Return the captions of DATA, and update `fid` with its images, unless `fid` is None.
+
+    Each rank reads an equal part, and gets the captions of all ranks.
 
     Raises DataError if an image does not decode, or a caption is empty.
     """
@@ -160,15 +164,16 @@ def read_references(settings: Evaluate, index: dict, image_size: int, fid: Frech
     first = settings.samples * rank // ranks
     stop = settings.samples * (rank + 1) // ranks
 
-    # captions, and images in batches
+    # Read one sample after the other, and update `fid` in batches.
     captions = []
-    images = []  # of the next batch of `fid`
+    images = []  # the next batch for `fid`
     dataset = StreamingLAIONDataset(settings.data, image_size=image_size, index=index, batch_size=1)
     for number in with_progress(range(first, stop), 'reading DATA', stop - first):
         try:
             sample = dataset.sample(number)
         except BadSample as error:
-            raise DataError(f'sample {number} of DATA {settings.data}: {error}; leave that sample out') from None
+            raise DataError(f'sample {number} of DATA {settings.data}: {error}; convert the dataset without this '
+                            'sample') from None
         captions.append(sample[CAPTIONS].get(settings.caption, [sample['caption']])[0])
         if fid is None:
             continue
@@ -177,125 +182,127 @@ def read_references(settings: Evaluate, index: dict, image_size: int, fid: Frech
             fid.update(torch.stack(images).to(fid.device), real=True)
             images.clear()
 
-    # the captions of all ranks
+    # Concatenate the captions of all ranks, in the order of the samples.
     return list(itertools.chain.from_iterable(dist.all_gather_object(captions)))
 
 
-def picture_path(settings: Evaluate, guidance: float, number: int) -> Path:
+def image_path(settings: Evaluate, guidance: float, number: int) -> Path:
+    """Return the path of the generated image for a sample number at a guidance scale."""
     return Path(settings.out, f'guidance-{guidance}', f'{number:06}.png')
 
 
 def samples_of_rank(settings: Evaluate) -> range:
-    """Return the numbers of the samples that this rank draws and scores."""
+    """Return the numbers of the samples that this rank generates and scores."""
     return range(dist.get_global_rank(), settings.samples, dist.get_world_size())
 
 
-def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions: list[str], image_size: int
-                 ) -> dict[str, float | None]:
-    """Draw the pictures that are not there yet; return how many, and the speed of that, its first batches included."""
-    # What this rank has still to draw, in batches: a guidance scale, and the numbers of samples.
+def generate_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions: list[str], image_size: int
+                     ) -> dict[str, float | None]:
+    """Generate the images that do not exist yet. Return their number and the speed, including the first batches."""
+    # List the batches that this rank has still to generate: a guidance scale, and numbers of samples.
     batches = []
     for guidance in settings.guidance:
         numbers = [number for number in samples_of_rank(settings)
-                   if not picture_path(settings, guidance, number).exists()]
+                   if not image_path(settings, guidance, number).exists()]
         for start in range(0, len(numbers), settings.batch_size):
             batches.append((guidance, numbers[start:start + settings.batch_size]))
 
-    # Each picture from the noise of its number.
+    # Generate each image from noise that depends on its number only. It is then the same for every batch size.
     start = time.perf_counter()
-    for guidance, numbers in with_progress(batches, 'drawing', len(batches)):
-        drawing = pipeline([captions[number] for number in numbers], guidance_scale=guidance, height=image_size,
-                           width=image_size, num_inference_steps=settings.steps, output_type='latent',
-                           generator=seeded(settings.seed * SEEDS_APART + number for number in numbers))
-        for number, picture in zip(numbers, decode(pipeline, drawing.images), strict=True):
-            save_picture(picture, picture_path(settings, guidance, number))
+    for guidance, numbers in with_progress(batches, 'generating', len(batches)):
+        output = pipeline([captions[number] for number in numbers], guidance_scale=guidance, height=image_size,
+                          width=image_size, num_inference_steps=settings.steps, output_type='latent',
+                          generator=seeded(settings.seed * SEED_STRIDE + number for number in numbers))
+        for number, image in zip(numbers, decode(pipeline, output.images), strict=True):
+            save_image(image, image_path(settings, guidance, number))
 
-    # The speed of all ranks together is that of the slowest.
-    number_drawn = sum(len(numbers) for _, numbers in batches)
-    drawn, seconds = zip(*dist.all_gather_object((number_drawn, time.perf_counter() - start)), strict=True)
+    # The speed is the images of all ranks divided by the seconds of the slowest rank.
+    number_here = sum(len(numbers) for _, numbers in batches)
+    generated, seconds = zip(*dist.all_gather_object((number_here, time.perf_counter() - start)), strict=True)
     rate = None
-    if sum(drawn) > 0:
-        rate = sum(drawn) / max(seconds)
-    return {'images_generated': sum(drawn), 'images_per_sec': rate}
+    if sum(generated) > 0:
+        rate = sum(generated) / max(seconds)
+    return {'images_generated': sum(generated), 'images_per_sec': rate}
 
 
 def to_device(pipeline: StableDiffusionPipeline, precision: str, device: torch.device) -> None:
-    """Move a pipeline to a device, and let its UNet compute in `precision`, all else in float32."""
+    """Move a pipeline to a device, and make its UNet compute in `precision`; everything else stays in float32."""
     pipeline.to(device)
     dtype = AUTOCAST_DTYPES.get(precision)
     autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
     pipeline.unet.forward = autocast(pipeline.unet.forward)
 
 
-def save_picture(picture: Image.Image, path: Path) -> None:
-    """Write a PNG, which appears whole or not at all."""
+def save_image(image: Image.Image, path: Path) -> None:
+    """Write a PNG atomically. An interrupted command leaves no part of it, which would count as done."""
     path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as file:
-        picture.save(file, 'PNG', compress_level=1)
+        image.save(file, 'PNG', compress_level=1)
 
 
 def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics: dict[str, Metric]) -> dict:
-    """Return the scores of all pictures of a guidance scale; None where one is not asked for.
+    """Return the scores of all images at a guidance scale. A score that was not requested is None.
 
-    Raises UserError if one is not finite.
+    Raises UserError if a score is not finite.
     """
     scores = {'guidance': guidance, 'fid': None, 'clip_score': None}
     if not metrics:
         return scores
 
-    # this rank's pictures, batch by batch
+    # Update the metrics with the images of this rank, batch by batch.
     numbers = samples_of_rank(settings)
     starts = range(0, len(numbers), settings.batch_size)
     for start in with_progress(starts, f'scoring at guidance {guidance:g}', len(starts)):
         batch = numbers[start:start + settings.batch_size]
-        pictures = [pil_to_tensor(Image.open(picture_path(settings, guidance, number))) for number in batch]
+        tensors = [pil_to_tensor(Image.open(image_path(settings, guidance, number))) for number in batch]
         for name, metric in metrics.items():
-            images = torch.stack(pictures).to(metric.device)  # uint8 (B, 3, H, W)
+            images = torch.stack(tensors).to(metric.device)  # uint8 (B, 3, H, W)
             if name == 'fid':
                 metric.update(images, real=False)
             else:
                 metric.update(list(images), [captions[number] for number in batch])
 
-    # the scores, of all ranks
+    # Compute the scores over the images of all ranks.
     for name, metric in metrics.items():
         score = metric.compute().item()
         if not math.isfinite(score):
-            raise UserError(f'the {name} at guidance {guidance:g} is {score}: the weights of its network are damaged')
-        scores[name] = max(0.0, score)  # FID of equal sets is a little off 0, on either side
+            raise UserError(f'the {name} at guidance {guidance:g} is {score}, because the weights of its network are '
+                            'damaged; download them again')
+        scores[name] = max(0.0, score)  # rounding can make the FID of equal sets slightly negative
         metric.reset()
     return scores
 
 
 def evaluate(settings: Evaluate) -> dict:
-    """Draw the pictures that are missing, score all of them, and keep the record; return it."""
-    # The ranks, each of which draws and scores some of the samples.
+    """Generate the missing images, score all images, append the record to --results, and return it."""
+    # Start the ranks. Each of them needs at least one sample.
     if settings.samples < dist.get_world_size():
-        raise UserError(f'--samples {settings.samples} is fewer than the {dist.get_world_size()} ranks, each of which '
-                        'draws and scores some; give more samples, or use fewer ranks')
-    join_ranks(SECONDS_FOR_THE_SLOWEST)
+        raise UserError(f'--samples {settings.samples} is fewer than the {dist.get_world_size()} ranks, but each '
+                        'rank needs one; give more samples, or use fewer ranks')
+    join_ranks(DIST_TIMEOUT)
     device = torch.device('cuda', dist.get_local_rank()) if torch.cuda.is_available() else torch.device('cpu')
 
-    # The networks that score, the model that draws, and what it draws.
+    # Load everything that can be missing or wrong before the work begins.
     metrics, about_metrics = load_metrics(settings, device)
     pipeline, about_model = load_model(settings.model)
     image_size = settings.image_size or pipeline.unet.config.sample_size * pipeline.vae_scale_factor
     index = open_data(settings)
 
-    # The pictures and their scores, while no other run works in --out.
+    # Generate and score, while no other run works in --out. Images from other settings there are refused.
     made_of = {'program': PROGRAM, 'model_sha256': about_model['model_sha256'], 'data_sha256': index_hash(index),
                'image_size': image_size, 'steps': settings.steps, 'seed': settings.seed,
-               'precision': settings.precision, 'caption': settings.caption, **sources_of_pictures(pipeline)}
+               'precision': settings.precision, 'caption': settings.caption, **facts_of_pipeline(pipeline)}
     with contextlib.ExitStack() as stack:
         begun = Output(settings.out, '--out').begun(made_of)
         on_rank_0(lambda: stack.enter_context(begun))
         captions = read_references(settings, index, image_size, metrics.get('fid'))
         to_device(pipeline, settings.precision, device)
-        drawn = draw_missing(settings, pipeline, captions, image_size)
+        generated = generate_missing(settings, pipeline, captions, image_size)
         scores = [scores_at(settings, guidance, captions, metrics) for guidance in settings.guidance]
 
-    # The record.
+    # Write down everything that a comparison with other scores depends on.
     found = {'status': COMPLETE, 'image_size': image_size, 'sampler': SAMPLER, 'scores': scores, **about_model,
-             **about_metrics, **drawn, 'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
+             **about_metrics, **generated, 'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
     if settings.inception:
         found['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
         found['fid_is_biased'] = settings.samples < FEWEST_FOR_FID
@@ -304,13 +311,16 @@ def evaluate(settings: Evaluate) -> dict:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Read the flags, and evaluate; return the record, or None with --check_only."""
+    """Evaluate, and return the record, or None with --check_only.
+
+    `argv` is the command line; None means the arguments of this process.
+    """
     begin()
     settings = parse(Evaluate, __doc__, argv, PROGRAM)
     for library in (diffusers, transformers):
-        library.utils.logging.set_verbosity_error()  # they have words for each caption that is cut
+        library.utils.logging.set_verbosity_error()  # they would warn about every truncated caption
         library.utils.logging.disable_progress_bar()
-    stays = f'what is drawn stays in --out {settings.out}, and the same command, started again, goes on from there'
+    stays = f'the generated images stay in --out {settings.out}, and the same command continues with the missing ones'
     with one_line_errors(PROGRAM, '' if settings.check_only else stays):
         if settings.check_only:
             return check_only(settings)

@@ -1,8 +1,8 @@
-"""Complete the settings of a run: what its flags leave open follows from its ranks, its machine and its data, once.
+"""Complete the settings of a run: fill in what the flags leave open, from the ranks, the machine and the data.
 
-What comes after sees whole settings: every flag has its value, and every time is in batches. Composer counts a share of
-a run in whole epochs where the run's length is in epochs, and moves an average whose half-life is in epochs once an
-epoch. A run that is told nothing but batches has none of these cases.
+Later code can rely on every setting being filled in, and on every time being in batches. That keeps two of Composer's
+special cases away: it rounds a fraction of a run to whole epochs if the length is in epochs, and it updates an EMA only
+once per epoch if the half-life is in epochs.
 """
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ from sdbench.costs import TRAINING_IMAGES
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Encode
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
-from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, TINY_MODEL, Train
+from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, TIMES, TINY_MODEL, Train
 from sdbench.flags.training_command import fine_tune_instead, trains_random_weights
 from sdbench.inputs.loader import BATCHES_PER_WORKER
 from sdbench.inputs.shards import number_of_samples, read_index
@@ -23,138 +23,193 @@ from sdbench.paths import sibling_path
 from sdbench.process import cpu_cores
 from sdbench.records.status import fewest_batches
 
-FAULTLESS_CUDNN = 91501  # 9.15.1; before it, gradients of its attention can be NaN at lengths that no 128 divides
+# Before cuDNN 9.15.1, gradients of its attention can be NaN at sequence lengths that are not a multiple of 128.
+FIXED_CUDNN = 91501
 MOST_WORKERS = 8
-SYNTHETIC_SAMPLES = 100_000  # of an epoch, or those of a larger batch
+SYNTHETIC_SAMPLES = 100_000  # in an epoch of random images
 
-# each interval, and the flag without which nothing happens at it
+# Each interval, and the flag without which nothing happens at that interval.
 INTERVALS = {'save_interval': 'save_folder', 'eval_interval': 'eval_remote', 'sample_interval': 'sample_prompts'}
-# flags that are left open follow from the machine, the number of devices, or what is measured: no settings of a user
-FOLLOW = ('num_workers', 'device_train_microbatch_size', 'compile_blocks', 'max_duration')
-TIMES = ('max_duration', *INTERVALS, 'lr_warmup', 'ema_half_life', 'ema_start')
+# Defaults of these flags depend on the machine, the number of devices or the kind of run. They are not a user's choice.
+DEPENDENT_DEFAULTS = ('num_workers', 'device_train_microbatch_size', 'compile_blocks', 'max_duration')
 
 
 def index_of_data(settings: Train) -> dict | None:
-    """Read the index.json of the shards; None of synthetic data. Raises UserError if there is none to be trusted."""
+    """Read the index.json of the shards; None for synthetic data. Raises UserError if it is missing or invalid."""
     if not settings.remote and not settings.local:
         return None
     return read_index(settings.remote or settings.local, '--remote' if settings.remote else '--local')
 
 
 def complete(settings: Train, index: dict | None) -> Train:
-    """Return the settings of a run with nothing left open. All ranks call it together, once they have met.
+    """Return the settings of a run with every value filled in, each computed once, from what it depends on.
 
-    The steps go in the order in which one needs another: each says what it takes from those before it. One thing is
-    still to be found with the model: a microbatch that is auto, by `with_found_microbatch`, and in a dry run for each
-    card.
+    All ranks call this together. One value can stay open: a microbatch of `auto`, which `with_found_microbatch` finds
+    once there is a model, and a dry run finds for each GPU model.
 
     Args:
-        settings: as the flags gave them; a dry run of several numbers of GPUs is completed for each.
-        index: the index.json of the shards, which says what they hold and how long an epoch is; None: synthetic data.
+        settings: the flags as they were given. A dry run for several GPU counts is completed for each count.
+        index: the index.json of the shards, with their columns and their number of samples; None for synthetic data.
 
-    Raises UserError for what these ranks, this machine or this data cannot serve.
+    Raises UserError for flags that these ranks, this machine or this data cannot serve.
     """
-    # Number of devices: needs the flags alone. A dry run is of as many GPUs as it says, whether any are here or not.
-    devices = settings.dry_run[0] if settings.dry_run else 0
-    settings = replace(noting_what_follows(settings), num_devices=devices or dist.get_world_size())
-    is_for_gpus = torch.cuda.is_available() or settings.dry_run is not None
+    given = settings
+    is_dry_run = given.dry_run is not None
+    is_for_gpus = torch.cuda.is_available() or is_dry_run
 
-    # The data: needs num_devices for the length of an epoch. A dry run without data is of random images.
-    settings = with_local_in_place(settings)
-    latents = settings.use_synth_latents if index is None else 'latents' in index
-    settings = replace(settings, encoders=ENCODERS[latents], use_synth_data=index is None and not latents,
-                       batches_per_epoch=batches_per_epoch(settings, index))
+    # Devices: a dry run is for the GPU count that it names, whether this machine has any GPU or not.
+    num_devices = given.dry_run[0] if given.dry_run else 0
+    num_devices = num_devices or dist.get_world_size()
 
-    # The machine: needs the place of the data for num_workers, and num_devices for the share of a batch. It is rank 0's
-    # for all ranks: if their loaders differed, they would train for different numbers of batches.
-    here = (cores_of_device(dist.get_local_world_size()), best_precision(is_for_gpus))
-    cores, precision = dist.all_gather_object(here)[0]
-    settings = with_workers(settings, cores)
-    settings = with_defaults(settings, precision=precision)
-    settings = with_defaults(settings, encoder_precision=ENCODER_PRECISIONS[settings.precision])
-    if settings.device_train_microbatch_size == 'auto' and not is_for_gpus:  # a trial could take all of its memory
-        settings = replace(settings, device_train_microbatch_size=settings.device_batch_size)
+    # Data: --local alone is the place of the shards. A dry run without data is for random images.
+    remote, local = place_of_data(given)
+    latents = given.use_synth_latents if index is None else 'latents' in index
+    samples = max(given.batch_size, SYNTHETIC_SAMPLES) if index is None else number_of_samples(index)
+    batches_per_epoch = max(1, samples // given.batch_size)
 
-    # How it is compiled: needs num_devices. Blocks send gradients while others still compute. CUDA graphs are tied to
-    # weights, in which blocks differ. Where nothing is compiled, torch's group norm would copy images in channels_last.
-    by_blocks = settings.num_devices > 1 and settings.compile not in (False, 'reduce-overhead')
-    settings = with_defaults(settings, compile_blocks=by_blocks, channels_last=bool(settings.compile))
+    # Machine: all ranks take the values of rank 0. If their numbers of workers differed, so would the lengths of their
+    # runs, because a measurement outlasts the batches that the workers have prefetched.
+    mine = (cores_per_device(dist.get_local_world_size()), best_precision(is_for_gpus))
+    cores, precision_here = dist.all_gather_object(mine)[0]
+    num_workers = or_default(given.num_workers, default_workers(remote, cores))
+    precision = given.precision or precision_here
+    microbatch = given.device_train_microbatch_size
+    if microbatch == 'auto' and not is_for_gpus:  # trials on a CPU could fill the memory of the machine
+        microbatch = given.batch_size // num_devices
 
-    sample_folder = sibling_path(settings.save_folder, 'samples') if settings.save_folder else 'samples'
-    settings = replace(settings, sample_folder=sample_folder)
+    # Compiling: on several devices, compiled blocks start the all-reduce while other blocks still run backward. CUDA
+    # graphs (reduce-overhead) are tied to weights, which differ between blocks. Without compiling, channels_last is
+    # slower, because torch's group norm copies images to NCHW and back.
+    compile_blocks = or_default(given.compile_blocks,
+                                num_devices > 1 and given.compile not in (False, 'reduce-overhead'))
+    channels_last = or_default(given.channels_last, bool(given.compile))
 
-    # The length, then the times: need batches_per_epoch, and for a measurement num_workers, whose queue it outlasts.
-    # A time may be a share of the length.
-    settings = with_times(with_length(settings))
+    # Length: without --max_duration the run is a measurement, which outlasts the prefetched batches. With it, all
+    # batches after the warm-up are measured.
+    queue_batches = num_workers * BATCHES_PER_WORKER if remote else 0
+    measure_batches = given.measure_batches
+    if given.loader_only or given.max_duration is None:
+        measure_batches = or_default(measure_batches, fewest_batches(queue_batches))
+    if given.max_duration is None:
+        length = given.warmup_batches + queue_batches + measure_batches
+    else:
+        length = to_batches(given.max_duration, batches_per_epoch)
 
-    # Refused: what this machine or this data cannot serve. Needs all of the above.
-    refuse_what_cannot_be(settings, is_for_gpus)
-    return settings
+    # Cost: the model tiny is for trials, so no cost is stated for it.
+    training_images = given.training_images
+    if training_images is None and given.model_name != TINY_MODEL:
+        training_images = TRAINING_IMAGES
+        if is_dry_run and given.max_duration is not None:
+            training_images = length * given.batch_size
+
+    completed = replace(
+        given, by_default=dependent_defaults(given), num_devices=num_devices,
+        remote=remote, local=local, encoders=ENCODERS[latents], use_synth_data=index is None and not latents,
+        num_workers=num_workers, batches_per_epoch=batches_per_epoch, device_train_microbatch_size=microbatch,
+        precision=precision, encoder_precision=given.encoder_precision or ENCODER_PRECISIONS[precision],
+        compile_blocks=compile_blocks, channels_last=channels_last,
+        sample_folder=sibling_path(given.save_folder, 'samples') if given.save_folder else 'samples',
+        measure_batches=measure_batches, training_images=training_images,
+        **times_in_batches(given, batches_per_epoch, length))
+    refuse_impossible(completed, samples, is_for_gpus)
+    return completed
 
 
-def refuse_what_cannot_be(settings: Train, is_for_gpus: bool) -> None:
-    """Raise UserError for flags that would do nothing, or the wrong thing, on this machine or with this data."""
-    if settings.precision != 'fp32' and not is_for_gpus and not settings.loader_only:  # Composer has it for GPUs alone
+def times_in_batches(given: Train, batches_per_epoch: int, length: int) -> dict[str, str | None]:
+    """Return every time of a run in batches, such as '1000ba', by its flag; None for one that is not needed.
+
+    `length` is the length of the run in batches. Raises UserError if the EMA would start after the end of the run.
+    """
+    # Defaults for a short run: it is saved and evaluated four times, and its EMA halves the initial weights ten times.
+    defaults = {}
+    if given.use_ema:
+        defaults['ema_half_life'] = f'{min(LONGEST_INTERVAL, math.ceil(length / 10))}ba'
+    for interval, needed in INTERVALS.items():
+        if getattr(given, needed):
+            defaults[interval] = f'{min(LONGEST_INTERVAL, math.ceil(length / 4))}ba'
+
+    times = {}
+    for flag in TIMES:
+        time = getattr(given, flag) or defaults.get(flag)
+        times[flag] = time and f'{to_batches(time, batches_per_epoch, length)}ba'
+    times['max_duration'] = f'{length}ba'
+
+    is_trained = given.dry_run is None and not given.loader_only
+    if is_trained and times['ema_start'] and to_batches(times['ema_start']) >= length:
+        raise UserError(f'--ema_start {given.ema_start} is not before the end of the run, --max_duration {length}ba: '
+                        'there would be no EMA weights; give an earlier time')
+    return times
+
+
+def refuse_impossible(settings: Train, samples: int, is_for_gpus: bool) -> None:
+    """Raise UserError for flags that would do nothing, or the wrong thing, on this machine or with this data.
+
+    Args:
+        settings: the completed settings.
+        samples: number of samples in the dataset.
+        is_for_gpus: whether the run is on GPUs, or a forecast for GPUs.
+    """
+    if samples < settings.batch_size and settings.dry_run is None:
+        remedy = 'use a smaller batch'
+        if samples and trains_random_weights(settings):  # a smaller batch would not help random weights
+            remedy = fine_tune_instead(settings, samples)
+        raise UserError(f'--remote {settings.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
+                        f'{settings.batch_size}; {remedy}')
+    if settings.precision != 'fp32' and not is_for_gpus and not settings.loader_only:  # Composer has it on GPUs only
         raise UserError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
-                        'fp32, after a recipe that has the other')
+                        'fp32 on the command line, after any recipe')
     if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != settings.device_batch_size:
         raise UserError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
                         f'overwrite; use --device_train_microbatch_size {settings.device_batch_size}')
     if settings.attention == 'cudnn' and torch.cuda.is_available():
         version = torch.backends.cudnn.version()
-        if version and version < FAULTLESS_CUDNN:
+        if version and version < FIXED_CUDNN:
             raise UserError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
-                            f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
+                            f'{version}, whose attention is wrong at sequence lengths that are not a multiple of 128; '
+                            'use --attention sdpa')
     if settings.random_flip and settings.latents:
-        raise UserError('--random_flip mirrors images, and this run is on latents; leave it out')
+        raise UserError('--random_flip mirrors images, and this run trains on latents; give --no-random_flip')
 
 
 def complete_encoding(settings: Encode) -> Encode:
-    """Return the settings of an encoding with nothing left open. Raises UserError if --ray needs a precision."""
-    is_for_gpus = torch.cuda.is_available()  # here
+    """Return the settings of encode.py with every value filled in. Raises UserError if --ray needs a precision."""
+    is_for_gpus = torch.cuda.is_available()  # on this machine
     if settings.ray and settings.encoder_precision is None and not is_for_gpus:
-        raise UserError(f'--ray {settings.ray} needs --encoder_precision, since no GPU of this machine says what '
-                        'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
-    settings = noting_what_follows(with_local_in_place(settings))
-    settings = with_workers(settings, cores_of_device(torch.cuda.device_count()))
-    return with_defaults(settings, encoder_precision=ENCODER_PRECISIONS[best_precision(is_for_gpus)],
-                         channels_last=bool(settings.compile))
+        raise UserError(f'--ray {settings.ray} needs --encoder_precision, because this machine has no GPU that shows '
+                        'what the GPUs of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
+    remote, local = place_of_data(settings)
+    workers = default_workers(remote, cores_per_device(torch.cuda.device_count()))
+    precision = ENCODER_PRECISIONS[best_precision(is_for_gpus)]
+    return replace(settings, by_default=dependent_defaults(settings), remote=remote, local=local,
+                   num_workers=or_default(settings.num_workers, workers),
+                   encoder_precision=settings.encoder_precision or precision,
+                   channels_last=or_default(settings.channels_last, bool(settings.compile)))
 
 
-def noting_what_follows(settings: Train | Encode) -> Train | Encode:
-    """Return the settings with the names of those flags that are left open to what they follow from."""
-    names = [name for name in FOLLOW if getattr(settings, name, True) in (None, 'auto')]
-    return replace(settings, by_default=tuple(names))
+def or_default(value: Any, default: Any) -> Any:
+    """Return the value of a flag, or the default if the flag was not given."""
+    return default if value is None else value
 
 
-def with_defaults(settings: Any, **defaults: Any) -> Any:
-    """Return the settings with these values for the flags that were not given."""
-    return replace(settings, **{name: value for name, value in defaults.items() if getattr(settings, name) is None})
+def dependent_defaults(given: Train | Encode) -> tuple[str, ...]:
+    """Return the names of the DEPENDENT_DEFAULTS flags that were not given."""
+    return tuple(name for name in DEPENDENT_DEFAULTS if getattr(given, name, True) in (None, 'auto'))
 
 
-def with_local_in_place(settings: Train | Encode) -> Train | Encode:
-    """Return the settings with --local as the data where it is the only place that is given."""
-    if settings.remote:
-        return settings
-    return replace(settings, remote=settings.local, local=None)
+def place_of_data(given: Train | Encode) -> tuple[str | None, str | None]:
+    """Return --remote and --local. If only --local is given, it holds the shards and is not a cache of them."""
+    if given.remote:
+        return given.remote, given.local
+    return given.local, None
 
 
-def batches_per_epoch(settings: Train, index: dict | None) -> int:
-    """Return the length of the loader. Raises UserError if the shards hold no batch to train on."""
-    if index is None:
-        return max(1, SYNTHETIC_SAMPLES // settings.batch_size)
-    samples = number_of_samples(index)
-    if samples < settings.batch_size and settings.dry_run is None:
-        remedy = 'use a smaller batch'
-        if samples and trains_random_weights(settings):  # which would not help either
-            remedy = fine_tune_instead(settings, samples)
-        raise UserError(f'--remote {settings.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
-                        f'{settings.batch_size}; {remedy}')
-    return max(1, samples // settings.batch_size)
+def default_workers(remote: str | None, cores: int) -> int:
+    """Return the number of loader processes for each device: one per CPU core, up to 8. Synthetic data needs none."""
+    return min(MOST_WORKERS, cores) if remote else 0
 
 
 def best_precision(is_for_gpus: bool) -> str:
-    """Return amp_bf16 for a GPU that has it, amp_fp16 for another, fp32 for a CPU. A dry run is for one that has it."""
+    """Return amp_bf16 for a GPU that supports it, amp_fp16 for another GPU, fp32 for a CPU. A dry run has amp_bf16."""
     if not is_for_gpus:
         return 'fp32'
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -162,51 +217,6 @@ def best_precision(is_for_gpus: bool) -> str:
     return 'amp_bf16'
 
 
-def cores_of_device(devices: int) -> int:
-    """Return the CPU cores that each of so many devices of this machine has for its loader."""
+def cores_per_device(devices: int) -> int:
+    """Return the CPU cores of this machine for the loader of each device."""
     return max(1, cpu_cores() // max(1, devices))
-
-
-def with_workers(settings: Train | Encode, cores: int) -> Train | Encode:
-    """Return the settings with the loader's processes: one for each core, up to 8. Synthetic data needs none."""
-    return with_defaults(settings, num_workers=min(MOST_WORKERS, cores) if settings.remote else 0)
-
-
-def with_length(settings: Train) -> Train:
-    """Return the settings with the length of the run in batches, and the images whose cost is stated."""
-    # Without --max_duration it is that of the measurement; with it, all after the warm-up is measured.
-    is_given = settings.max_duration is not None
-    if settings.loader_only or not is_given:
-        queue = settings.num_workers * BATCHES_PER_WORKER if settings.remote else 0
-        settings = with_defaults(settings, measure_batches=fewest_batches(queue))
-        batches = settings.warmup_batches + queue + settings.measure_batches
-        settings = with_defaults(settings, max_duration=f'{batches}ba')
-    length = to_batches(settings.max_duration, settings.batches_per_epoch)
-
-    # No cost is stated of the model tiny, which is for trials.
-    if settings.model_name != TINY_MODEL:
-        images = length * settings.batch_size if settings.dry_run is not None and is_given else TRAINING_IMAGES
-        settings = with_defaults(settings, training_images=images)
-    return replace(settings, max_duration=f'{length}ba')
-
-
-def with_times(settings: Train) -> Train:
-    """Return the settings with every time in batches. Raises UserError if the average starts when the run is over."""
-    # Times that are not given. A short run is saved and judged as well, and its average forgets its first weights.
-    length = to_batches(settings.max_duration)
-    if settings.use_ema:
-        settings = with_defaults(settings, ema_half_life=f'{min(LONGEST_INTERVAL, math.ceil(length / 10))}ba')
-    for flag, needed in INTERVALS.items():
-        if getattr(settings, needed):
-            settings = with_defaults(settings, **{flag: f'{min(LONGEST_INTERVAL, math.ceil(length / 4))}ba'})
-
-    # All in batches.
-    times = {flag: getattr(settings, flag) for flag in TIMES if getattr(settings, flag) is not None}
-    in_batches = {flag: to_batches(time, settings.batches_per_epoch, length) for flag, time in times.items()}
-
-    # An average that would never start.
-    is_trained = settings.dry_run is None and not settings.loader_only
-    if is_trained and in_batches.get('ema_start', 0) >= length:
-        raise UserError(f'--ema_start {settings.ema_start} is not before the end of the run, --max_duration '
-                        f'{settings.max_duration}: there would be no average; give an earlier time')
-    return replace(settings, **{flag: f'{batches}ba' for flag, batches in in_batches.items()})

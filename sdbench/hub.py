@@ -4,6 +4,8 @@ from pathlib import Path
 
 from sdbench.errors import UserError, one_line
 
+CLIP_MODEL = 'openai/clip-vit-large-patch14'  # the usual one for CLIP scores
+
 
 def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
     """Return the folder `name` if it exists, or else download that repository from the hub, unless it is cached.

@@ -1,4 +1,4 @@
-"""A model that draws and the networks that score, all with random weights, as files that evaluate.py takes."""
+"""Save a pipeline and the networks for the scores, all with random weights, as files for evaluate.py."""
 import io
 from pathlib import Path
 
@@ -21,14 +21,14 @@ from sdbench.models.loading import build_text_encoder, build_vae, find_model
 
 
 def tokenizer_of_letters() -> CLIPTokenizerFast:
-    """Build the tokenizer of the program with a token for each letter, which is made and loaded in no time."""
+    """Build the program's tokenizer with one token per letter, which loads faster."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr('sdbench.inputs.tokenizer.clip_merges', tuple)
         return pipeline_tokenizer()
 
 
 def save_clip(folder: Path) -> str:
-    """Save a CLIP model of one layer with its processor, as transformers does."""
+    """Save a CLIP model with one layer and its processor in the layout of transformers."""
     tokenizer = tokenizer_of_letters()
     sizes = {'hidden_size': 32, 'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}
     text = CLIPTextConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
@@ -42,17 +42,17 @@ def save_clip(folder: Path) -> str:
 
 
 class RandomInception(Inception):
-    """InceptionV3 with random weights that keep the scale of the features: torch-fidelity's needs a file of weights."""
+    """InceptionV3 with random weights that keep the scale of the features, made without a file of weights."""
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        """Draw the weights of the convolutions, and take none of the file."""
+        """Initialize the convolutions at random, and ignore the file."""
         for module in self.modules():
             if isinstance(module, torch.nn.Conv2d):
                 torch.nn.init.kaiming_normal_(module.weight, nonlinearity='relu')
 
 
 def save_inception(path: str) -> None:
-    """Save random weights of InceptionV3, the same each time, as torch-fidelity's file has them."""
+    """Save random weights of InceptionV3, the same each time, in the format of torch-fidelity."""
     no_weights = io.BytesIO()
     torch.save({}, no_weights)
     no_weights.seek(0)
@@ -61,7 +61,7 @@ def save_inception(path: str) -> None:
 
 
 def save_pipeline(folder: Path) -> str:
-    """Save a pipeline of the tiny model that draws pictures of 32 pixels."""
+    """Save a pipeline of the tiny model that generates images of 32 pixels."""
     files = find_model('tiny')
     torch.manual_seed(4)
     unet = UNet2DConditionModel.from_config(files.configs['unet'] | {'sample_size': 4})

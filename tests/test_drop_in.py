@@ -24,7 +24,7 @@ from tests.runs import ROOT, assert_equal
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
 
 
-def test_a_training_of_ones_own_goes_on_as_one_that_never_stopped_and_is_exported(shards, smallest_model, capfd):
+def test_a_program_of_your_own_resumes_exactly_and_is_exported(shards, smallest_model, capfd):
     def train(epochs: int, folder: str) -> dict[str, torch.Tensor]:
         dataset = StreamingLAIONDataset(shards, shuffle=True, batch_size=4, image_size=16)
         torch.manual_seed(5)
@@ -54,7 +54,7 @@ def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_sig
     in_pytorch, fine_tuning, with_composer, evaluation, ema_of_checkpoint = programs
     loss = StableDiffusion.loss
 
-    # a loop in plain PyTorch, and a model to fine-tune
+    # Run the loop in plain PyTorch and the fine-tuning.
     torch.manual_seed(3)
     before = StableDiffusion('tiny', image_size=16).unet
     torch.manual_seed(3)
@@ -68,7 +68,7 @@ def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_sig
     trained = UNet2DConditionModel.from_pretrained(tmp_path / 'sd15' / 'unet').state_dict()
     assert_equal(variables['model'].unet.state_dict(), trained)
 
-    # Composer's Trainer, with an evaluation that is the same each time
+    # Train with Composer's Trainer and a repeatable evaluation.
     with_composer = with_composer.replace(
         'callbacks=[', "eval_dataloader=evaluation, eval_interval='1ba', callbacks=[HeldOutLoss(), ")
     def loss_with_a_signal(*arguments):
@@ -83,14 +83,14 @@ def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_sig
         assert variables['stop'].interrupted == (batches == 1)
     evaluated = variables['trainer'].state.eval_metrics['eval']['MeanSquaredError'].compute()
     said = f'batch {batches}: loss {evaluated:.4g} on samples that are not known to be held out\n'
-    assert said in capfd.readouterr().err  # only benchmark.py knows what its weights were trained on
+    assert said in capfd.readouterr().err  # only benchmark.py keeps the data of the training
     variables['trainer'].eval()
     again = variables['trainer'].state.eval_metrics['eval']['MeanSquaredError'].compute()
     assert again == evaluated
-    variables['trainer'].eval(build_loader(variables['dataset'], batch_size=16, num_workers=0))  # of a program's own
+    variables['trainer'].eval(build_loader(variables['dataset'], batch_size=16, num_workers=0))
     assert ' on samples that are not known to be held out\n' in capfd.readouterr().err
 
-    # the EMA weights of its checkpoint
+    # Load the EMA weights of its checkpoint.
     with pytest.raises(pickle.UnpicklingError):
         torch.load('checkpoints/latest-rank0.pt')
     exec(ema_of_checkpoint, variables)
@@ -106,10 +106,10 @@ def test_torchs_own_loader_takes_the_synthetic_dataset(latent_size, name, shape)
     assert batches[0]['caption'].shape == (4, 77)
     assert batches[0]['caption'].dtype == torch.int64
     assert len(torch.cat([batch[name] for batch in batches]).unique(dim=0)) == 10
-    assert SyntheticImageCaptionDataset(16, 9, 1000)[999]['caption'].shape == (9,)  # as the original's arguments meant
+    assert SyntheticImageCaptionDataset(16, 9, 1000)[999]['caption'].shape == (9,)  # the arguments of the original
 
 
-def test_the_originals_own_call_gives_batches_of_its_kind(shards, samples, tmp_path):
+def test_the_call_of_the_original_gives_the_same_batches(shards, samples, tmp_path):
     transform = transforms.Compose([transforms.Resize((32, 32)), transforms.ToTensor()])
     dataset = StreamingLAIONDataset(remote=shards, local='cache', split=None, shuffle=True,
                                     transform=transform, batch_size=8)
@@ -128,7 +128,7 @@ def test_the_originals_own_call_gives_batches_of_its_kind(shards, samples, tmp_p
         torch.testing.assert_close(image, expected[tuple(ids)], atol=1e-6, rtol=0)
 
 
-def test_all_ten_arguments_may_be_given_in_their_order(shards, samples, tmp_path, model_folder):
+def test_all_ten_arguments_may_be_positional(shards, samples, tmp_path, model_folder):
     dataset = StreamingLAIONDataset(shards, 'cache', None, False, model_folder, None, 100, 3, 60.0, 4, image_size=64)
     assert (dataset.predownload, dataset.batch_size, dataset.shuffle) == (100, 4, False)
     assert (dataset.streams[0].download_retry, dataset.streams[0].download_timeout) == (3, 60.0)
@@ -138,21 +138,21 @@ def test_all_ten_arguments_may_be_given_in_their_order(shards, samples, tmp_path
     assert (sample['image'].numpy() == pixels(pillow_square(samples[5]['jpg']))).all()
 
 
-def test_torchs_own_loader_takes_images_that_are_smaller_than_asked_for(tmp_path):
+def test_torchs_own_loader_takes_images_smaller_than_image_size(tmp_path):
     samples = [{'jpg': encoded(picture(3, *size), 'PNG'), 'caption': 'a'} for size in ((40, 24), (96, 80))]
     dataset = StreamingLAIONDataset(write_shards(tmp_path / 'shards', samples), image_size=48, batch_size=2)
     [batch] = DataLoader(dataset, batch_size=2)
     assert batch['image'].shape == (2, 3, 48, 48)
 
 
-def test_a_transform_sees_all_of_a_picture_in_rgb(tmp_path):
+def test_a_transform_gets_the_uncropped_image_in_rgb(tmp_path):
     grey = picture(3, 40, 24).convert('L')
     shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(grey, 'PNG'), 'caption': 'grey'}])
     dataset = StreamingLAIONDataset(local=shards, transform=lambda image: (image.mode, image.size), batch_size=1)
     assert dataset[0]['image'] == ('RGB', (40, 24))
 
 
-def test_an_argument_that_cannot_be_honoured_is_one_line(shards, tmp_path):
+def test_unsupported_arguments_are_a_one_line_error(shards, tmp_path):
     with pytest.raises(ValueError, match='^build_loader takes no dataset with a transform; use [^\n]+$'):
         build_loader(StreamingLAIONDataset(shards, transform=str, batch_size=1), 1, 0)
     with pytest.raises(ValueError, match='^[^\n]*needs a remote, or a local folder[^\n]*$'):
@@ -162,7 +162,7 @@ def test_an_argument_that_cannot_be_honoured_is_one_line(shards, tmp_path):
 
 
 def diffusers_step(model: StableDiffusion, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute loss and target as diffusers' own text-to-image training does, in its order of random numbers."""
+    """Compute loss and target like diffusers' text-to-image training script, with random numbers in the same order."""
     scheduler = DDPMScheduler.from_config(model.noise_scheduler.config)
     latents = model.vae.encode(batch['image']).latent_dist.sample() * model.vae.config.scaling_factor
     noise = torch.randn_like(latents)

@@ -1,4 +1,4 @@
-"""The average against Composer's own and a plain loop in float64, through evaluations, swaps and checkpoints."""
+"""The EMA equals Composer's EMA and a plain loop in float64, through evaluations, swaps and checkpoints."""
 import copy
 import itertools
 
@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ema import EMA, ShadowModel, compute_ema
 
-AVERAGES = [{'half_life': '2ba'}, {'half_life': '1000ba'}, {'half_life': '1ep'}, {'half_life': '2ep'},
+EMA_ARGUMENTS = [{'half_life': '2ba'}, {'half_life': '1000ba'}, {'half_life': '1ep'}, {'half_life': '2ep'},
             {'half_life': None, 'smoothing': 0.7}]
 INTERVALS = [None, '1ba', '2ba', '3ba', '5ba', '1ep', '2ep']
 
 
 class Net(ComposerModel):
-    """Layers that train and one that does not, with buffers of floats and of whole numbers."""
+    """A network with a frozen layer, trained layers, and buffers of floats and integers."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Net(ComposerModel):
         self.norm = torch.nn.BatchNorm1d(4)
         self.layer = torch.nn.Linear(4, 1)
         self.register_buffer('position_ids', torch.arange(200), persistent=False)
-        self.seen: list[torch.Tensor] = []  # weights in each batch of an evaluation or a prediction
+        self.seen: list[torch.Tensor] = []  # weights during each batch of an evaluation or a prediction
 
     def forward(self, batch):
         if not self.training:
@@ -49,7 +49,7 @@ def loader() -> DataLoader:
 
 
 class Recorder(Callback):
-    """The live weights after each batch."""
+    """Records the raw weights after each batch."""
 
     def __init__(self):
         self.weights: list[torch.Tensor] = []
@@ -59,7 +59,7 @@ class Recorder(Callback):
 
 
 def train(model: Net, algorithms, max_duration: str = '12ba', callbacks=(), **options) -> Trainer:
-    """Train on the CPU and return the trainer, whose `history` holds the live weights after every batch."""
+    """Train on the CPU and return the trainer; its `history` has the raw weights after every batch."""
     recorder = Recorder()
     trainer = Trainer(model=model, train_dataloader=loader(), max_duration=max_duration, algorithms=algorithms, seed=3,
                       optimizers=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[recorder, *callbacks],
@@ -69,8 +69,8 @@ def train(model: Net, algorithms, max_duration: str = '12ba', callbacks=(), **op
     return trainer
 
 
-def average_of(history: list[torch.Tensor], smoothing: float, first: int = 0) -> torch.Tensor:
-    """Average in a plain loop in float64, which starts as a copy of the weights of batch `first`."""
+def reference_ema(history: list[torch.Tensor], smoothing: float, first: int = 0) -> torch.Tensor:
+    """Compute the EMA in a plain loop in float64, starting with a copy of the weights after batch `first`."""
     average = history[first].double()
     for weight in history[first + 1:]:
         average = smoothing * average + (1 - smoothing) * weight.double()
@@ -82,7 +82,7 @@ def tensors(shadow) -> dict[str, torch.Tensor]:
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """Compare all but whole numbers, which Composer averages as well, so that rounding makes the position 29 a 28."""
+    """Compare all tensors except integers: Composer treats them like weights, and its rounding changes position ids."""
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         if name == 'position_ids':
@@ -92,7 +92,7 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 
 class Comparison(Callback):
-    """After every batch and every epoch both algorithms have the same average."""
+    """Checks after every batch and every epoch that both algorithms have the same EMA weights."""
 
     def __init__(self, ours: EMA, theirs: composers.EMA):
         self.ours = ours
@@ -108,16 +108,18 @@ class Comparison(Callback):
     epoch_end = batch_end
 
 
-def fits(average: dict, interval: str | None) -> bool:
-    """Tell whether Composer takes both: it wants the unit of a half-life, and an interval with a smoothing."""
-    if average['half_life'] is None:
+def is_accepted(arguments: dict, interval: str | None) -> bool:
+    """Tell whether Composer accepts both: intervals need the unit of the half-life, and smoothing needs an interval."""
+    if arguments['half_life'] is None:
         return interval is not None
-    return interval is None or interval[-2:] == average['half_life'][-2:]
+    return interval is None or interval[-2:] == arguments['half_life'][-2:]
 
 
-def test_combinations_of_arguments_average_as_composers():
-    chosen = [{**average, 'update_interval': interval}
-              for average, interval in itertools.product(AVERAGES, INTERVALS) if fits(average, interval)]
+def test_every_combination_of_arguments_equals_composers_ema():
+    chosen = []
+    for arguments, interval in itertools.product(EMA_ARGUMENTS, INTERVALS):
+        if is_accepted(arguments, interval):
+            chosen.append({**arguments, 'update_interval': interval})
     assert len(chosen) > 15
     for arguments, start in zip(chosen, itertools.cycle(['3ba', '0.3dur', '2ep']), strict=False):
         ours, theirs = EMA(**arguments, ema_start=start), composers.EMA(**arguments, ema_start=start)
@@ -127,7 +129,7 @@ def test_combinations_of_arguments_average_as_composers():
 
 
 @pytest.mark.parametrize('smoothing', [0, 0.5, 0.99, 1])
-def test_two_modules_average_as_composers(smoothing):
+def test_compute_ema_with_two_modules_equals_composers(smoothing):
     model, ours = seeded_net(1), seeded_net(2)
     theirs = copy.deepcopy(ours)
     compute_ema(model, ours, smoothing)
@@ -135,17 +137,17 @@ def test_two_modules_average_as_composers(smoothing):
     assert_same(tensors(ours), tensors(theirs))
 
 
-def test_evaluation_and_prediction_see_the_average_and_training_the_live_weights():
+def test_evaluation_and_prediction_use_the_ema_weights_and_training_the_raw_weights():
     plain, model = seeded_net(), seeded_net()
     without = train(plain, [])
     ema = EMA(smoothing=0.5)
     trainer = train(model, [ema], eval_dataloader=loader(), eval_interval='2ba')
-    for live, expected in zip(trainer.history, without.history, strict=True):
-        torch.testing.assert_close(live, expected, atol=0, rtol=0)  # evaluations leave the training alone
-    evaluated = model.seen[::4]  # of 4 batches each
+    for raw, expected in zip(trainer.history, without.history, strict=True):
+        torch.testing.assert_close(raw, expected, atol=0, rtol=0)  # evaluations do not change the training
+    evaluated = model.seen[::4]  # an evaluation has 4 batches
     trainer.predict(loader())
     for batches, seen in zip((2, 4, 6, 8, 10, 12, 12), [*evaluated, model.seen[-1]], strict=True):
-        torch.testing.assert_close(seen.double(), average_of(trainer.history[:batches], 0.5), atol=1e-6, rtol=0)
+        torch.testing.assert_close(seen.double(), reference_ema(trainer.history[:batches], 0.5), atol=1e-6, rtol=0)
     torch.testing.assert_close(model.layer.weight, trainer.history[-1], atol=0, rtol=0)
     view = ema.get_ema_model(model)
     assert view.layer.weight.data_ptr() == ema.ema_model.named_parameters_dict['layer.weight'].data_ptr()
@@ -154,8 +156,8 @@ def test_evaluation_and_prediction_see_the_average_and_training_the_live_weights
 
 @pytest.mark.parametrize('start', ['0ba', '9ba'])
 @pytest.mark.parametrize('begun_by, resumed_by', [(EMA, EMA), (composers.EMA, EMA), (EMA, composers.EMA)])
-def test_a_training_resumes_as_if_never_stopped_also_from_composers_and_into_it(tmp_path, begun_by, resumed_by, start):
-    arguments = ('4ba', None, start, None)  # in the order of Composer's, and of the original
+def test_a_training_resumes_exactly_also_from_composers_ema_and_with_it(tmp_path, begun_by, resumed_by, start):
+    arguments = ('4ba', None, start, None)  # positional, in the order of Composer and of the original benchmark
     whole, resumed = resumed_by(*arguments), resumed_by(*arguments)
     whole_model, model = seeded_net(), seeded_net(7)
     train(whole_model, [whole])
@@ -164,32 +166,32 @@ def test_a_training_resumes_as_if_never_stopped_also_from_composers_and_into_it(
     train(model, [resumed], load_path=str(tmp_path / 'half.pt'))
     ours, expected = tensors(resumed.ema_model), tensors(whole.ema_model)
     if begun_by is resumed_by:
-        assert all(torch.equal(ours[name], average) for name, average in expected.items())
+        assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
         assert torch.equal(model.layer.weight, whole_model.layer.weight)
     else:
         assert_same(ours, expected)
         assert_same(dict(model.named_parameters()), dict(whole_model.named_parameters()))
 
 
-def test_names_of_several_devices_are_those_of_one():
+def test_an_ema_state_from_several_devices_loads_on_one():
     ema, loaded = EMA('4ba'), EMA('4ba')
     train(seeded_net(), [ema], '6ba')
     state = copy.deepcopy(ema.state_dict())
-    for kind, averages in state['ema_model'].items():
-        state['ema_model'][kind] = {f'module.{name}': tensor for name, tensor in averages.items()}
+    for kind, tensors_of_kind in state['ema_model'].items():
+        state['ema_model'][kind] = {f'module.{name}': tensor for name, tensor in tensors_of_kind.items()}
     loaded.load_state_dict(state)
     view = loaded.get_ema_model(seeded_net(5))
     assert torch.equal(view.layer.weight, ema.ema_model.named_parameters_dict['layer.weight'])
 
 
-def test_tensors_pair_by_name_and_a_mismatch_is_told_by_name():
+def test_tensors_are_paired_by_name_and_an_error_names_a_mismatch():
     ema = EMA()
-    with pytest.raises(ValueError, match='no average'):
+    with pytest.raises(ValueError, match='no EMA weights'):
         ema.get_ema_model(seeded_net())
-    averages = {'named_parameters_dict': {'layer.weight': torch.zeros(2, 2)}, 'named_buffers_dict': {}}
-    ema.load_state_dict({'ema_model': averages, 'ema_started': True})
+    state = {'named_parameters_dict': {'layer.weight': torch.zeros(2, 2)}, 'named_buffers_dict': {}}
+    ema.load_state_dict({'ema_model': state, 'ema_started': True})
     with pytest.raises(ValueError, match='layer.bias'):
         train(seeded_net(), [ema])
-    for average_of in (ShadowModel, copy.deepcopy):
+    for copy_of in (ShadowModel, copy.deepcopy):
         with pytest.raises(ValueError, match='first weight'):
-            compute_ema(torch.nn.Linear(3, 4, bias=False), average_of(torch.nn.Linear(3, 3, bias=False)), 0.9)
+            compute_ema(torch.nn.Linear(3, 4, bias=False), copy_of(torch.nn.Linear(3, 3, bias=False)), 0.9)

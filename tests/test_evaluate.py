@@ -1,4 +1,4 @@
-"""What is scored is what diffusers draws, whatever batches and processes drew it, and whatever was stopped before."""
+"""The scored images equal diffusers' own, for any batch size and number of processes, and after interruptions."""
 import inspect
 import json
 import shutil
@@ -36,26 +36,26 @@ INCEPTION = ['--inception', __file__]
 
 
 class SmallNetwork(torch.nn.Module):
-    """Twelve features of pictures, in the place of InceptionV3's 2048, whose matrix root takes seconds."""
+    """Returns 12 features per image. The matrix root of InceptionV3's 2048 features would take seconds."""
     num_features = 12
 
     @classmethod
     def of_file(cls, path: str) -> 'SmallNetwork':
         return cls()
 
-    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        return pictures.float().mean(dim=1).flatten(1)[:, ::SIZE ** 2 // 12][:, :12]
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.float().mean(dim=1).flatten(1)[:, ::SIZE ** 2 // 12][:, :12]
 
 
 def by_small_network(argv: list[str]) -> None:
-    """Run evaluate.py in a process of its own, with the small network."""
+    """Run evaluate.py in this process with the small network."""
     evaluate.load_inception = SmallNetwork.of_file
     evaluate.main(argv)
 
 
 @pytest.fixture(scope='module', autouse=True)
 def small_network():
-    """Any file stands for InceptionV3's weights."""
+    """Use the small network instead of InceptionV3 for any file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, 'load_inception', SmallNetwork.of_file)
         yield
@@ -68,7 +68,7 @@ def clip(tmp_path_factory) -> list:
 
 @pytest.fixture(scope='module')
 def evaluated(tmp_path_factory, pipeline, shards, clip) -> SimpleNamespace:
-    """An evaluation of five samples at two scales of guidance by both networks: its `out` and its `record`."""
+    """Return `out` and `record` of an evaluation of five samples at two guidance scales with both networks."""
     out = tmp_path_factory.mktemp('evaluated') / 'out'
     return SimpleNamespace(out=out, record=run(pipeline, shards, out, *clip, *INCEPTION, *TWO_SCALES))
 
@@ -82,55 +82,56 @@ def arguments(model, data, out: Path, *flags) -> list[str]:
                           '--batch_size', 2, '--samples', 5, *flags]))
 
 
-def drawn_in(out: Path, guidance: float) -> torch.Tensor:
-    """Return the pictures, uint8 (B, 3, H, W)."""
+def images_in(out: Path, guidance: float) -> torch.Tensor:
+    """Return the generated images, uint8 (B, 3, H, W)."""
     paths = sorted((out / f'guidance-{guidance}').iterdir())
     return torch.stack([torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in paths])
 
 
-def test_the_pictures_are_those_of_diffusers_own_pipeline_from_noise_of_their_numbers(evaluated, pipeline, samples):
+def test_the_images_equal_those_of_diffusers_own_pipeline_with_noise_by_sample_number(evaluated, pipeline, samples):
     diffusers = StableDiffusionPipeline.from_pretrained(pipeline)
     captions = [sample['caption'] for sample in samples[:5]]
     for guidance in (1.0, 4.0):
         noise = [torch.Generator().manual_seed(17_000_000 + number) for number in range(5)]
         expected = diffusers(captions, generator=noise, num_inference_steps=STEPS, guidance_scale=guidance).images
         expected = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in expected])
-        assert (drawn_in(evaluated.out, guidance).int() - expected.int()).abs().max() <= 1
+        assert (images_in(evaluated.out, guidance).int() - expected.int()).abs().max() <= 1
 
 
-def test_of_several_captions_the_first_is_drawn_or_that_of_the_name_that_is_given(several_captions, samples):
+def test_the_first_caption_of_an_image_is_used_or_the_one_that_caption_names(several_captions, samples):
     for flags, ending in ([], ''), (['--caption', 'long'], ', which is long'):
         settings = parse(Evaluate, '', arguments('model', several_captions, Path('out'), *flags))
         captions = evaluate.read_references(settings, read_index(several_captions), SIZE, None)
         assert captions == [f'{sample["caption"]}{ending}' for sample in samples[:5]]
 
 
-def test_two_processes_with_other_batches_draw_and_score_the_same(server, tmp_path, evaluated, pipeline, shards, clip):
+def test_two_processes_with_another_batch_size_generate_and_score_the_same_images(
+        server, tmp_path, evaluated, pipeline, shards, clip):
     argv = arguments(pipeline, shards, tmp_path / 'out', *clip, *INCEPTION, '--guidance', 1,
                      '--batch_size', 3)
     log = tmp_path / 'log'
     assert run_ranks(server, [log, log], by_small_network, [(argv,)] * 2) == [0, 0], log.read_text()
     by_two = json.loads((tmp_path / 'results.jsonl').read_text())
     assert (by_two['num_devices'], by_two['images_generated']) == (2, 5)
-    difference = drawn_in(tmp_path / 'out', 1.0).int() - drawn_in(evaluated.out, 1.0).int()
-    assert difference.abs().max() <= 1  # batches of other sizes round otherwise
+    difference = images_in(tmp_path / 'out', 1.0).int() - images_in(evaluated.out, 1.0).int()
+    assert difference.abs().max() <= 1  # rounding depends on the batch size
     assert by_two['scores'] == [pytest.approx(evaluated.record['scores'][0], rel=1e-3)]
 
 
-def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undisturbed_one(
+def test_an_interrupted_evaluation_generates_only_missing_images_and_ends_like_an_uninterrupted_one(
         tmp_path, evaluated, pipeline, shards, clip, monkeypatch):
     out = tmp_path / 'out'
 
-    class HalfPicture:
+    class HalfImage:
         def save(self, file, *options, **more):
-            file.write(b'half a picture')
+            file.write(b'half an image')
             raise KeyboardInterrupt
 
-    def stop_at_the_third(picture, path: Path):
-        return save(HalfPicture() if path.name >= '000002.png' else picture, path)
-    save = evaluate.save_picture
+    def stop_at_the_third(image, path: Path):
+        return save(HalfImage() if path.name >= '000002.png' else image, path)
+    save = evaluate.save_image
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, 'save_picture', stop_at_the_third)
+        patch.setattr(evaluate, 'save_image', stop_at_the_third)
         with pytest.raises(SystemExit):
             run(pipeline, shards, out, *clip, *TWO_SCALES)
     times = {path: path.stat().st_mtime_ns for path in out.glob('*/*.png')}
@@ -141,13 +142,14 @@ def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undistur
     assert all(path.stat().st_mtime_ns == time for path, time in times.items())
     assert files_of(out) == files_of(evaluated.out)
 
-    # more samples, by one network
+    # With more samples and one network, only the additional images are generated.
     more = run(pipeline, shards, out, *INCEPTION, *TWO_SCALES, '--samples', 6)
     assert more['images_generated'] == 2
     assert more['scores'][0]['clip_score'] is None
 
 
-def test_an_out_of_another_seed_or_data_or_model_is_refused(tmp_path, evaluated, pipeline, shards, clip, capfd):
+def test_an_out_with_another_seed_other_data_or_another_model_is_refused(
+        tmp_path, evaluated, pipeline, shards, clip, capfd):
     before = files_of(evaluated.out)
     others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(9)), 'caption': 'x'}] * 5)
     by_scheduler = shutil.copytree(pipeline, tmp_path / 'scheduler')
@@ -167,18 +169,18 @@ def test_an_out_of_another_seed_or_data_or_model_is_refused(tmp_path, evaluated,
     assert files_of(evaluated.out) == before
 
 
-def test_the_fid_is_that_of_torchmetrics_for_the_pictures_and_the_real_ones(evaluated, samples):
+def test_the_fid_equals_that_of_torchmetrics_for_generated_and_real_images(evaluated, samples):
     squares = [pillow_square(sample['jpg']).resize((SIZE, SIZE), Image.BILINEAR) for sample in samples[:5]]
     real = torch.stack([torch.from_numpy(np.array(square)).permute(2, 0, 1) for square in squares])
     for score in evaluated.record['scores']:
         metric = FrechetInceptionDistance(SmallNetwork())
         metric.update(real, real=True)
-        metric.update(drawn_in(evaluated.out, score['guidance']), real=False)
-        assert score['fid'] == pytest.approx(metric.compute().item(), rel=0.02)  # by another decoder and resize
+        metric.update(images_in(evaluated.out, score['guidance']), real=False)
+        assert score['fid'] == pytest.approx(metric.compute().item(), rel=0.02)  # Pillow resizes differently
 
 
 @pytest.mark.long
-def test_the_features_behind_the_fid_are_those_of_torchmetrics_own_network(tmp_path, samples):
+def test_the_features_for_the_fid_equal_those_of_the_network_in_torchmetrics(tmp_path, samples):
     weights = str(tmp_path / 'inception.pth')
     save_inception(weights)
     parameters = inspect.signature(FrechetInceptionDistance).parameters
@@ -189,18 +191,18 @@ def test_the_features_behind_the_fid_are_those_of_torchmetrics_own_network(tmp_p
         torch.testing.assert_close(load_inception(weights)(pictures), metric.inception(pictures))
 
 
-def test_the_clip_score_is_that_of_transformers_by_hand(evaluated, samples, clip):
+def test_the_clip_score_equals_the_cosine_similarity_from_transformers(evaluated, samples, clip):
     model, processor = (kind.from_pretrained(clip[1]) for kind in (CLIPModel, CLIPProcessor))
     captions = [sample['caption'] for sample in samples[:5]]
-    inputs = processor(text=captions, images=list(drawn_in(evaluated.out, 1.0)), return_tensors='pt', padding=True)
+    inputs = processor(text=captions, images=list(images_in(evaluated.out, 1.0)), return_tensors='pt', padding=True)
     with torch.no_grad():
         output = model(**inputs)  # embeddings of length 1
-    by_hand = 100 * (output.image_embeds * output.text_embeds).sum(dim=1).mean().item()
-    assert by_hand > 1
-    assert evaluated.record['scores'][0]['clip_score'] == pytest.approx(by_hand, rel=1e-4)
+    expected = 100 * (output.image_embeds * output.text_embeds).sum(dim=1).mean().item()
+    assert expected > 1
+    assert evaluated.record['scores'][0]['clip_score'] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_caption_longer_than_the_model_is_cut_and_keeps_its_end(clip):
+def test_a_caption_that_is_too_long_for_clip_is_truncated_and_keeps_its_end_token(clip):
     processor = load_clip(clip[1]).processor
     image = torch.from_numpy(np.array(picture(2))).permute(2, 0, 1)
     cut, whole = (processor(text=caption, images=image, return_tensors='pt')['input_ids'] for caption in (
@@ -208,14 +210,14 @@ def test_a_caption_longer_than_the_model_is_cut_and_keeps_its_end(clip):
     assert torch.equal(cut, whole)
 
 
-def test_an_image_that_does_not_decode_is_one_line_with_its_number(tmp_path, pipeline, capfd):
+def test_an_error_about_an_image_that_does_not_decode_has_its_number(tmp_path, pipeline, capfd):
     good = {'jpg': encoded(picture(1)), 'caption': 'a cat'}
     broken = write_shards(tmp_path / 'broken', [good, good | {'jpg': b'no'}, good, good, good])
     line = refusal(capfd, run, pipeline, broken, tmp_path / 'out', *INCEPTION)
-    assert f'sample 1 of DATA {broken}' in line and 'leave that sample out' in line
+    assert f'sample 1 of DATA {broken}' in line and 'convert the dataset without this sample' in line
 
 
-def test_the_record_is_kept_with_what_was_evaluated_and_by_what(evaluated, pipeline, shards, clip):
+def test_the_record_names_the_model_the_data_and_the_networks(evaluated, pipeline, shards, clip):
     record = evaluated.record
     kept = json.loads(evaluated.out.with_name('results.jsonl').read_text().splitlines()[0])
     assert kept == json.loads(json.dumps(record))
@@ -232,7 +234,7 @@ def test_the_record_is_kept_with_what_was_evaluated_and_by_what(evaluated, pipel
     assert 'not those of published FIDs' in summary
 
 
-def test_without_a_network_pictures_are_drawn_and_nothing_is_scored(tmp_path, pipeline, shards, clip, capfd):
+def test_without_networks_images_are_generated_and_not_scored(tmp_path, pipeline, shards, clip, capfd):
     record = run(pipeline, shards, tmp_path / 'out', '--guidance', 1)
     assert record['images_generated'] == 5
     assert record['scores'] == [{'guidance': 1.0, 'fid': None, 'clip_score': None}]
@@ -244,14 +246,14 @@ def test_without_a_network_pictures_are_drawn_and_nothing_is_scored(tmp_path, pi
     assert scored['scores'][0]['clip_score'] is not None
 
 
-def test_whether_a_model_was_trained_on_data_is_said_where_it_is_known():
+def test_it_is_known_only_in_some_cases_whether_a_model_was_trained_on_the_data():
     def side(name: str, conversion: str) -> dict:
         return {'share': 0.1, 'seed': 17, 'conversion': conversion, 'side': name}
 
     index = {'shards': [], DRAW: side('held out', 'a')}
     here = {IMAGES_HASH: hash_of_images(index), DRAW: index[DRAW]}
     other_side = {IMAGES_HASH: 'b', DRAW: side('training', 'a')}
-    other_conversion = {IMAGES_HASH: 'c', DRAW: side('training', 'b')}  # the same pictures at another size, perhaps
+    other_conversion = {IMAGES_HASH: 'c', DRAW: side('training', 'b')}  # perhaps the same images at another size
     older = {IMAGES_HASH: 'd', DRAW: {'share': 0.1, 'seed': 17, 'side': 'training'}}
     without = {IMAGES_HASH: 'e', DRAW: None}
     for phases, expected in (([here], True), ([here, other_side], True), ([other_side], False),
@@ -262,7 +264,7 @@ def test_whether_a_model_was_trained_on_data_is_said_where_it_is_known():
     assert was_trained_on({}, index) is None  # an older checkpoint, or another program
 
 
-def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_far_it_was_trained(
+def test_a_checkpoint_generates_the_same_images_as_its_export_and_the_record_has_its_training(
         tmp_path, smallest_model, model_folder, shards, clip, capfd):
     kept = 'kept'
     train(['--remote', shards, *TINY, '--model_name', smallest_model, '--pretrained', '--tokenizer', model_folder,
@@ -282,9 +284,10 @@ def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_
 
 
 @pytest.mark.parametrize('broken, file, weight, words', [
-    ('pipeline', 'vae/diffusion_pytorch_model.safetensors', 'decoder.conv_out.bias', 'a picture that is not finite'),
+    ('pipeline', 'vae/diffusion_pytorch_model.safetensors', 'decoder.conv_out.bias', 'an image with inf or NaN'),
     ('clip', 'model.safetensors', 'visual_projection.weight', 'the clip_score at guidance 7.5 is nan')])
-def test_what_is_not_finite_is_not_kept(pipeline, shards, clip, tmp_path, capfd, broken, file, weight, words):
+def test_no_record_is_written_if_an_image_or_a_score_is_not_finite(
+        pipeline, shards, clip, tmp_path, capfd, broken, file, weight, words):
     folders = {'pipeline': pipeline, 'clip': clip[1]}
     folders[broken] = shutil.copytree(folders[broken], tmp_path / 'broken')
     weights = load_file(tmp_path / 'broken' / file)
@@ -296,27 +299,27 @@ def test_what_is_not_finite_is_not_kept(pipeline, shards, clip, tmp_path, capfd,
 
 
 @pytest.mark.parametrize('content', [{'conv.weight': torch.ones(3)}, Hostile])
-def test_what_is_not_the_file_of_inception_is_refused_with_the_address_of_that_file(tmp_path, content):
+def test_a_wrong_file_for_inception_is_refused_with_the_address_of_the_right_one(tmp_path, content):
     path = tmp_path / 'inception.pth'
     torch.save(Hostile(tmp_path / 'ran') if content is Hostile else content, path)
     with pytest.raises(ValueError) as refused:
         load_inception(str(path))
     line = str(refused.value)
-    assert line.startswith(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; fetch it")
+    assert line.startswith(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; download")
     assert line.endswith('weights-inception-2015-12-05-6726825d.pth')
     assert not (tmp_path / 'ran').exists()
 
 
 def test_a_clip_model_without_all_its_weights_or_its_processor_is_refused(tmp_path):
     def refused(folder: str) -> str:
-        with pytest.raises(ValueError, match=f'--clip {folder} is no folder .*; fetch one: ') as error:
+        with pytest.raises(ValueError, match=f'--clip {folder} is not a folder .*; download one: ') as error:
             load_clip(folder)
         return str(error.value)
     clip = save_clip(tmp_path / 'clip')
     weights = load_file(f'{clip}/model.safetensors')
     del weights['visual_projection.weight']
     save_file(weights, f'{clip}/model.safetensors', {'format': 'pt'})
-    assert '1 are missing or foreign, first visual_projection.weight' in refused(clip)
+    assert '1 are missing or unexpected, first visual_projection.weight' in refused(clip)
     unprocessed = save_clip(tmp_path / 'unprocessed')
     for file in Path(unprocessed).glob('*processor_config.json'):
         file.unlink()

@@ -1,4 +1,4 @@
-"""The loss on held-out samples: the same whenever and however it is calculated, and the training is none the wiser."""
+"""The loss on held-out samples is the same however it is computed, and evaluations do not change the training."""
 import json
 import shutil
 from pathlib import Path
@@ -30,7 +30,7 @@ TRAIN = [*SIZE_64, '--use_ema', '--ema_half_life', '2ba', '--num_workers', '0', 
 
 @pytest.fixture(scope='module')
 def moments(tmp_path_factory) -> tuple[str, list[dict]]:
-    """Latents of 5 images, as encode.py would store them for the smallest model at 64 pixels."""
+    """Return a dataset with latents of 5 images, as encode.py would write it for the smallest model at 64 pixels."""
     draw = np.random.default_rng(3)
     samples = [{MOMENTS: draw.normal(size=(8, 64, 64)).astype(np.float16), 'caption': f'latent {i}'} for i in range(5)]
     folder = tmp_path_factory.mktemp('latents') / 'mds'
@@ -41,8 +41,8 @@ def moments(tmp_path_factory) -> tuple[str, list[dict]]:
     return str(folder), samples
 
 
-def loss_by_hand(checkpoint: str, samples: list[dict], image_size: int, seed: int = 17) -> float:
-    """Compute the mean over the samples, one by one, of the averaged model's loss by the formulas of the papers."""
+def reference_loss(checkpoint: str, samples: list[dict], image_size: int, seed: int = 17) -> float:
+    """Compute the mean loss of the EMA weights over the samples, one by one, with the formulas of the papers."""
     state = load_checkpoint(checkpoint)['state']
     model, ema = StableDiffusion(SMALLEST, image_size, latents=MOMENTS in samples[0]), EMA()
     model.load_state_dict(state['model'])
@@ -74,16 +74,16 @@ def loss_by_hand(checkpoint: str, samples: list[dict], image_size: int, seed: in
 
 @pytest.fixture(scope='module')
 def evaluated(tmp_path_factory, shards, held_out) -> tuple[Path, dict]:
-    """The folder of a run that is evaluated each 2 of 4 batches, and its record."""
+    """Return the checkpoints and the record of a run of 4 batches that is evaluated every 2 batches."""
     folder = tmp_path_factory.mktemp('evaluated')
     record = main(['--remote', shards, *TRAIN, '--eval_remote', held_out, '--eval_interval', '2ba', '--save_folder',
                    str(folder / 'kept'), '--results', str(folder / 'results')])
     return folder / 'kept', record
 
 
-def test_the_loss_is_that_of_each_sample_once_by_the_averaged_weights(evaluated, held_out_samples):
+def test_the_loss_counts_each_sample_once_with_the_ema_weights(evaluated, held_out_samples):
     folder, record = evaluated
-    expected = [loss_by_hand(path, held_out_samples, 64) for path in checkpoints_in(str(folder))]
+    expected = [reference_loss(path, held_out_samples, 64) for path in checkpoints_in(str(folder))]
     images, losses = zip(*record['evaluations'], strict=True)
     assert images == (8, 16)  # after 2 and 4 batches
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -94,13 +94,13 @@ def test_the_loss_is_that_of_each_sample_once_by_the_averaged_weights(evaluated,
     assert record['eval_interval'] == '2ba'
 
 
-def test_a_training_that_is_evaluated_is_the_same_training(evaluated, shards):
+def test_evaluations_do_not_change_the_training(evaluated, shards):
     main(['--remote', shards, *TRAIN, '--save_folder', 'plain'])
     assert_same_training('plain', evaluated[0])
 
 
 def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards, capfd):
-    """Not on the microbatch, the batch that it comes after, the processes that decode, or Min-SNR of the training."""
+    """It does not depend on the microbatch, the batch before it, the number of workers, or --snr_gamma."""
     folder, record = evaluated
     argv = ['--remote', shards, *SIZE_64, '--num_workers', '2', '--max_duration', '2ba', '--use_ema', '--ema_half_life',
             '1000000000ba', '--load_weights', str(folder), '--eval_remote', held_out]
@@ -109,12 +109,12 @@ def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards,
     said = capfd.readouterr().err
     assert f'--eval_remote {held_out} is not known to be held out: ' in said
     assert ' on samples that are not known to be held out\n' in said
-    assert 'warning: without --pretrained the VAE and the text encoder are random' in said  # --save_folder or not
-    assert later['loss'] < 0.1 * record['loss']  # it has the weights
+    assert 'warning: without --pretrained the VAE and the text encoder have random weights' in said
+    assert later['loss'] < 0.1 * record['loss']  # because it starts from the trained weights
     assert later['eval_loss'] == pytest.approx(record['eval_loss'], rel=1e-5)
 
 
-def test_the_noise_of_an_evaluation_is_the_same_whatever_the_seed_of_the_training_is(shards, held_out):
+def test_the_noise_of_an_evaluation_does_not_depend_on_the_seed_of_the_training(shards, held_out):
     files = find_model(SMALLEST)
     noises = []
     for seed in (17, 18):
@@ -124,7 +124,7 @@ def test_the_noise_of_an_evaluation_is_the_same_whatever_the_seed_of_the_trainin
     assert noises[0] == noises[1]
 
 
-def test_held_out_samples_are_cached_in_local_and_within_the_limit_or_read_in_place(tmp_path, shards):
+def test_held_out_samples_are_cached_in_local_within_the_limit_or_read_in_place(tmp_path, shards):
     remote = write_shards(tmp_path / 'held', [good(100 + number) for number in range(120)], size_limit=4096)
     limit = 8 * max(path.stat().st_size for path in Path(remote).glob('*.mds'))
     for flags in (['--local', str(tmp_path / 'cache')], []):
@@ -135,7 +135,7 @@ def test_held_out_samples_are_cached_in_local_and_within_the_limit_or_read_in_pl
     assert limit / 8 < sum(copy.stat().st_size for copy in copies) <= limit
 
 
-def test_samples_are_known_to_be_held_out_only_if_each_phase_was_on_the_other_side_of_their_conversion(tmp_path):
+def test_samples_are_known_to_be_held_out_only_if_every_phase_trained_on_the_other_side_of_their_conversion(tmp_path):
     write_photos(tmp_path / 'photos', 40)
     (tmp_path / 'larger').mkdir()
     for path in (tmp_path / 'photos').iterdir():  # the same pictures at another size
@@ -160,16 +160,16 @@ def test_samples_are_known_to_be_held_out_only_if_each_phase_was_on_the_other_si
     assert not is_held_out('small', 'side-of-all', '--load_weights', 'of-all')
     assert not is_held_out('small', 'side-of-all', '--max_duration', '2ba')
     index = read_index('small-held-out')
-    for folder, expected in (('two', False), ('side-of-all', None)):  # as evaluate.py says it
+    for folder, expected in (('two', False), ('side-of-all', None)):  # evaluate.py asks this function
         assert was_trained_on(read_trained_model(folder, 'MODEL').flags, index) is expected
 
 
-def test_latents_are_evaluated_on_latents(moments, tmp_path, capfd):
+def test_a_training_on_latents_is_evaluated_on_latents(moments, tmp_path, capfd):
     remote, samples = moments
     record = main(['--use_synth_latents', *TRAIN, '--eval_remote', remote, '--save_folder', 'kept'])
-    by_hand = loss_by_hand(checkpoints_in('kept')[-1], samples, 64)
-    assert record['eval_loss'] == pytest.approx(by_hand, rel=1e-5)
-    assert f'batch 4: loss {by_hand:.4g} on the held-out samples' in capfd.readouterr().err
+    expected = reference_loss(checkpoints_in('kept')[-1], samples, 64)
+    assert record['eval_loss'] == pytest.approx(expected, rel=1e-5)
+    assert f'batch 4: loss {expected:.4g} on the held-out samples' in capfd.readouterr().err
     assert (record['eval_held_out'], record['eval_samples']) == (True, len(samples))
 
 
@@ -181,7 +181,7 @@ def test_latents_are_evaluated_on_latents(moments, tmp_path, capfd):
 def test_copies_of_the_training_data_and_latents_of_another_size_are_refused(source, flags, words, shards, moments,
                                                                              tmp_path, capfd):
     copy = shutil.copytree(shards, tmp_path / 'copy')
-    latents = shutil.copytree(moments[0], tmp_path / 'latents')  # as encode.py makes them of these shards
+    latents = shutil.copytree(moments[0], tmp_path / 'latents')  # as encode.py would write them for these shards
     index = json.loads((latents / 'index.json').read_text())
     index['latents'][IMAGES_HASH] = index_hash(read_index(shards))
     (latents / 'index.json').write_text(json.dumps(index))

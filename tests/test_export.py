@@ -1,4 +1,4 @@
-"""A checkpoint becomes a pipeline of diffusers that draws with what was trained, or nothing at all."""
+"""export.py makes a diffusers pipeline with the trained weights of a checkpoint, or leaves nothing behind."""
 import os
 import shutil
 import signal
@@ -23,7 +23,7 @@ CAPTIONS = ['a cat', '', '!', "Wow! it's 2024", '!!! ???', '!§ !x', 'naïve caf
 
 @pytest.fixture(scope='module')
 def checkpoints(tmp_path_factory, model_folder) -> str:
-    """Of a run with an average, from a folder whose VAE and text encoder have weights, in half precision."""
+    """Return checkpoints of a run with EMA, whose pretrained VAE and text encoder are in half precision."""
     folder = tmp_path_factory.mktemp('run')
     main(['--use_synth_data', '--use_ema', *TINY, '--model_name', model_folder, '--pretrained', '--results',
           str(folder / 'results'), '--encoder_precision', 'bf16', '--save_folder', str(folder / 'kept'),
@@ -33,7 +33,7 @@ def checkpoints(tmp_path_factory, model_folder) -> str:
 
 @pytest.fixture(scope='module')
 def latent_checkpoints(tmp_path_factory, smallest_with_attention) -> str:
-    """Of a run on latents, without an average, by a VAE with weights."""
+    """Return checkpoints of a run without EMA on latents of a pretrained VAE."""
     folder = tmp_path_factory.mktemp('latents')
     main(['--use_synth_latents', *TINY, '--model_name', smallest_with_attention, '--pretrained', '--save_folder',
           str(folder / 'kept'), '--results', '-'])
@@ -49,7 +49,7 @@ def exported(tmp_path_factory, checkpoints) -> str:
 
 @pytest.fixture(scope='module')
 def epsilon_folder(tmp_path_factory, model_folder) -> str:
-    """The model folder, but that it predicts epsilon, and has another VAE."""
+    """Return a copy of the model folder with prediction_type epsilon and another VAE."""
     folder = shutil.copytree(model_folder, tmp_path_factory.mktemp('epsilon') / 'model')
     config = folder / 'scheduler' / 'scheduler_config.json'
     config.write_text(config.read_text().replace('v_prediction', 'epsilon'))
@@ -59,8 +59,9 @@ def epsilon_folder(tmp_path_factory, model_folder) -> str:
 
 @pytest.fixture(scope='module')
 def exported_latents(tmp_path_factory, latent_checkpoints, smallest_with_attention, model_folder) -> str:
-    """The pipeline of the run on latents, whose model is a folder now: its VAE in fp16, beside another tokenizer."""
+    """Return the pipeline of the run on latents, exported with another folder of its model."""
     folder = tmp_path_factory.mktemp('latents')
+    # The folder has the same VAE, but in fp16, and a tokenizer that the run did not use.
     moved = shutil.copytree(smallest_with_attention, folder / 'moved')
     shutil.copytree(f'{model_folder}/tokenizer', moved / 'tokenizer')
     shutil.rmtree(moved / 'vae')
@@ -71,31 +72,31 @@ def exported_latents(tmp_path_factory, latent_checkpoints, smallest_with_attenti
 
 
 def loaded(out, *without: str) -> StableDiffusionPipeline:
-    """Load the pipeline without the parts that a test does not look at."""
+    """Load a pipeline without the parts that a test does not need."""
     pipeline = StableDiffusionPipeline.from_pretrained(str(out), **dict.fromkeys(without))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def test_of_a_model_whose_folder_has_moved_the_checkpoint_and_the_flag_are_named(checkpoints, capfd):
+def test_an_error_about_a_moved_model_folder_names_the_checkpoint_and_the_flag(checkpoints, capfd):
     checkpoint = load_checkpoint(f'{checkpoints}/ep0-ba4-rank0.pt')
     checkpoint['state']['model']['_extra_state']['model_name'] = 'model'
     torch.save(checkpoint, 'kept.pt')
     line = one_error_line(['kept.pt', 'out'], capfd, export)
-    assert 'CHECKPOINT kept.pt names its model: --model_name model is not a folder here' in line
-    assert 'say where it is now by --model_name of export.py' in line
+    assert 'CHECKPOINT kept.pt was trained as a model that is not found: --model_name model is not a folder here' in line
+    assert 'give its new place as --model_name of export.py' in line
 
 
-def test_the_pipeline_has_the_averaged_unet_or_the_live_one_also_from_a_store(checkpoints, exported, tmp_path, s3):
+def test_the_pipeline_has_the_ema_or_the_raw_weights_also_from_a_store(checkpoints, exported, tmp_path, s3):
     for name in ('ep0-ba2-rank0.pt', 'ep0-ba4-rank0.pt'):
         s3.client.upload_file(f'{checkpoints}/{name}', 'bucket', f'runs/1/{name}')
-    export(['s3://bucket/runs/1', 'live', '--raw_weights'])  # of its newest
+    export(['s3://bucket/runs/1', 'raw', '--raw_weights'])  # its newest checkpoint
     state = load_checkpoint(f'{checkpoints}/ep0-ba4-rank0.pt')['state']
-    averages = dict(state['algorithms'])['EMA']['ema_model']['named_parameters_dict']
-    for out, expected in ((exported, averages), (tmp_path / 'live', state['model'])):
+    ema = dict(state['algorithms'])['EMA']['ema_model']['named_parameters_dict']
+    for out, expected in ((exported, ema), (tmp_path / 'raw', state['model'])):
         for name, parameter in loaded(out, 'vae', 'text_encoder', 'tokenizer').unet.named_parameters():
             assert torch.equal(parameter, expected[f'unet.{name}'])
-    assert any(not torch.equal(average, state['model'][name]) for name, average in averages.items())
+    assert any(not torch.equal(tensor, state['model'][name]) for name, tensor in ema.items())
 
 
 def test_the_pipeline_has_the_encoders_the_scheduler_and_the_size_of_the_run(checkpoints, exported):
@@ -114,8 +115,8 @@ def test_the_pipeline_has_the_encoders_the_scheduler_and_the_size_of_the_run(che
     assert np.asarray(image).std() > 0
 
 
-def test_the_pipeline_tokenizes_as_training_does(exported, exported_latents, model_folder):
-    """Also where the folder of its VAE has another tokenizer, which pads with another token."""
+def test_the_pipeline_tokenizes_like_the_training(exported, exported_latents, model_folder):
+    """It does so even if the folder of its VAE has another tokenizer, which pads with another token."""
     for out, tokenizer in ((exported, model_folder), (exported_latents, None)):
         in_pipeline = loaded(out, 'unet', 'vae', 'text_encoder').tokenizer
         for in_training in (build_tokenizer(tokenizer), build_tokenizer(out)):
@@ -125,7 +126,7 @@ def test_the_pipeline_tokenizes_as_training_does(exported, exported_latents, mod
                 assert ids.input_ids == in_training.encode(caption).ids, caption
 
 
-def test_a_run_on_latents_is_drawn_with_the_vae_that_encoded_them_wherever_it_is_now(
+def test_a_run_on_latents_is_exported_with_the_vae_that_encoded_them_even_if_it_has_moved(
         exported_latents, latent_checkpoints, smallest_with_attention, capfd):
     export([latent_checkpoints, 'out'])
     assert 'with the raw weights' in capfd.readouterr().out
@@ -136,16 +137,17 @@ def test_a_run_on_latents_is_drawn_with_the_vae_that_encoded_them_wherever_it_is
 
 
 @pytest.mark.parametrize('known, words', [(True, 'a VAE with random weights, which cannot decode'),
-                                          (False, 'does not say which one encoded its latents')])
-def test_a_run_on_latents_whose_vae_is_not_to_be_had_is_neither_exported_nor_evaluated(tmp_path, capfd, known, words):
+                                          (False, 'does not name the VAE that encoded its latents')])
+def test_a_run_on_latents_whose_vae_is_unknown_or_random_is_neither_exported_nor_evaluated(
+        tmp_path, capfd, known, words):
     main(['--use_synth_latents', *TINY, '--save_folder', 'kept'])
     checkpoint = load_checkpoint('kept/latest-rank0.pt')
     if not known:
-        del checkpoint['state']['model']['_extra_state']  # as of a model that is not this program's
+        del checkpoint['state']['model']['_extra_state']  # as in a checkpoint from another program
     torch.save(checkpoint, 'run.pt')
     assert words in one_error_line(['run.pt', 'out', '--model_name', SMALLEST], capfd, export)
     assert not (tmp_path / 'out').exists()
-    with pytest.raises(ValueError, match='VAE|does not say'):
+    with pytest.raises(ValueError, match='VAE|does not name'):
         load_model('run.pt')
 
 
@@ -165,7 +167,7 @@ def test_another_model_or_tokenizer_than_the_trained_one_is_refused(
     assert list(tmp_path.iterdir()) == [other]
 
 
-def test_the_average_of_a_young_training_and_of_one_without_pretrained_is_exported_with_a_warning(capfd):
+def test_exports_of_a_young_ema_and_of_random_encoders_print_warnings(capfd):
     for folder, half_life, start in (('2ba', '2ba', []), ('1ba', '1ba', []), ('late', '2ba', ['--ema_start', '3ba'])):
         main(['--use_synth_data', *TINY, '--max_duration', '4ba', '--use_ema', '--ema_half_life', half_life, *start,
               '--save_folder', folder])
@@ -173,14 +175,14 @@ def test_the_average_of_a_young_training_and_of_one_without_pretrained_is_export
     errors = capfd.readouterr().err
     [warning] = [line for line in errors.splitlines() if 'EMA weights are still near' in line]
     assert 'because their half-life is 2ba and CHECKPOINT 2ba is from batch 4; export.py --raw_weights' in warning
-    assert errors.count('warning: without --pretrained the VAE and the text encoder are random') == 3
+    assert errors.count('warning: without --pretrained the VAE and the text encoder have random weights') == 3
     assert errors.count('was trained without --pretrained') == 3
 
 
-def test_an_export_into_the_folder_of_another_is_done_already_or_made_anew_beside_it(checkpoints, tmp_path, capfd):
+def test_an_export_into_an_existing_one_does_nothing_or_renames_the_older_one(checkpoints, tmp_path, capfd):
     first, second = (f'{checkpoints}/ep0-ba{batch}-rank0.pt' for batch in (2, 4))
     exports = ((first, 'holds the pipeline after 2 batches'), (first, 'done already: OUT out'),
-               (second, 'before, of another checkpoint, is in out-1 now'))
+               (second, 'held the export of another checkpoint, which is in out-1 now'))
     for number, (source, words) in enumerate(exports):
         export([source, 'out'])
         assert words in capfd.readouterr().out
@@ -193,7 +195,7 @@ def test_an_export_into_the_folder_of_another_is_done_already_or_made_anew_besid
         assert torch.equal(loaded(out, 'vae', 'text_encoder', 'tokenizer').unet.conv_in.weight, average)
 
 
-def test_every_file_of_an_export_has_the_mode_that_the_umask_gives(checkpoints, tmp_path):
+def test_the_permissions_of_every_exported_file_follow_the_umask(checkpoints, tmp_path):
     before = os.umask(0o027)
     try:
         export([checkpoints, 'out'])
@@ -205,7 +207,7 @@ def test_every_file_of_an_export_has_the_mode_that_the_umask_gives(checkpoints, 
 
 
 @pytest.mark.parametrize('trouble', ['a full disk', 'SIGTERM'])
-def test_an_export_that_ends_in_its_middle_leaves_nothing(checkpoints, tmp_path, capfd, monkeypatch, trouble):
+def test_an_interrupted_export_leaves_nothing(checkpoints, tmp_path, capfd, monkeypatch, trouble):
     def end_in_the_middle(pipeline, folder, **_):
         pipeline.scheduler.save_pretrained(folder)
         if trouble == 'SIGTERM':
@@ -217,5 +219,5 @@ def test_an_export_that_ends_in_its_middle_leaves_nothing(checkpoints, tmp_path,
         export([checkpoints, 'out'])
     line = capfd.readouterr().err.splitlines()[-1]
     assert exit.value.code == (130 if trouble == 'SIGTERM' else 1)
-    assert 'is whole or not there' in line
+    assert 'is complete or does not exist' in line
     assert list(tmp_path.iterdir()) == []

@@ -82,7 +82,7 @@ def test_on_latents_each_phase_of_the_whole_training_has_those_of_its_size(tmp_p
 @pytest.mark.parametrize('words, variables, said', [
     ([], {}, 'MODEL: is empty; give MODEL=FOLDER'),
     ([], {'MODEL': 'x', 'SOURCE_2': 'large'}, 'EVAL: is empty; with SOURCE_2 give EVAL=FOLDER, pictures with captions'),
-    ([], {'MODEL': 'x', 'SCORES': '--inception none.pth'}, '--inception none.pth is not there; fetch it'),
+    ([], {'MODEL': 'x', 'SCORES': '--inception none.pth'}, '--inception none.pth does not exist; download it'),
     (['plan'], {'GPUS': '8 48'}, '--batch_size 2048 is not divisible by 48 devices; use 2016'),
     (['plan'], {'PRICES': '@none.txt'}, '@none.txt cannot be read (No such file or directory)'),
     (['plans'], {'MODEL': 'x'}, 'sh recipes/stable-diffusion-2.sh plan ')])

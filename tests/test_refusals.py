@@ -102,7 +102,7 @@ ROWS = [
     # Evaluations
     ('evaluate.py', 'notes shards --out s3://b/out', 'give --out, a folder on this machine'),
     ('evaluate.py', 'notes shards --out out --steps 30', 'would not start from pure noise'),
-    ('evaluate.py', 'notes shards --out out --clip nowhere', '--clip nowhere is no folder; fetch one: hf download'),
+    ('evaluate.py', 'notes shards --out out --clip nowhere', '--clip nowhere is not a folder; download one: hf'),
 
     # Reports
     ('report.py', 'records.csv', 'records.csv:2: not a record: more cells than columns'),
@@ -117,30 +117,27 @@ ROWS = [
 
     # Folders, weights, images and held-out samples in a training, an evaluation and an export
     ('benchmark.py', f'{SYNTHETIC} --save_folder notes', '--save_folder notes already holds files'),
-    ('benchmark.py', f"{SYNTHETIC} --save_folder 'x {{0}} %d'", '--save_folder x {0} %d contains {, } or %'),
-    ('benchmark.py', f'{SYNTHETIC} --save_folder b}}', '--save_folder b} contains {, } or %'),
-    ('benchmark.py', f'{SYNTHETIC} --save_folder 100%', '--save_folder 100% contains {, } or %'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
-    ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes is not there, or holds no whole checkpoint'),
+    ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes does not exist, or holds no complete checkpoint'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts no-prompt.txt', 'no-prompt.txt holds no prompt'),
     ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, and the training'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights whole.safetensors', '--load_weights whole.safetensors is a single '
-     'file, and no folder of a model in the layout of diffusers; if it holds the weights of a Stable Diffusion, '
-     'make one: python -c "from diffusers import StableDiffusionPipeline as P; P.from_single_file('),
+     'file, and not a model folder in the layout of diffusers; if it holds the weights of a Stable Diffusion, '
+     'convert it: python -c "from diffusers import StableDiffusionPipeline as P; P.from_single_file('),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --model_name whole.safetensors', '--model_name whole.safetensors is a '
      'single file'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights lora.safetensors', '--load_weights lora.safetensors is a LoRA'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights lora', '--load_weights lora is a LoRA, which changes a model and is '
-     "none itself; put it into its model FOLDER: python -c"),
+     'not a model itself; merge it into its model FOLDER: python -c'),
     ('export.py', 'photo.jpg out', 'CHECKPOINT photo.jpg is a single file'),
     ('evaluate.py', 'whole.safetensors shards --out out', 'MODEL whole.safetensors is a single file'),
-    ('evaluate.py', 'notes shards --out out', 'notes is not there, or holds no whole checkpoint'),
+    ('evaluate.py', 'notes shards --out out', 'notes does not exist, or holds no complete checkpoint'),
     ('evaluate.py', 'pipeline shards --out out --samples 25', 'fewer than --samples 25'),
     ('WORLD_SIZE=5 evaluate.py', 'pipeline shards --out out --samples 4', '4 is fewer than the 5'),
     ('evaluate.py', 'pipeline shards --out out --samples 4 --caption long', '--caption long: DATA shards has no'),
     ('evaluate.py', 'pipeline shards --out notes --samples 4', 'notes already holds something'),
-    ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere is not there; fetch it'),
-    ('export.py', 'notes out', 'holds no whole checkpoint'),
+    ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere does not exist; download it'),
+    ('export.py', 'notes out', 'holds no complete checkpoint'),
     ('export.py', 'shards notes', 'notes already exists'),
 ]
 

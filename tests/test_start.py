@@ -1,4 +1,4 @@
-"""What a command does before its work, and a run before its first batch."""
+"""A command prepares its process, and a run warns before its first batch."""
 import importlib.util
 import io
 import os
@@ -13,12 +13,12 @@ from sdbench.training.run import announce_build
 from tests.runs import refusal, settings_of
 
 
-def test_a_cpu_is_told_what_stable_diffusion_takes_there_and_what_takes_less(capsys, monkeypatch):
+def test_a_machine_without_gpu_warns_about_stable_diffusion_and_suggests_the_tiny_model(capsys, monkeypatch):
     monkeypatch.setattr('os.sysconf', {'SC_PAGE_SIZE': 1, 'SC_PHYS_PAGES': 23e9}.get)
     announce_build(settings_of('--use_synth_data', '--device_train_microbatch_size', '4'))
     warning, _ = capsys.readouterr().err.splitlines()
-    assert '23 GB of memory for 4 images at once' in warning and '2,048 images' in warning
-    with pytest.raises(ValueError, match='26 GB of memory for 4 images at once, and this machine has 23 GB; give'):
+    assert 'needs 23 GB for a microbatch of 4 images' in warning and '2,048 images' in warning
+    with pytest.raises(ValueError, match='23 GB of memory; .* needs 26 GB for a microbatch of 4 images; give'):
         announce_build(settings_of('--use_synth_data', '--use_ema', '--device_train_microbatch_size', '4'))
     command = warning.partition('python benchmark.py ')[2].split()
     announce_build(settings_of(*command))
@@ -30,7 +30,7 @@ def test_a_cpu_is_told_what_stable_diffusion_takes_there_and_what_takes_less(cap
     (False, {'PYTORCH_ALLOC_CONF': 'backend:native'}, {'OMP_WAIT_POLICY': 'PASSIVE'}),
     (False, {'PYTORCH_CUDA_ALLOC_CONF': 'max_split_size_mb:512', 'OMP_WAIT_POLICY': 'ACTIVE'}, {}),
     (True, {'PYTORCH_CUDA_ALLOC_CONF': 'max_split_size_mb:512'}, {})])
-def test_memory_grows_in_place_and_threads_sleep_unless_the_user_objects(tmp_path, monkeypatch, has_gpu, before, after):
+def test_allocator_and_openmp_are_configured_unless_the_user_has_done_so(tmp_path, monkeypatch, has_gpu, before, after):
     monkeypatch.setattr(process, 'GPU_DEVICES', (str(tmp_path if has_gpu else tmp_path / 'none'),))
     environment = before.copy()
     monkeypatch.setattr(os, 'environ', environment)
@@ -38,7 +38,7 @@ def test_memory_grows_in_place_and_threads_sleep_unless_the_user_objects(tmp_pat
     assert environment == before | after
 
 
-def test_output_that_takes_ascii_alone_ends_no_command(monkeypatch):
+def test_an_ascii_terminal_does_not_end_a_command(monkeypatch):
     log = io.BytesIO()
     monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(log, 'ascii', write_through=True))
     process.begin()
@@ -46,7 +46,7 @@ def test_output_that_takes_ascii_alone_ends_no_command(monkeypatch):
     assert log.getvalue() == b'converted \\u732b\n'
 
 
-def test_where_the_environment_is_not_active_one_line_says_how_it_is_made_so(monkeypatch, capfd):
+def test_without_the_environment_a_one_line_error_says_how_to_activate_it(monkeypatch, capfd):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     monkeypatch.setattr(sys, 'argv', ['report.py', 'results.jsonl'])
     line = refusal(capfd, answer_early, Report, '')
@@ -59,7 +59,7 @@ def test_where_the_environment_is_not_active_one_line_says_how_it_is_made_so(mon
     ({'cpu.max': '9900000 100000\n'}, 8),
     ({'cpu/cpu.cfs_quota_us': '250000\n', 'cpu/cpu.cfs_period_us': '100000\n'}, 3),
     ({'cpu/cpu.cfs_quota_us': '-1\n', 'cpu/cpu.cfs_period_us': '100000\n'}, 8)])
-def test_cores_are_those_of_the_affinity_or_of_the_containers_quota_where_that_is_less(
+def test_cores_are_the_smaller_of_affinity_and_container_quota(
         files, cores, tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'sched_getaffinity', lambda process: range(8))
     for name, text in files.items():

@@ -9,10 +9,10 @@ from sdbench.costs import TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
 from sdbench.flags.parser import count, flag, fraction, number_between, positional, positive, seed
 from sdbench.flags.train import PRICES_HELP, DataLoading, Encoders, Model, Results, Warmup, pixels, price
+from sdbench.hub import CLIP_MODEL
 from sdbench.paths import EXPORTED
 from sdbench.process import launcher_variable
 
-CLIP_MODEL = 'openai/clip-vit-large-patch14'
 TIMESTEPS = 1000  # of Stable Diffusion's noise schedule
 PICTURES = ('.png', '.pdf', '.svg')
 BYTES = {'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}

@@ -261,11 +261,6 @@ class Training:
     dist_timeout: int = flag(1800, 'seconds that a process waits for the others before the run fails; compiling, '
                              'saving and image generation on one of them count', converter=count)
 
-    def check(self) -> None:
-        if self.save_folder and re.search('[{}%]', self.save_folder):
-            raise UserError(f'--save_folder {self.save_folder} contains {{, }} or %, which Composer replaces in the '
-                            'names of checkpoints; give a folder without them')
-
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
@@ -392,6 +387,8 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
         return self.measure_batches is not None
 
 
+# Flags that take a time. complete.py converts each of them to batches.
+TIMES = ('max_duration', 'save_interval', 'eval_interval', 'sample_interval', 'lr_warmup', 'ema_half_life', 'ema_start')
 # The flags in these groups affect the training result. A resumed run must have the same values, except for those flags
 # that are declared with `may_change`.
 TRAINING_GROUPS = (TrainingSamples, Model, Optimizer)

@@ -1,1 +1,1 @@
-"""How fast a run is: its clock, its GPUs and its trace."""
+"""Measure the speed of a run, the power of its GPUs, and a trace."""

@@ -1,8 +1,9 @@
-"""Measure how fast a run is: the clock of its batches, the figures that follow from it, the loader alone, and a trace.
+"""Measure the speed of a run, batch by batch, or of the data loader alone, and record a trace with torch's profiler.
 
-The loader's workers make batches ahead, into a queue. After a slow first step, such as one that compiles, it is full,
-and the first batches come from it faster than the loader makes them. So the clock starts when as many batches as the
-queue holds have been taken. What the queue loses in the window was not made in it either.
+The loader's workers prefetch batches into a queue. After a slow first step, for example one that compiles, the queue is
+full, and the first batches come from it faster than the workers make new ones. Therefore the clock starts only after
+the run has taken as many batches as the queue holds. If the queue then shrinks during the measured window, some batches
+of the window were made before it, and do not count.
 
     batches in the queue
     queue_batches |    .......
@@ -11,7 +12,8 @@ queue holds have been taken. What the queue loses in the window was not made in 
                   |                |    ........       queue_loss: the difference between
     at the end    |                |            ....   the start and the end of the window
                   +---------+------+----------------+
-                    warm-up turnover     window
+                    warm-up  pre-       window
+                             fetched
 """
 import itertools
 import math
@@ -36,23 +38,23 @@ from sdbench.records.figures import LOADER_LINES, summary_lines
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, QUEUES_IN_WINDOW, caution_about
 
-EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
-TRACE_WARMUP = 1   # batches in which the profiler itself warms up
+EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # work between batches, which does not count in the speed
+TRACE_WARMUP = 1   # batches for the warm-up of the profiler itself
 TRACED_BATCHES = 3
 
 
 @dataclass
 class Window:
-    """What one rank measured: for each batch of the window a number in each list, and counts over it.
+    """The measurements of one rank in the window. The lists have one number per batch.
 
     Attributes:
-        batch_seconds: from the end of the batch before to the end of this one.
-        wait_seconds: of these, what was spent waiting for the loader.
-        excluded_seconds: of these, what was spent on anything of EXCLUDED, which is no part of a batch.
-        seconds_of: the same for each of EXCLUDED, over all batches.
-        samples: of all ranks.
-        queue_batches: batches that the loader prepares ahead, when its queue is full.
-        queue_loss: batches that the queue has fewer than at the start of the window: they were not made in it.
+        batch_seconds: seconds from the end of the batch before to the end of this one.
+        wait_seconds: the part of batch_seconds spent waiting for the loader.
+        excluded_seconds: the part of batch_seconds spent on the work of EXCLUDED.
+        seconds_of: seconds for each name of EXCLUDED, over all batches.
+        samples: samples of all ranks.
+        queue_batches: batches in the loader's queue when it is full.
+        queue_loss: how many batches shorter the queue is than at the start of the window. They were made before it.
     """
     batch_seconds: list[float] = field(default_factory=list)
     wait_seconds: list[float] = field(default_factory=list)
@@ -63,8 +65,8 @@ class Window:
     queue_loss: int = 0
 
     @property
-    def share_not_of_queue(self) -> float:
-        """Share of the samples that the loader made in this time; 1 where the window is too short to tell."""
+    def fraction_made(self) -> float:
+        """Return the fraction of the samples that the loader made during the window; 1 if the window is too short."""
         batches = len(self.batch_seconds)
         if batches <= self.queue_batches:
             return 1.0
@@ -72,19 +74,19 @@ class Window:
 
 
 class Stopwatch:
-    """Counts the seconds that a run spends between its batches, lap by lap, apart for each of several names.
+    """Counts the seconds that a run spends on work between batches, separately for each kind of work and each lap.
 
     Attributes:
-        name: what the time counts as now; None: the watch is paused.
+        name: the kind of work that the time counts as now; None while the watch is paused.
     """
 
     def __init__(self, names: Sequence[str]):
         self.name: str | None = None
         self._lap = dict.fromkeys(names, 0.0)
-        self._since = 0.0  # what of the time from here on is not counted yet
+        self._since = 0.0  # the time since then is not counted yet
 
     def count_as(self, name: str | None) -> None:
-        """Count the time from now on as `name`; None: pause."""
+        """Count the time from now on as `name`; None pauses the watch."""
         now = time.perf_counter()
         if self.name is not None:
             self._lap[self.name] += now - self._since
@@ -92,54 +94,54 @@ class Stopwatch:
         self._since = now
 
     def end_lap(self) -> dict[str, float]:
-        """Begin another lap; return the seconds of the one that ends, by name."""
-        self.count_as(self.name)  # up to now
+        """End a lap, and return its seconds by name."""
+        self.count_as(self.name)  # counts the time until now
         lap = self._lap
         self._lap = dict.fromkeys(lap, 0.0)
         return lap
 
 
 class Measurement(Callback):
-    """The clock of a run, on this rank: a warm-up, batches until the loader's queue has turned over, and a window.
+    """Measures the batches of a run on this rank, after a warm-up and after the first prefetched batches.
 
-    Composer reads the loss on the CPU before BATCH_END, so that the device has finished the batch by then. The warm-up
-    counts from where the run starts or resumes.
+    The time of a batch includes the work on the device: Composer reads the loss on the CPU before BATCH_END, and waits
+    for the device to do so. The warm-up counts from the batch at which the run starts or resumes.
 
     Args:
-        warmup_batches: before anything is measured.
-        measure_batches: length of the window; None is as long as the run goes on.
+        warmup_batches: batches of the warm-up.
+        measure_batches: length of the window in batches; None measures until the run ends.
 
     Attributes:
-        stopwatch: of what is no part of a batch, by the names of EXCLUDED; its laps are the batches.
+        stopwatch: counts the work between batches by the names of EXCLUDED. A lap is a batch.
     """
 
     def __init__(self, warmup_batches: int, measure_batches: int | None):
         self.warmup_batches = warmup_batches
         self.measure_batches = measure_batches
-        self.turnover_batches = 0
-        self.batches = 0  # trained by this process, with the warm-up
-        self.loss: float | None = None  # the last finite one of the run
+        self.prefetched_batches = 0  # batches between the warm-up and the window
+        self.batches = 0  # batches that this process has trained, including the warm-up
+        self.loss: float | None = None  # the last finite loss of the run
         self.window = Window()
-        self.gpu = GpuMonitor()  # of the window
+        self.gpu = GpuMonitor()
         self.stopwatch = Stopwatch(EXCLUDED)
-        self._previous_end = 0.0  # of a batch, by the clock
+        self._previous_end = 0.0  # time at which the last batch ended
         self._queued_at_start = 0  # batches in the loader's queue when the window began
 
     def state_dict(self) -> dict:
-        return {'loss': self.loss}  # for a run that resumes where nothing is left to train
+        return {'loss': self.loss}  # a resumed run may have no batch left, and still record a loss
 
     def load_state_dict(self, state: dict) -> None:
         self.loss = state['loss']
 
     def fit_start(self, state: State, logger) -> None:
-        # between warm-up and window the loader's queue turns over, if the run is long enough for it
+        """Decide how many prefetched batches to skip before the window: a full queue, if the run is long enough."""
         self.window.queue_batches = state.train_dataloader.queue_length
         batches_left = state.max_duration.value - state.timestamp.batch.value - self.warmup_batches
         if self.measure_batches is None:
             room = batches_left // (1 + QUEUES_IN_WINDOW)
         else:
             room = batches_left - self.measure_batches
-        self.turnover_batches = min(self.window.queue_batches, max(0, room))
+        self.prefetched_batches = min(self.window.queue_batches, max(0, room))
         self._previous_end = time.perf_counter()
 
     def before_dataloader(self, state: State, logger) -> None:
@@ -153,45 +155,46 @@ class Measurement(Callback):
         self.stopwatch.count_as(None)
 
     def batch_checkpoint(self, state: State, logger) -> None:
-        """Count what follows a batch: Composer's CheckpointSaver, a later callback than this, may save now."""
+        """Count the time after a batch as a checkpoint: a later callback may save one now."""
         self.stopwatch.count_as('checkpoint')
 
     def epoch_checkpoint(self, state: State, logger) -> None:
         self.stopwatch.count_as('checkpoint')
 
     def batch_end(self, state: State, logger) -> None:
-        # the batch that has ended
+        # Read all clocks for the batch that has ended. A skipped step has no loss.
         now = time.perf_counter()
         seconds = now - self._previous_end
         excluded = self.stopwatch.end_lap()
         waited = state.train_dataloader.seconds_waited()
-        loss = float(state.total_loss_dict.get('loss/train/total', math.nan))  # none of a step that was left out
+        loss = float(state.total_loss_dict.get('loss/train/total', math.nan))
         if math.isfinite(loss):
             self.loss = loss
 
-        # it is measured, or before the window
-        first = self.warmup_batches + self.turnover_batches
+        # Add it to the window. During the warm-up, reset the peak memory instead: the first batches may need more than
+        # later ones, and the search for the microbatch makes the allocator retry.
+        first = self.warmup_batches + self.prefetched_batches
         is_full = self.measure_batches is not None and len(self.window.batch_seconds) >= self.measure_batches
         if self.batches >= first and not is_full:
             self._measure(state, seconds, waited, excluded)
         elif self.batches < self.warmup_batches and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()  # what comes before the measured steps may take more,
-            torch.cuda.reset_accumulated_memory_stats()  # and a search for the microbatch makes the allocator retry
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_accumulated_memory_stats()
 
-        # the batch that begins, perhaps the first of the window
+        # Start the clock of the next batch. If it is the first of the window, note the state of the queue.
         self.batches += 1
         self._previous_end = now
         if self.batches == first:
             self._queued_at_start = state.train_dataloader.queued_batches
 
     def figures(self, all_ranks: bool) -> dict:
-        """Return the record's figures of speed, memory, power and loss; `all_ranks` as for `window_figures`."""
+        """Return speed, memory, power and loss for the record; `all_ranks` as for `window_figures`."""
         found = window_figures(self.window, all_ranks)
         found |= gather_gpu_figures(self.gpu, found['images_per_sec'], all_ranks)
-        return found | {'turnover_batches': self.turnover_batches, 'loss': self.loss}
+        return found | {'turnover_batches': self.prefetched_batches, 'loss': self.loss}
 
     def _measure(self, state: State, seconds: float, waited: float, excluded: dict[str, float]) -> None:
-        """Add a batch to the window: its seconds, those of them that it waited, and those that are no part of it."""
+        """Add a batch to the window: its seconds, and the seconds of waiting and of excluded work among them."""
         window = self.window
         window.batch_seconds.append(seconds)
         window.wait_seconds.append(waited)
@@ -203,10 +206,10 @@ class Measurement(Callback):
         self.gpu.batch_end()
 
     def _queue_loss(self, state: State) -> int:
-        """Return how many batches the loader's queue has fewer than at the start of the window.
+        """Return by how many batches the loader's queue has shrunk since the start of the window.
 
-        At an epoch's end it is empty because there is nothing left to make, and at the start of the next it has yet to
-        fill, which is not the loader's slowness: there the last number stays.
+        Near the end of an epoch there are few batches left to make, and at the start of the next epoch the queue has
+        to fill again. Neither means that the loader is slow, so the last value is kept there.
         """
         if state.timestamp.batch_in_epoch.value < self.window.queue_batches:
             return self.window.queue_loss
@@ -215,30 +218,31 @@ class Measurement(Callback):
 
 
 def window_figures(window: Window, all_ranks: bool = True) -> dict:
-    """Return the figures of a window; a batch takes as long as on its slowest rank.
+    """Return the figures of a window. A batch takes as long as on its slowest rank.
 
     Args:
-        window: this rank's.
-        all_ranks: ask the other ranks for theirs; False where the run broke off and they may be gone.
+        window: the window of this rank.
+        all_ranks: whether to collect the windows of the other ranks; False if the run failed and they may be gone.
 
-    Where no batch was measured there is nothing but that.
+    If no batch was measured, `images_per_sec` is None and the other figures are missing.
     """
-    # of each batch, the seconds on the slowest rank
-    excluded = highest_of_ranks(window.excluded_seconds, all_ranks)  # (batches,): the other ranks wait for that one
+    # Take the slowest rank for each batch. The other ranks wait for a rank that saves or evaluates, so the longest
+    # excluded time applies to all ranks.
+    excluded = highest_of_ranks(window.excluded_seconds, all_ranks)  # (batches,)
     seconds = np.array(window.batch_seconds) - excluded  # (batches,)
     slowest = highest_of_ranks(seconds, all_ranks)  # (batches,)
     seconds_of = highest_of_ranks(list(window.seconds_of.values()), all_ranks)  # (names of EXCLUDED,)
 
-    # of the whole window, what each rank has
-    mine = (seconds.sum(), sum(window.wait_seconds), window.share_not_of_queue, peak_memory_gib())
+    # Collect the totals of each rank.
+    mine = (seconds.sum(), sum(window.wait_seconds), window.fraction_made, peak_memory_gib())
     ranks = dist.all_gather_object(mine) if all_ranks else [mine]
-    totals, waits, shares, memory = zip(*ranks, strict=True)
+    totals, waits, fractions, memory = zip(*ranks, strict=True)
 
-    # the figures
+    # Speed counts only samples that the slowest loader made during the window.
     if not window.batch_seconds:
         return {'images_per_sec': None, 'measured_batches': 0}
     return {
-        'images_per_sec': float(window.samples * min(shares) / max(totals)),
+        'images_per_sec': float(window.samples * min(fractions) / max(totals)),
         'batch_seconds_median': float(np.median(slowest)),
         'batch_seconds_p10': float(np.percentile(slowest, 10)),
         'batch_seconds_p90': float(np.percentile(slowest, 90)),
@@ -252,9 +256,9 @@ def window_figures(window: Window, all_ranks: bool = True) -> dict:
 
 
 def highest_of_ranks(values: Sequence[float], all_ranks: bool) -> np.ndarray:
-    """Return of each value the highest of all ranks, (values,).
+    """Return the maximum over all ranks for each value, (values,).
 
-    A run of days has millions of values: those of all ranks are never gathered.
+    It is an all-reduce and not a gather, because a run of days has millions of values.
     """
     if not all_ranks or len(values) == 0:
         return np.array(values, dtype=float)
@@ -264,9 +268,9 @@ def highest_of_ranks(values: Sequence[float], all_ranks: bool) -> np.ndarray:
 
 
 def drift(batch_seconds: np.ndarray) -> float | None:
-    """Return by what share the last third of the batches is faster than the first; negative where it is slower.
+    """Return how much faster the last third of the batches is than the first, as a fraction; negative if slower.
 
-    None where there are fewer than three batches.
+    None if there are fewer than three batches.
     """
     third = len(batch_seconds) // 3
     if third == 0:
@@ -275,26 +279,26 @@ def drift(batch_seconds: np.ndarray) -> float | None:
 
 
 def measure_loader(settings: Train, data: DataSpec) -> dict:
-    """Measure the loader alone, over all ranks: what it makes after the warm-up, taken as fast as it comes.
+    """Measure the loader alone, on all ranks, by taking its batches as fast as possible after the warm-up.
 
-    Keeps and prints the record, and returns it.
+    Appends the record to --results, prints it, and returns it.
     """
-    # the warm-up, and the queue after it
+    # Take the batches of the warm-up, and as many as are prefetched during the warm-up.
     loader = data.dataloader
-    epochs = itertools.chain.from_iterable(itertools.repeat(loader))  # one after the other
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))  # an endless sequence of batches
     batches = map(data.batch_transforms, epochs)
     for _ in range(settings.warmup_batches + loader.queue_length):
         next(batches)
 
-    # the measured batches
+    # Measure. Batches that come from the queue without being replaced in it were made before, and do not count.
     measured = settings.measure_batches
     queued_at_start = loader.queued_batches
     start = time.perf_counter()
     images = sum(len(next(batches)['caption']) for _ in range(measured))
     seconds = time.perf_counter() - start
-    made = measured + loader.queued_batches - queued_at_start  # in this time: several come at once
+    made = measured + loader.queued_batches - queued_at_start
 
-    # the slowest rank decides
+    # Divide the images of all ranks by the seconds of the slowest rank.
     mine = (images * made / measured, seconds, data.batch_transforms.found)
     images, seconds, bad = zip(*dist.all_gather_object(mine), strict=True)
     record = make_record('loader', settings, {
@@ -305,27 +309,27 @@ def measure_loader(settings: Train, data: DataSpec) -> dict:
 
 
 def peak_memory_gib() -> float:
-    """Return the GiB of memory that this rank took at most: reserved on its GPU, or of the host where there is none."""
+    """Return the peak memory of this rank in GiB: reserved memory on its GPU, or host memory if there is no GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved() / GIB
-    status = Path('/proc/self/status').read_text()  # ru_maxrss is at least that of the process that started this one
+    status = Path('/proc/self/status').read_text()  # not ru_maxrss, which includes the peak of the parent process
     [peak] = re.findall(r'^VmHWM:\s*(\d+) kB$', status, re.MULTILINE)
     return int(peak) * 1024 / GIB
 
 
 class Trace(Callback):
-    """Traces TRACED_BATCHES batches of a run, on each rank, by torch's profiler: what the CPU and the GPU did in them.
+    """Traces TRACED_BATCHES batches of a run on each rank with torch's profiler, which records CPU and GPU activity.
 
-    They follow the warm-up, from where the run starts or resumes, and TRACE_WARMUP batches of the profiler's own. The
-    file is `rankN.TIME.pt.trace.json`, so that it is never written over.
+    They follow the warm-up of the run and TRACE_WARMUP batches of the profiler's own warm-up. The file is called
+    `rankN.TIME.pt.trace.json`, so no run overwrites the trace of another.
 
     Args:
-        folder: for the file.
-        warmup_batches: of the run.
+        folder: folder for the file.
+        warmup_batches: batches of the run's warm-up.
     """
 
     def __init__(self, folder: str, warmup_batches: int):
-        os.makedirs(folder, exist_ok=True)  # where that is refused, it is before the run
+        os.makedirs(folder, exist_ok=True)  # now, because an error would otherwise come only after the warm-up
         steps = schedule(skip_first=warmup_batches, wait=0, warmup=TRACE_WARMUP, active=TRACED_BATCHES, repeat=1)
         self.profiler = profile(schedule=steps, profile_memory=True, with_flops=True,
                                 on_trace_ready=tensorboard_trace_handler(folder, f'rank{dist.get_global_rank()}'))

@@ -1,4 +1,4 @@
-"""Power, clock and allocator of each rank's GPU while a run is measured: what explains its drift."""
+"""Measure power, clock and allocator retries of each rank's GPU during a run, which can explain a drift in speed."""
 import contextlib
 import time
 from statistics import mean
@@ -9,42 +9,42 @@ from composer.utils import dist
 from sdbench.gpus import GIB
 
 SECONDS_BETWEEN_SAMPLES = 1.0
-# what torch asks NVIDIA's library for, and how many of its units are one of ours
+# For each figure, a function that asks NVIDIA's library, and how many of its units are one of ours.
 QUANTITIES = {'gpu_power_watts': (torch.cuda.power_draw, 1000), 'gpu_sm_clock_mhz': (torch.cuda.clock_rate, 1)}
 
 
 class GpuMonitor:
-    """Asks this rank's GPU for its power and clock at the end of a measured batch, at most once a second.
+    """Samples the power and the clock of this rank's GPU at the end of a measured batch, at most once per second.
 
-    Then its clock is still that of the batch. Nothing is known where there is no GPU, no driver that answers, or no
-    package nvidia-ml-py.
+    At that moment the GPU still runs at the clock of the batch. There are no samples without a GPU, a driver that
+    answers, or the package nvidia-ml-py.
     """
 
     def __init__(self):
         self.samples: dict[str, list[float]] = {quantity: [] for quantity in QUANTITIES}
-        self._next_sample = 0.0  # when it is due, by the clock
+        self._next_sample = 0.0  # earliest time of the next sample
 
     def batch_end(self) -> None:
-        """Ask the GPU, since a measured batch has ended, unless that was done in the last second."""
+        """Take a sample, unless the last one is less than a second old."""
         now = time.monotonic()
         if not torch.cuda.is_available() or now < self._next_sample:
             return
         self._next_sample = now + SECONDS_BETWEEN_SAMPLES
         for quantity, (ask, unit) in QUANTITIES.items():
             if quantity == 'gpu_power_watts' and 'MIG' in torch.cuda.get_device_name():
-                continue  # it is that of the whole GPU, which others use as well
-            with contextlib.suppress(Exception):  # whatever NVIDIA's library says: the training does not end with it
+                continue  # a MIG slice reports the power of the whole GPU, which others use as well
+            with contextlib.suppress(Exception):  # an error of NVIDIA's library must not end the training
                 self.samples[quantity].append(ask() / unit)
 
     def figures(self) -> dict[str, float | None]:
-        """Return the figures of this rank; each is None where nothing is known."""
-        # the mean explains a speed, the highest a card that throttles
+        """Return the figures of this rank; a figure without samples is None."""
+        # The mean explains a speed, and the maximum shows a card that throttles.
         found = {}
         for quantity, samples in self.samples.items():
             found[f'{quantity}_mean'] = mean(samples) if samples else None
             found[f'{quantity}_max'] = max(samples, default=None)
 
-        # a retry frees the whole cache in the middle of a batch: with any of them the speed is not that of the GPU
+        # A retry of the allocator frees the whole cache in the middle of a batch, so a speed with retries is too low.
         found |= {'peak_memory_allocated_gib': None, 'allocator_retries': None}
         if torch.cuda.is_available():
             allocator = torch.cuda.memory_stats()
@@ -55,11 +55,11 @@ class GpuMonitor:
 
 def gather_gpu_figures(monitor: GpuMonitor, images_per_sec: float | None, all_ranks: bool = True
                        ) -> dict[str, float | None]:
-    """Return the record's figures of all ranks' GPUs, or of this rank's where the others may be gone.
+    """Return the GPU figures of a record, over all ranks, or of this rank only if the others may be gone.
 
-    sdbench/records/keys.py says what each means; it is None where nothing is known.
+    docs/measuring.md explains each key. A figure is None if no rank knows it.
     """
-    # each figure, over the ranks that know it
+    # Combine each figure over the ranks that know it: means of means, sums of retries, maxima of everything else.
     ranks = [monitor.figures()]
     if all_ranks:
         ranks = dist.all_gather_object(ranks[0])
@@ -73,7 +73,7 @@ def gather_gpu_figures(monitor: GpuMonitor, images_per_sec: float | None, all_ra
             combine = sum
         together[key] = combine(values) if values else None
 
-    # the energy of an image, where all know their power
+    # The energy per image needs the power of every rank.
     power = [rank['gpu_power_watts_mean'] for rank in ranks if rank['gpu_power_watts_mean'] is not None]
     together['joules_per_image'] = None
     if images_per_sec and len(power) == dist.get_world_size():

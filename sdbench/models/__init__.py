@@ -1,1 +1,1 @@
-"""Architectures as diffusers' own configuration files, how they are found and made, and what arithmetic they take."""
+"""Find, build and load the networks of Stable Diffusion, apply switches, count FLOPs and generate images."""

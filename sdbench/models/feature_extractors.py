@@ -1,4 +1,4 @@
-"""The networks behind FID and CLIP score, InceptionV3 and CLIP, as torchmetrics takes them."""
+"""Load InceptionV3 for FID and CLIP for the CLIP score, in the form that torchmetrics takes."""
 import os
 from functools import partial
 
@@ -8,49 +8,49 @@ from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import CLIPModel, CLIPProcessor
 
 from sdbench.errors import UserError, one_line
-from sdbench.flags.commands import CLIP_MODEL
+from sdbench.hub import CLIP_MODEL
 from sdbench.models.loading import load_weights
 
-INCEPTION = 'inception-v3-compat'  # torch-fidelity's, in which TensorFlow's weights of 2015 give TensorFlow's features
-LAYER = '2048'  # its last pool
+INCEPTION = 'inception-v3-compat'  # torch-fidelity's network, whose features equal those from TensorFlow in 2015
+LAYER = '2048'  # the last pooling layer
 NETWORK = f'{INCEPTION} {LAYER}'
-# where to get the weights; nothing is fetched here
+# An error message shows this address. Nothing is downloaded here.
 INCEPTION_WEIGHTS = ('https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/'
                      'weights-inception-2015-12-05-6726825d.pth')
-RESIZE = 'to 299 pixels, bilinear as in TensorFlow 1'  # what it does itself before its first layer
-PUBLISHED_SHA256 = '6726825d'  # how the hash of the weights begins that published FIDs are made with
+RESIZE = 'to 299 pixels, bilinear as in TensorFlow 1'  # done by the network itself before its first layer
+PUBLISHED_SHA256 = '6726825d'  # the beginning of the hash of the weights behind published FIDs
 
 
 class Inception(FeatureExtractorInceptionV3):
-    """torch-fidelity's InceptionV3, whose features are a tensor, as FrechetInceptionDistance takes a network.
+    """torch-fidelity's InceptionV3, which returns a tensor, as FrechetInceptionDistance expects.
 
-    That of torchmetrics itself resizes with antialias since 1.9, which makes another FID.
+    The network in torchmetrics is not used, because it resizes with antialiasing since 1.9, which changes the FID.
     """
     num_features = int(LAYER)
 
-    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        """Return features float32 (B, 2048) of pictures uint8 (B, 3, H, W)."""
-        return super().forward(pictures)[0]
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return features float32 (B, 2048) of images uint8 (B, 3, H, W)."""
+        return super().forward(images)[0]
 
 
 def load_inception(path: str) -> Inception:
-    """Load InceptionV3 with the weights of a file, on the CPU, in float32 and in eval mode.
+    """Load InceptionV3 with the weights in a file, on the CPU, in float32 and in eval mode.
 
-    Raises UserError if the file is not there, or holds something else.
+    Raises UserError if the file does not exist or holds something else.
     """
-    remedy = f'fetch it: curl -L -o inception.pth {INCEPTION_WEIGHTS}'
+    remedy = f'download it: curl -L -o inception.pth {INCEPTION_WEIGHTS}'
     if not os.path.isfile(path):
-        raise UserError(f'--inception {path} is not there; {remedy}')
+        raise UserError(f'--inception {path} does not exist; {remedy}')
     try:
-        torch.load(path, map_location='cpu', weights_only=True)  # torch-fidelity would run what is in the user's file
+        torch.load(path, map_location='cpu', weights_only=True)  # torch-fidelity itself would run code from the file
         return Inception(INCEPTION, [LAYER], feature_extractor_weights_path=path)
-    except Exception:  # of nearly any kind, for what is no file of tensors, and of no use to the reader
+    except Exception:  # torch raises many kinds for a wrong file, and none of their messages would help
         raise UserError(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; {remedy}"
                         ) from None
 
 
 class Clip(CLIPModel):
-    """A CLIPModel whose features are tensors, as torchmetrics 1.9 and older takes them; transformers 5 wraps them."""
+    """A CLIPModel that returns features as tensors, for torchmetrics up to 1.9; transformers 5 returns an object."""
 
     def get_image_features(self, *args, **kwargs) -> torch.Tensor:
         """Return embeddings float32 (B, D)."""
@@ -64,20 +64,20 @@ class Clip(CLIPModel):
 
 
 def load_clip(folder: str) -> CLIPScore:
-    """Load the CLIP model of a folder in the layout of transformers, and make the CLIP score of it.
+    """Load a CLIP model from a folder in the layout of transformers, and return a CLIP score metric that uses it.
 
-    A caption that is longer than the model takes is cut before its last token, where torchmetrics would cut that off.
+    A caption that is too long for the model is truncated but keeps its end token, which torchmetrics would cut off.
 
     Raises UserError if there is no such model.
     """
-    remedy = f'fetch one: hf download {CLIP_MODEL} --local-dir clip'
+    remedy = f'download one: hf download {CLIP_MODEL} --local-dir clip'
     if not os.path.isdir(folder):
-        raise UserError(f'--clip {folder} is no folder; {remedy}')
+        raise UserError(f'--clip {folder} is not a folder; {remedy}')
     try:
         model = load_weights(Clip, folder, f'--clip {folder}')
         processor = CLIPProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for files that are not there or damaged
-        raise UserError(f'--clip {folder} is no folder with a CLIP model and its processor ({one_line(error, 300)}); '
-                        f'{remedy}') from None
+    except Exception as error:  # transformers raises many kinds for missing or damaged files
+        raise UserError(f'--clip {folder} is not a folder with a CLIP model and its processor '
+                        f'({one_line(error, 300)}); {remedy}') from None
     most = model.config.text_config.max_position_embeddings
     return CLIPScore(lambda: (model, partial(processor, truncation=True, max_length=most)))

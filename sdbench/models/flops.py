@@ -1,7 +1,7 @@
-"""Count the arithmetic of an image.
+"""Count the FLOPs of training on one image.
 
-FLOPs are counted (1 multiply-add = 2) by torch's own counter on the meta device, so that nothing is computed. That
-takes 3 s for Stable Diffusion 2.
+torch's own counter counts them (1 multiply-add = 2 FLOPs) on the meta device, so nothing is computed. This takes 3 s
+for Stable Diffusion 2.
 """
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +14,11 @@ from transformers import CLIPTextModel
 
 
 def flops_of_an_image(model: ComposerModel) -> dict[str, int]:
-    """Count the FLOPs of training on one image of `model.image_size`, for each part of a StableDiffusion.
+    """Count the FLOPs of training on one image of `model.image_size`, for each network of a StableDiffusion.
 
-    The UNet runs forward and backward, the text encoder forward, and so does the VAE's encoder where there is a VAE.
+    The UNet runs forward and backward. The text encoder, and the VAE's encoder if there is a VAE, run forward only.
     """
-    # Networks and inputs without memory: what they compute is all that counts. The text encoder's states are the
-    # UNet's input, so that it runs first.
+    # Build networks and inputs without memory. The text encoder runs first, because its states are the UNet's input.
     with torch.device('meta'):
         unet = UNet2DConditionModel.from_config(model.unet.config)
         text_encoder = CLIPTextModel(model.text_encoder.config)
@@ -43,7 +42,7 @@ def flops_of_latents(vae_config: dict, image_size: int) -> int:
 
 
 def count_flops(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Call a function; return the FLOPs that it took, and its result."""
+    """Call a function, and return the number of its FLOPs and its result."""
     with FlopCounterMode(display=False) as counter:
         result = call()
     return counter.get_total_flops(), result

@@ -1,7 +1,7 @@
-"""Names of the text encoder's tensors: those of transformers 4 begin with a prefix that transformers 5 has removed.
+"""Convert the names of the text encoder's tensors: in transformers 4 they have a prefix that transformers 5 removed.
 
-A checkpoint or a pipeline of either generation is read by the other. What is read gets the names of the installed
-generation; pipelines and hashes of weights have the older names, which both generations read.
+Checkpoints and pipelines from either version can be read with the other one. Tensors get the installed version's names
+when they are loaded. Saved pipelines and hashes of weights use the older names, which both versions read.
 """
 import functools
 import re
@@ -10,29 +10,29 @@ import torch
 from transformers import CLIPTextConfig, CLIPTextModel
 
 PREFIX = 'text_model.'
-OLDER_NAMES = {f'^(?!{re.escape(PREFIX)})': PREFIX}  # a key_mapping of from_pretrained: transformers 4 reads both
+OLDER_NAMES = {f'^(?!{re.escape(PREFIX)})': PREFIX}  # key_mapping for from_pretrained: adds the prefix if it is missing
 
 
 @functools.cache
 def installed_prefix() -> str:
-    """Return what the names of a CLIPTextModel begin with in the installed version of transformers."""
+    """Return the prefix of tensor names in a CLIPTextModel of the installed transformers: PREFIX or ''."""
     with torch.device('meta'):
         text_encoder = CLIPTextModel(CLIPTextConfig(num_hidden_layers=0))
     return PREFIX if hasattr(text_encoder, 'text_model') else ''
 
 
 def use_installed_names(model: dict[str, torch.Tensor]) -> None:
-    """Rename the text encoder's tensors in the state of a StableDiffusion, in place, as transformers has them here."""
+    """Rename the text encoder's tensors in the state of a StableDiffusion, in place, for the installed transformers."""
     for name in list(model):
         renamed = re.sub(rf'^text_encoder\.({re.escape(PREFIX)})?', f'text_encoder.{installed_prefix()}', name)
         model[renamed] = model.pop(name)
 
 
 def save_older_names(text_encoder: CLIPTextModel) -> None:
-    """Let a text encoder's `state_dict`, and so `save_pretrained`, have the names of transformers 4.
+    """Make a text encoder's `state_dict`, and therefore `save_pretrained`, use the names of transformers 4.
 
-    Without it transformers 4 loads what transformers 5.23 saves with random weights and no error. A model that Composer
-    saves cannot have it: torch looks up each name of the state in the model.
+    Without this, transformers 4 loads a folder that transformers 5.23 has saved with random weights and no error. Do
+    not use this on a model that Composer saves, because torch looks up each name of the state in the model.
     """
     def rename(module: torch.nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: dict) -> None:
         for name in list(state):

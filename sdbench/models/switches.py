@@ -1,4 +1,4 @@
-"""The switches that train the same model faster or in less memory: those of the model, and those of the process."""
+"""Apply the flags that train the same model faster or in less memory, to the model and to the process."""
 import contextlib
 
 import torch
@@ -14,7 +14,7 @@ from transformers.models.clip.modeling_clip import CLIPEncoder
 from sdbench.errors import UserError, one_line
 from sdbench.flags.train import Train
 
-# What torch may use for each --attention: the first of these that can.
+# For each --attention, torch uses the first of these backends that supports the inputs.
 SDPA_BACKENDS = {
     'cudnn': [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
     'flash': [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
@@ -26,11 +26,11 @@ MOST_KINDS_OF_BLOCKS = 64  # Stable Diffusion 2's UNet has 15 kinds of residual 
 
 
 def apply_switches(model: ComposerModel, settings: Train) -> None:
-    """Train the same model faster or in less memory.
+    """Apply the switches of the settings to the model, in place.
 
-    Raises UserError if xformers is not built for this torch or this GPU.
+    Raises UserError if xformers is not built for this version of torch or this GPU.
     """
-    # memory format and precision
+    # Set memory format and precision first: compiling sees the result.
     convolutional = [model.unet]
     if model.vae is not None:
         convolutional.append(model.vae)
@@ -40,37 +40,38 @@ def apply_switches(model: ComposerModel, settings: Train) -> None:
     if settings.half_precision_norms:
         switch_norms_to_half(model.unet)
         if model.vae is not None:
-            switch_norms_to_half(model.vae.encoder)  # which has five times as many elements in its norms as the UNet
+            switch_norms_to_half(model.vae.encoder)  # its norms have five times as many elements as the UNet's
 
-    # attention, and activations that are computed again
+    # Replace attention, and recompute activations to save memory.
     if settings.attention == 'xformers':
         try:
             for part in convolutional:
                 part.enable_xformers_memory_efficient_attention()
-        except Exception as error:  # diffusers tries it once on the GPU, and passes on whatever xformers raises
+        except Exception as error:  # diffusers runs it once on the GPU, and xformers raises many kinds of errors
             raise UserError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
     if settings.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
 
-    # kernels that are joined
+    # Compile last.
     if settings.compile:
         compile_model(model, settings)
 
 
 def compile_model(model: ComposerModel, settings: Train) -> None:
-    """Compile the UNet, whole or block by block, the VAE's encoder, and the layers of the text encoder.
+    """Compile the UNet (whole or block by block), the VAE's encoder, and the layers of the text encoder.
 
-    Blocks of one kind and size share a graph.
+    Blocks of the same kind and size share a graph.
     """
-    # the text encoder's masks and embeddings around its layers are made in other ways in each version of transformers
+    # Compile only the layers of the text encoder. The code around them differs between versions of transformers.
     modules = [module for module in model.text_encoder.modules() if isinstance(module, CLIPEncoder)]
     if settings.compile_blocks:
         config = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, MOST_KINDS_OF_BLOCKS)  # of one class, for all its sizes
+        config.recompile_limit = max(config.recompile_limit, MOST_KINDS_OF_BLOCKS)  # per class, for all sizes of blocks
         modules += [module for module in model.unet.modules() if type(module) in UNET_BLOCKS]
 
-        # Attentions that compute alike share a processor, a function without weights. diffusers gives each its own, and
-        # torch compiles a block again for each: Stable Diffusion 2's UNet has 34 graphs so, and 22 with shared ones.
+        # Let all attentions of a kind share one processor, an object without weights. diffusers gives each attention a
+        # separate one, and torch would compile equal blocks again for each: 34 graphs instead of 22 for the UNet of
+        # Stable Diffusion 2.
         shared = {}
         for processor in model.unet.attn_processors.values():
             shared.setdefault(type(processor), processor)
@@ -84,16 +85,16 @@ def compile_model(model: ComposerModel, settings: Train) -> None:
 
 
 def compile_in_place(modules: list[torch.nn.Module], mode: bool | str) -> None:
-    """Compile each module when it is first called, for the shapes that come. The names in checkpoints stay.
+    """Compile each module when it is first called, for fixed shapes. The names of tensors in checkpoints do not change.
 
     Args:
-        modules: each becomes one graph, or the run fails.
-        mode: of torch.compile, as --compile has it; True is torch's default.
+        modules: the modules. Each becomes a single graph, or the run fails.
+        mode: the value of --compile: a mode of torch.compile, or True for the default mode.
 
-    Left alone, torch 2.7.0 makes no single graph of a module in two places:
-    - Under DDP it cuts a graph where a bucket of gradients ends, so that they travel while others are computed: the
-      UNet of Stable Diffusion 2 in 71 graphs. With gradient checkpointing that crashes (BackendCompilerFailed).
-    - After 8 compilations of one function (`recompile_limit`) it goes on without compiling, and only warns.
+    By default torch 2.7.0 would not make single graphs in two cases:
+    - Under DDP it cuts a graph at the end of each bucket of gradients, to start the bucket's all-reduce earlier. The
+      UNet of Stable Diffusion 2 becomes 71 graphs, and gradient checkpointing crashes (BackendCompilerFailed).
+    - After 8 compilations of one function (`recompile_limit`) it continues uncompiled, and only prints a warning.
     """
     config = torch._dynamo.config
     config.optimize_ddp = False
@@ -103,10 +104,11 @@ def compile_in_place(modules: list[torch.nn.Module], mode: bool | str) -> None:
 
 
 def process_switches(settings: Train) -> contextlib.AbstractContextManager:
-    """Switch cuDNN's search on or off, and make a context in which torch uses the kernel of --attention where it can.
+    """Switch cuDNN's search on or off, and return a context that makes torch use the kernel of --attention.
 
-    It does so in backward passes too, where gradient checkpointing computes attention again. SDPA_BACKENDS says what
-    takes what it cannot: without that, newer versions of torch put cuDNN's first.
+    The context also covers backward passes, because gradient checkpointing computes attention again there. Inputs that
+    the kernel does not support go to the next one in SDPA_BACKENDS. Newer versions of torch would otherwise try cuDNN
+    first.
     """
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark
     if settings.attention in ('sdpa', 'xformers'):
@@ -115,15 +117,15 @@ def process_switches(settings: Train) -> contextlib.AbstractContextManager:
 
 
 def switch_allreduce(model: torch.nn.Module, settings: Train) -> None:
-    """Let DDP send the gradients in bf16, half the bytes between GPUs; the optimizer has them in float32 again."""
+    """Make DDP all-reduce the gradients in bf16, which halves the traffic; the optimizer gets them in float32 again."""
     if settings.allreduce_precision == 'bf16' and dist.get_world_size() > 1:
         model.register_comm_hook(None, bf16_compress_hook)
 
 
-# Norms that move fewer bytes in a step; weights stay
+# Norms in half precision, which read and write fewer bytes. Their weights stay in float32.
 
 class HalfGroupNorm(torch.nn.GroupNorm):
-    """torch's group norm of (B, C, ...), computed in the type of its input."""
+    """torch's group norm for (B, C, ...), computed in the type of its input."""
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(image.dtype)
@@ -146,10 +148,10 @@ HALF_NORMS = {torch.nn.GroupNorm: HalfGroupNorm, torch.nn.LayerNorm: HalfLayerNo
 
 
 def switch_norms_to_half(network: torch.nn.Module) -> None:
-    """Let all norms of a network compute in the type of their input, which is bf16 or fp16 under autocast.
+    """Make all norms of a network compute in the type of their input, which is bf16 or fp16 under autocast.
 
-    Autocast computes norms in float32, makes float32 of what follows them up to the next convolution, and keeps it so
-    for the backward pass. The norms stay the same objects with the same weights; only their class changes.
+    By default autocast computes norms in float32. Their outputs stay in float32 up to the next convolution, and are
+    kept so for the backward pass. The norms stay the same objects with the same weights, and only their class changes.
     """
     for norm in network.modules():
         if type(norm) in HALF_NORMS:

@@ -1,1 +1,1 @@
-"""A training, what keeps it alive and what shows it: ranks, checkpoints, exact resumes, drawings, loggers."""
+"""Everything around a training loop: ranks, checkpoints, exact resumes, generated images, loggers."""

@@ -1,4 +1,4 @@
-"""Checkpoints as Composer writes them: saved whole, found again, and loaded without running code."""
+"""Save checkpoints in Composer's format, find the newest one, and load it without running code from the file."""
 import contextlib
 import datetime
 import os
@@ -13,51 +13,52 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-from composer.callbacks import CheckpointSaver
+from composer import Callback
 from composer.core import State
 from composer.loggers import Logger
-from composer.utils import checkpoint as composer_checkpoint
 from composer.utils import dist
 from numpy._core import multiarray as np_multiarray
 from torch.serialization import safe_globals
 from torch.torch_version import TorchVersion
 from tqdm import tqdm
 
-from sdbench.errors import DataError, UserError, disk_is_full, one_line, plural
+from sdbench.errors import DataError, UserError, disk_is_full, one_line
 from sdbench.files import atomic_write, locked
+from sdbench.flags.times import is_due
 from sdbench.models.names import use_installed_names
 from sdbench.stores import addresses_in, download, upload
 from sdbench.training.compatibility import Mismatch
 from sdbench.training.ranks import on_every_rank, on_rank_0
 
-LATEST = 'latest-rank{rank}.pt'
-FILE_NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
-FILE_NAME_PATTERN = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # best-ep1-ba9-rank0.pt is the user's
-UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.([0-9a-f]+\.)?unfinished')  # what `atomic_write` can leave
-LOCK_FILE = '.lock'  # in a --save_folder
-RUN_NAME = 'run-name.txt'  # in a --save_folder: the name of the training, for people; no program reads it
-TRIAL = '.credentials_validated_successfully'  # in a --save_folder of a store, as Composer calls what it tries
-RECORD = 'record.json'  # in a --save_folder: the record of the training, once it is over
-SECONDS_FOR_LOCK = 10  # that another run has to let go of it, as one that is ending
-PLAIN_TYPES = [  # that Composer's checkpoints hold, apart from tensors and Python's own types
+LATEST = 'latest-rank0.pt'
+FILE_NAME = 'ep{epoch}-ba{batch}-rank0.pt'  # as Composer calls it
+FILE_NAME_PATTERN = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # of the whole name: best-ep1-... is a user's
+UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.([0-9a-f]+\.)?unfinished')  # files of a killed `atomic_write`
+# Other files in a --save_folder:
+LOCK_FILE = '.lock'
+RUN_NAME = 'run-name.txt'  # the name of the training, for people; no program reads it
+WRITE_TEST = '.credentials_validated_successfully'  # in a store, to test write access; Composer uses the same name
+RECORD = 'record.json'  # the record of the training, written when the training has ended
+SECONDS_FOR_LOCK = 10  # to wait for another run that is about to end
+PLAIN_TYPES = [  # what Composer's checkpoints hold besides tensors and Python's built-in types
     datetime.timedelta, TorchVersion,
-    # the state of NumPy's random generator, of which Composer's own saver keeps an array of uint32
+    # Composer's own saver also keeps the state of NumPy's random generator, an array of uint32.
     np.ndarray, np.dtype, np.dtypes.UInt32DType, np_multiarray._reconstruct,
-    (np_multiarray._reconstruct, 'numpy.core.multiarray._reconstruct'),  # as NumPy 1 calls it
+    (np_multiarray._reconstruct, 'numpy.core.multiarray._reconstruct'),  # the name in NumPy 1
 ]
 
 
-# A folder of checkpoints, or an object store
+# Find checkpoints in a folder or an object store
 
 @contextlib.contextmanager
 def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
-    """Hold the lock of --save_folder on rank 0, so that no other run saves in it. Object stores have no locks.
+    """Hold the lock of --save_folder on rank 0, which keeps other runs from saving in it. Object stores have no locks.
 
-    Raises UserError on all ranks if another run does, or if there are files that this one does not resume.
+    Raises UserError on all ranks if another run holds the lock, or if the folder has files that this run does not
+    resume from.
     """
     with contextlib.ExitStack() as at_the_end:
         if folder is not None:
@@ -66,23 +67,23 @@ def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
 
 
 def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
-    """Lock a --save_folder until `at_the_end` gives it back. Raises UserError as `locked_save_folder` does."""
-    require_own(folder, autoresume)
+    """Lock a --save_folder until `at_the_end` is closed. Raises UserError as `locked_save_folder` does."""
+    refuse_other_files(folder, autoresume)
     if '://' in folder:
         return
     at_the_end.enter_context(locked(Path(folder, LOCK_FILE), f'--save_folder {folder}', SECONDS_FOR_LOCK))
-    require_own(folder, autoresume)  # the run that had the lock may have saved
+    refuse_other_files(folder, autoresume)  # again, because the run that held the lock before may have saved
 
-    # under the lock an unfinished checkpoint is that of a run that was killed while it saved
+    # Remove the unfinished checkpoints of runs that were killed. No running process writes here, because of the lock.
     for name in os.listdir(folder):
         if UNFINISHED.fullmatch(name):
             os.remove(os.path.join(folder, name))
 
 
-def require_own(folder: str, autoresume: bool) -> None:
-    """Raise UserError if a --save_folder holds what this run does not go on with."""
+def refuse_other_files(folder: str, autoresume: bool) -> None:
+    """Raise UserError if a --save_folder holds files that are not from the training that this run resumes."""
     others = []
-    for path in names_in(folder):
+    for path in paths_in(folder):
         name = os.path.basename(path)
         if not name.startswith('.') and name not in (RUN_NAME, RECORD):
             others.append(path)
@@ -93,8 +94,8 @@ def require_own(folder: str, autoresume: bool) -> None:
         raise UserError(f'--save_folder {folder} holds files and no checkpoint of benchmark.py; give a new one')
 
 
-def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
-    """List the paths or URIs of what lies directly in a folder or an object store; none where it is not there.
+def paths_in(folder: str, flag: str = '--save_folder') -> list[str]:
+    """List the paths or URIs in a folder or an object store, without subfolders; an empty list if it does not exist.
 
     Raises OSError, which names `flag` or the folder, if they cannot be listed.
     """
@@ -105,13 +106,13 @@ def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
     return [os.path.join(folder, name) for name in os.listdir(folder)]
 
 
-def read_beside(folder: str, name: str) -> str | None:
-    """Read a text that lies beside the checkpoints of a folder or a store; None if it is not there.
+def read_text_in(folder: str, name: str) -> str | None:
+    """Read a text file in a folder or store of checkpoints; None if there is no such file.
 
     Raises OSError or UserError if it cannot be read.
     """
     path = os.path.join(folder, name)
-    if path not in names_in(folder):
+    if path not in paths_in(folder):
         return None
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary, name)
@@ -119,8 +120,8 @@ def read_beside(folder: str, name: str) -> str | None:
         return copy.read_text(encoding='utf-8')
 
 
-def write_beside(folder: str, name: str, text: str) -> None:
-    """Write a text beside the checkpoints of a folder or a store, whole or not at all. Raises OSError if that fails."""
+def write_text_in(folder: str, name: str, text: str) -> None:
+    """Write a text file into a folder or store of checkpoints, atomically. Raises OSError if that fails."""
     path = os.path.join(folder, name)
     if '://' not in folder:
         with atomic_write(path) as file:
@@ -133,12 +134,12 @@ def write_beside(folder: str, name: str, text: str) -> None:
 
 
 def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
-    """List the paths or URIs of Composer's checkpoints in a folder or a store, by batch, the oldest first.
+    """List the paths or URIs of the checkpoints in a folder or a store, sorted by batch.
 
     Raises OSError, which names `flag` or the folder, if it cannot be listed.
     """
     found = []
-    for name in names_in(folder, flag):
+    for name in paths_in(folder, flag):
         match = FILE_NAME_PATTERN.fullmatch(os.path.basename(name))
         if match:
             epoch, batch = match.groups()
@@ -147,16 +148,17 @@ def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
 
 
 def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
-    """Return the path or URI of the newest whole checkpoint of a folder or store, for all ranks; None if there is none.
+    """Return the path or URI of the newest complete checkpoint in a folder or store; None if there is none.
 
-    A newer one that was not written to its end is passed over with a line, and stays. In a store all are whole.
+    All ranks call this together and get the same answer. A truncated file is skipped with a warning, and stays. In a
+    store every file is complete.
 
-    Raises UserError on all ranks, which names `flag`, if the newest checkpoint cannot be read, or nodes see different
-    ones: each would load its own, or wait for the others. Raises OSError or DataError if the folder cannot be listed.
+    Raises UserError on all ranks, which names `flag`, if the newest checkpoint cannot be read, or if the nodes see
+    different files under this path. Raises OSError or DataError if the folder cannot be listed.
     """
     if '://' in folder:
-        return on_rank_0(partial(newest_whole, folder, flag))
-    seen = on_every_rank(partial(newest_whole, folder, flag))
+        return on_rank_0(partial(newest_complete, folder, flag))
+    seen = on_every_rank(partial(newest_complete, folder, flag))
     for rank, checkpoint in enumerate(seen):
         if checkpoint != seen[0]:
             raise UserError(f'{flag} {folder} is not the same folder on every node: its newest checkpoint is '
@@ -165,37 +167,41 @@ def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
     return seen[0]
 
 
-def newest_whole(folder: str, flag: str) -> str | None:
-    """Return the newest whole checkpoint that this rank sees.
+def newest_complete(folder: str, flag: str) -> str | None:
+    """Return the newest complete checkpoint that this rank sees.
 
     Raises UserError if one cannot be read, and OSError if the folder cannot be listed.
     """
     for name in reversed(checkpoints_in(folder, flag)):
-        # A copy that was cut short is passed over, and one that a disk refuses is not: training from an older one would
-        # undo days for a fault of a minute.
+        # Skip a truncated copy. A file that the disk cannot read now is different: resuming from an older checkpoint
+        # would throw away days of training because of an error that may last a minute.
         try:
             if '://' in name:
                 return name
             with open(name, 'rb') as file:
-                file.read(1)  # zipfile takes a disk's refusal for an archive without an end
+                file.read(1)  # zipfile would report a read error as a truncated archive
                 if zipfile.is_zipfile(file):
                     return name
         except OSError as error:
             raise UserError(f'{flag} {folder}: {name} cannot be read ({error.strerror}); try again when its file '
                             'system has recovered, or move it away') from None
         if dist.get_local_rank() == 0:
-            print(f'warning: {name} was not written to its end, and is passed over', file=sys.stderr)
+            print(f'warning: {name} is truncated, and is skipped', file=sys.stderr)
     return None
 
 
-# Loading one
+# Load a checkpoint
 
 def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu', label: str | None = None) -> dict:
     """Load a checkpoint without running code that the file may hold.
 
-    The file is mapped, so that a tensor is read when it is used, and the ranks of a host share it. The text encoder's
-    tensors have the names of the installed version of transformers, whichever has saved them. `label` is its name in
-    error messages, where `path` is not what the user knows.
+    The file is memory-mapped: a tensor is read when it is used, and the ranks of a host share the pages. The tensors of
+    the text encoder get the names of the installed version of transformers, whichever version has saved them.
+
+    Args:
+        path: path of the file on this machine.
+        map_location: device for the tensors.
+        label: name of the file in error messages, if the user knows it by another name than `path`.
 
     Raises UserError if it holds more than tensors and plain types, and KeyError or TypeError if it holds no model.
     """
@@ -203,25 +209,25 @@ def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu', label: s
         with safe_globals(PLAIN_TYPES):
             checkpoint = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
     except pickle.UnpicklingError:
-        raise UserError(f'{label or path} holds more than tensors and plain types, or none, and could run code; do '
-                        'not use it') from None
+        raise UserError(f'{label or path} is not a checkpoint with tensors and plain types alone, and could run code; '
+                        'do not use it') from None
     use_installed_names(checkpoint['state']['model'])
     return checkpoint
 
 
 @contextlib.contextmanager
-def fetched(name: str | None, flag: str) -> Iterator[str | None]:
-    """Give the path of a checkpoint, or None; for one in a store that of a copy, one on each node.
+def local_copy(name: str | None, flag: str) -> Iterator[str | None]:
+    """Give the local path of a checkpoint, or None if `name` is None. A URI is downloaded once per node.
 
-    What is mapped of the copy stays readable when it has gone with the context.
+    A downloaded copy is deleted when the context ends. Tensors that are mapped to it can still be read.
 
-    Raises UserError on all ranks if it cannot be had.
+    Raises UserError on all ranks if the checkpoint cannot be downloaded.
     """
     if name is None or '://' not in name:
         yield name
         return
 
-    # the first rank of a node fetches it for all
+    # The first rank of each node downloads the file, and tells the other ranks of the node where it is.
     with tempfile.TemporaryDirectory() as folder:
         first_of_node = dist.get_global_rank() - dist.get_local_rank()
         path = os.path.join(dist.all_gather_object(folder)[first_of_node], 'checkpoint.pt')
@@ -231,113 +237,114 @@ def fetched(name: str | None, flag: str) -> Iterator[str | None]:
                 download(name, path, f'{flag} {name}')
         on_every_rank(fetch)
         yield path
-        dist.barrier()  # the other ranks of this node may still open it
+        dist.barrier()  # other ranks of this node may not have opened it yet
 
 
-@contextlib.contextmanager
-def resuming(checkpoint: str | None, folder: str | None, model: torch.nn.Module) -> Iterator[None]:
-    """Let Composer's Trainer load a checkpoint of --save_folder in this context.
-
-    Raises UserError if the checkpoint is of another run or model: it has all tensors of `model`, and no others. Other
-    errors stay what they are.
-    """
-    loaded = {}  # the state of the model in the checkpoint
-
-    def load(path: str, **options: Any) -> dict:
-        state = load_checkpoint(path, label=checkpoint, **options)
-        loaded.update(state['state']['model'])
-        return state
-
-    try:
-        # Composer 0.32 would run what a file holds, and takes no other function. On a resume it leaves out, in silence,
-        # each tensor whose name is not in both (strict=False).
-        with patch.object(composer_checkpoint, '_torch_load_with_validation', load):
-            yield
-        different = loaded.keys() ^ model.state_dict().keys()
-        if checkpoint and different:
-            raise Mismatch(f'{plural(len(different), "tensor")} only in one of the two, first {min(different)}')
-    except (RuntimeError, Mismatch) as error:
-        is_mismatch = isinstance(error, Mismatch) or 'loading state_dict' in str(error)  # torch's, of tensors
-        if not checkpoint or not is_mismatch:
-            raise
-        raise UserError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
-                        'resume it as it was made, or give a new --save_folder; to start there from these '
-                        f'weights, add --load_weights {checkpoint}') from None
+def callback_state(state: dict, key: str) -> dict:
+    """Return the state of the callback that has saved `key` in a checkpoint; an empty dictionary if none has."""
+    for saved in dict(state.get('callbacks', ())).values():
+        if key in saved:
+            return saved
+    return {}
 
 
-# Saving them
+# Save checkpoints and resume
 
-class AtomicCheckpointSaver(CheckpointSaver):
-    """Composer's saver, made safe for runs of days.
+class AtomicCheckpointSaver(Callback):
+    """Saves checkpoints that Composer can load, resumes from one, and is robust enough for runs that take days.
 
-    The differences from the saver of Composer 0.32:
-    - A checkpoint is whole or not there, even if the run is killed or a disk fills. Composer writes into the file that
-      a resume looks for.
-    - Files of the same name are written over. Composer refuses to, unless it is told to.
-    - The random state is left out: `ExactResume` gives each batch its own.
-    - The checkpoints of a run that is resumed make room as well. Composer forgets them.
-    - A checkpoint that the user has removed is no error. Composer ends the run where it would remove that one.
-    - An upload to a store that fails is a warning, and the next checkpoint takes its place. Composer ends the run at
-      some later batch. The last checkpoint is sent once more at the end of the run; if that fails as well, it stays on
-      this machine, and the run ends with an error.
-    - A store gets no link to the newest, by which `Trainer(autoresume=True)` finds it; `newest_checkpoint` needs none.
+    A checkpoint appears under its name only when it is complete, even if the run is killed or the disk fills up. It
+    replaces a file with the same name. Composer's own saver (0.32) writes directly into the file that a resume looks
+    for, ends the run if the user has removed an old checkpoint or an upload has failed, and forgets which checkpoints
+    the resumed run has written.
+
+    If an upload to a store fails, the run prints a warning, and the next checkpoint replaces the failed one. The last
+    checkpoint is sent again at the end of the training. If that fails too, the run ends with an error that names the
+    file on this machine.
+
+    It also replaces the `load_path` of Composer's Trainer, which would run code from the file. Composer would ignore
+    tensors that exist only in the checkpoint or only in the model, too (strict=False), without a warning.
 
     Args:
-        folder: or object store.
-        save_interval: a time.
-        to_keep: the newest that stay in a folder, of those that this run, or the one that it resumes, has written; None
-            keeps all. A store keeps all.
+        folder: folder or object store for the checkpoints. In a folder, `latest-rank0.pt` is a link to the newest.
+        save_interval: time between checkpoints, in batches. One more is saved at the end of the training.
+        to_keep: number of checkpoints to keep in a folder. Older ones are removed if this run, or the run that it
+            resumes, has written them. None keeps all, and a store always keeps all.
+        checkpoint: path or URI of the checkpoint to resume from, for error messages; None starts a training.
+        path: path of the same checkpoint on this machine.
     """
 
-    def __init__(self, folder: str, save_interval: str, to_keep: int | None = None):
-        # A link to the newest in a folder, and none in a store, for which Composer saves on this machine: it would make
-        # a client of its own, and processes that wait for each upload.
-        local = folder
-        remote_file_name = None
-        latest = LATEST
-        if '://' in folder:
-            local = tempfile.mkdtemp()
-            remote_file_name = FILE_NAME
-            latest = None
-            to_keep = None  # a file on this machine is removed once it is sent
-        super().__init__(local, FILE_NAME, remote_file_name, latest,
-                         latest_remote_file_name=latest,  # of a folder: Trainer(autoresume=True) asserts one
-                         save_interval=save_interval,
-                         overwrite=True,  # files newer than the one resumed from, which a killed run left
-                         num_checkpoints_to_keep=-1 if to_keep is None else to_keep,
-                         ignore_keys=leave_out)
-        self.address = folder  # as it was given; `folder` is on this machine
+    def __init__(self, folder: str, save_interval: str, to_keep: int | None = None, checkpoint: str | None = None,
+                 path: str | None = None):
+        self.address = folder
+        self.is_store = '://' in folder
+        self.folder = tempfile.mkdtemp() if self.is_store else folder  # where files are written, on this machine
+        self.save_interval = save_interval
+        self.to_keep = to_keep
+        self.checkpoint = checkpoint
+        self.path = path
+        self.saved: list[str] = []  # names of this training's checkpoints, the oldest first
         self._sender = ThreadPoolExecutor(1)
-        self._sending: Future | None = None  # of the newest checkpoint of a store, as `_send` returns
+        self._sending: Future | None = None  # the result of `_send` for the newest checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'saved': self.saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what the run that is resumed has saved, by file names: its folder may have another name now."""
-        super().load_state_dict(state)
-
-        # the checkpoints that are still there, the oldest first, so that they make room for newer ones
-        paths = [os.path.join(self.address, os.path.basename(path)) for path in self.all_saved_checkpoints_to_timestamp]
-        self.saved_checkpoints = [path for path in paths if os.path.exists(path)]
-
-        # else at an epoch's end Composer would save the same batch again, under the name of the next epoch
-        batches = [saved.batch for saved in self.all_saved_checkpoints_to_timestamp.values()]
-        self.last_checkpoint_batch = max(batches, default=None)
+        """Take over the checkpoints of the resumed run: they are removed when there are too many."""
+        if 'saved' in state:
+            self.saved = [*state['saved']]
+        else:  # saved by an older version, with whole paths
+            self.saved = [os.path.basename(path) for path, _ in state['all_saved_checkpoints_to_timestamp']]
 
     def init(self, state: State, logger: Logger) -> None:
-        """Make the folder, and try whether a store can be written to. Raises OSError on all ranks if it cannot."""
-        super().init(state, logger)
+        """Create the folder, or test write access to the store. Raises OSError on all ranks if that fails."""
+        os.makedirs(self.folder, exist_ok=True)
 
         def try_to_write() -> None:
             with tempfile.NamedTemporaryFile() as file:
-                upload(file.name, f'{self.address.rstrip("/")}/{TRIAL}', f'--save_folder {self.address}')
-        if '://' in self.address:
+                upload(file.name, f'{self.address.rstrip("/")}/{WRITE_TEST}', f'--save_folder {self.address}')
+        if self.is_store:
             on_rank_0(try_to_write)
 
-    def _save_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save as Composer does, but with `save_atomically`. Raises DataError if the disk is full."""
-        # Composer looks up the function that writes in its module, and takes no other
+    def before_load(self, state: State, logger: Logger) -> None:
+        """Load the whole state of the training, if it resumes from a checkpoint.
+
+        Raises UserError if the checkpoint is from another run or model. Other errors are passed on unchanged.
+        """
+        if self.path is None:
+            return
+        checkpoint = load_checkpoint(self.path, label=self.checkpoint)
         try:
-            with patch.object(composer_checkpoint, '_write_checkpoint_file', save_atomically):
-                super()._save_checkpoint(state, logger)
+            state.load_state_dict(checkpoint['state'], logger, strict=True)
+        except (RuntimeError, Mismatch) as error:
+            is_mismatch = isinstance(error, Mismatch) or 'loading state_dict' in str(error)  # raised by torch
+            if not is_mismatch:
+                raise
+            raise UserError(f'--save_folder {self.address}: {self.checkpoint} does not fit this run '
+                            f'({one_line(error, 200)}); resume it as it was made, or give a new --save_folder; to '
+                            f'start there from these weights, add --load_weights {self.checkpoint}') from None
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Save a checkpoint if it is time for one, or if the training ends with this batch."""
+        batch = state.timestamp.batch.value
+        if not is_due(batch, self.save_interval, state.max_duration.to_timestring()):
+            return
+        name = FILE_NAME.format(epoch=state.timestamp.epoch.value, batch=batch)
+        self.saved.append(name)  # before the state is read, because a checkpoint lists itself, too
+        content = state.state_dict()
+        if not any(content['scaler'].values()):  # on a CPU it is empty, and a GradScaler on a GPU refuses to load that
+            del content['scaler']
+        if dist.get_global_rank() == 0:
+            self._write(name, content)
+        dist.barrier()  # the other ranks wait here and not in the next batch, which may be measured
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        """Write a checkpoint; then send it to the store, or remove the oldest ones. Raises DataError on a full disk."""
+        path = os.path.join(self.folder, name)
+        try:
+            with atomic_write(path) as file:
+                torch.save({'state': content}, file)  # the layout that Composer's Trainer(load_path) reads
         except Exception as error:
             if not disk_is_full(error):
                 raise
@@ -345,66 +352,57 @@ class AtomicCheckpointSaver(CheckpointSaver):
                             f'{self.folder}; free some of it, keep less with --save_num_checkpoints_to_keep or, on '
                             'the way to a store, set TMPDIR to a folder with more room') from None
 
-    def _upload_checkpoint(self, remote_file_name: str, local_file_name: str, local_remote_file_names: list[str],
-                           logger: Logger) -> None:
-        """Start to send a checkpoint to the store, once the one before is there or has failed. Composer calls this."""
-        unsent = self._unsent()
-        if unsent is not None:
-            Path(unsent).unlink(missing_ok=True)  # this newer one takes its place
-        self._sending = self._sender.submit(self._send, local_file_name)
+        # In a store, send the file once the one before it has arrived or has failed. A failed one is superseded.
+        if self.is_store:
+            unsent = self._unsent()
+            if unsent is not None:
+                Path(unsent).unlink(missing_ok=True)
+            self._sending = self._sender.submit(self._send, path)
+            return
+
+        # In a folder, let the link point to the new file. A regular file with that name is the user's, and stays.
+        link = os.path.join(self.folder, LATEST)
+        if os.path.islink(link) or not os.path.exists(link):
+            Path(link).unlink(missing_ok=True)
+            os.symlink(name, link)
+
+        # Remove the oldest checkpoints of this training, not counting what the user has removed or moved.
+        self.saved = [name for name in self.saved if os.path.exists(os.path.join(self.folder, name))]
+        while self.to_keep is not None and len(self.saved) > self.to_keep:
+            os.remove(os.path.join(self.folder, self.saved.pop(0)))
 
     def _send(self, path: str) -> str | None:
-        """Send a file to the store, and remove it here; where that fails, warn and return its path.
+        """Send a file to the store and remove it here; if that fails, print a warning and return its path.
 
-        A thread calls this while the training goes on, and leaves the sending to a process: a thread would compete with
-        the training for Python's lock (GIL). While 900 MB were sent on two cores, the tiny model's training lost 3.4 to
-        3.9 s to a thread, and 0.6 to 1.6 s to a process. The `upload_file_async` of Composer's RemoteUploader
-        copies the file first, while the training waits, and the next batch ends a run whose upload has failed.
+        A thread calls this while the training continues. The thread starts a process for the upload, because an upload
+        in a thread competes with the training for Python's global lock (GIL): while 900 MB were sent on two cores, the
+        training of the tiny model lost 3.4 to 3.9 s to a thread, and 0.6 to 1.6 s to a process. Composer's
+        RemoteUploader is not used, because it copies the file first while the training waits, and ends a run whose
+        upload has failed at the next batch.
         """
         name = os.path.basename(path)
         command = [sys.executable, '-m', 'sdbench.stores', path, f'{self.address.rstrip("/")}/{name}']
-        # It works where the run does: credentials may be files that are named from there. Its session is its own, since
-        # the signals that end a run go to all processes of its group.
+        # The process runs in the working directory of the training, because credentials may be files with relative
+        # paths. It has its own session, because a signal that ends the run goes to every process in the run's session.
         environment = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
         sent = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
         if sent.returncode == 0:
             os.remove(path)
             return None
-        why = sent.stderr.strip().rpartition('\n')[2]
-        tqdm.write(f'warning: {name} could not be sent to --save_folder {self.address} ({why}); it is tried again at '
-                   'the end, or the next one takes its place', file=sys.stderr)
+        reason = sent.stderr.strip().rpartition('\n')[2]
+        tqdm.write(f'warning: {name} could not be sent to --save_folder {self.address} ({reason}); it is sent again at '
+                   'the end of the training, unless a newer checkpoint replaces it', file=sys.stderr)
         return path
 
     def _unsent(self) -> str | None:
-        """Wait for the newest checkpoint on its way to a store; return its path if it has not come there."""
+        """Wait until the upload in progress has ended, and return the path of its file if it has failed."""
         return self._sending and self._sending.result()
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait for the last checkpoint, and send it once more if that failed.
+        """Wait for the upload of the last checkpoint, and send it once more if that has failed.
 
-        Raises DataError if it fails again; then the file stays on this machine.
+        Raises DataError if it fails again. The file then stays on this machine.
         """
         unsent = self._unsent()
         if unsent is not None and self._send(unsent) is not None:
             raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address}: it is {unsent}')
-
-    def _rotate_checkpoints(self, sharding_enabled: bool = False) -> None:
-        """Remove the oldest of this run's checkpoints while there are too many. Composer calls this.
-
-        One that the user has removed is no error.
-        """
-        while len(self.saved_checkpoints) > self.num_checkpoints_to_keep:
-            Path(self.saved_checkpoints.pop(0)).unlink(missing_ok=True)
-
-
-def leave_out(state_dict: dict[str, Any]) -> None:
-    """Remove from what Composer saves what a resume has no use for."""
-    del state_dict['rng']  # ExactResume seeds every batch
-    if not any(state_dict['state']['scaler'].values()):  # as on a CPU; on a GPU a GradScaler refuses to load none
-        del state_dict['state']['scaler']
-
-
-def save_atomically(state_dict: dict[str, Any], filename: str) -> None:
-    """Save what Composer saves; the file has its name once all of it is on the disk."""
-    with atomic_write(filename) as file:
-        torch.save(state_dict, file)

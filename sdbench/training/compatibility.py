@@ -1,4 +1,4 @@
-"""What a checkpoint says of its model and its run, and whether another model, run or dataset fits it."""
+"""Keep facts about the model, the run and the data in checkpoints, and compare them when a checkpoint is used again."""
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -6,32 +6,33 @@ from typing import Any
 from composer import Callback
 from torch.utils.data import Dataset
 
-from sdbench.complete import TIMES
 from sdbench.errors import UserError, redacted
-from sdbench.flags.train import SAME_ON_RESUME, Train
+from sdbench.flags.train import SAME_ON_RESUME, TIMES, Train
 from sdbench.inputs.shards import DRAW, IMAGES_HASH, are_two_sides, hash_of_images, index_hash
 from sdbench.inputs.tokenizer import hash_of_tokenizer
 from sdbench.models.loading import ModelFiles
 
-# Weights are in a checkpoint, so that shards, models and tokenizers may move to another address.
-DATASET = 'dataset'  # the hash of the index of --remote
-DATA = 'data'  # all that the weights were trained on: of each dataset IMAGES_HASH and DRAW
-TOKENIZER = 'tokenizer_sha256'  # `hash_of_tokenizer`
+# Keys in the flags of a checkpoint. Datasets and tokenizers are compared by hash, because they may move.
+DATASET = 'dataset'  # hash of the index.json of --remote
+DATA = 'data'  # a list with IMAGES_HASH and DRAW of each dataset that the weights were trained on
+TOKENIZER = 'tokenizer_sha256'  # the result of `hash_of_tokenizer`
 
-WITHOUT_EFFECT = {'sample_size', 'dtype', 'torch_dtype', 'architectures', 'transformers_version'}  # on the arithmetic
-OF_THE_SCHEDULER = ('num_train_timesteps', 'beta_start', 'beta_end', 'beta_schedule', 'trained_betas',
-                    'rescale_betas_zero_snr', 'prediction_type')  # what noise and target of a training depend on
+# Keys of network configurations that do not change the computation, and keys of schedulers that do: only these affect
+# the noise and the target in training.
+WITHOUT_EFFECT = {'sample_size', 'dtype', 'torch_dtype', 'architectures', 'transformers_version'}
+SCHEDULER_KEYS = ('num_train_timesteps', 'beta_start', 'beta_end', 'beta_schedule', 'trained_betas',
+                  'rescale_betas_zero_snr', 'prediction_type')
 
 
 def facts_of_model(files: ModelFiles, image_size: int, unet: Any, text_encoder: Any, scheduler: Any) -> dict:
-    """Return what a checkpoint keeps of a model beside its weights, in plain types.
+    """Return the facts about a model that a checkpoint keeps besides the weights, in plain types.
 
     Args:
-        files: of the model.
-        image_size: height and width that it is trained at.
-        unet: its UNet.
-        text_encoder: its text encoder.
-        scheduler: of its noise.
+        files: the files of the model.
+        image_size: height and width of the training images.
+        unet: the UNet.
+        text_encoder: the text encoder.
+        scheduler: the noise scheduler.
     """
     configs = comparable(unet=unet.config, text_encoder=text_encoder.config.to_dict(), scheduler=scheduler.config)
     return {'model_name': files.name, 'image_size': image_size, 'vae_sha256': files.vae_sha256,
@@ -39,26 +40,31 @@ def facts_of_model(files: ModelFiles, image_size: int, unet: Any, text_encoder: 
 
 
 def comparable(**configs: Mapping[str, Any]) -> dict[str, dict]:
-    """Return what in configurations decides what is computed, by part and as JSON has it.
+    """Return the settings in configurations that change the computation, by part, converted to JSON types.
 
-    The configuration of a network or scheduler that is made has its defaults in it, where its file may leave them out.
+    Args:
+        configs: the configuration of each part. Take it from the network or the scheduler and not from its file, which
+            may lack defaults.
     """
     kept = {}
     for part, config in configs.items():
         kept[part] = {}
         for name, value in config.items():
-            matters = name in OF_THE_SCHEDULER if part == 'scheduler' else name not in WITHOUT_EFFECT
+            matters = name in SCHEDULER_KEYS if part == 'scheduler' else name not in WITHOUT_EFFECT
             if matters and not name.startswith('_'):
                 kept[part][name] = value
     return json.loads(json.dumps(kept, default=str))
 
 
 def difference_of_models(before: dict, now: dict) -> str | None:
-    """Return in words how a model differs from the one that weights were trained as; None where it does not.
+    """Describe the first difference between the model that weights were trained as and another one; None if equal.
+
+    Only facts and settings that both sides have are compared, because each version of diffusers and transformers knows
+    other settings.
 
     Args:
-        before: `facts_of_model` of the training, or some of them; without any there is no difference.
-        now: those of the model, or some. What only one version of diffusers or transformers knows is not compared.
+        before: `facts_of_model` from the training, or a part of it.
+        now: `facts_of_model` of the other model, or a part of it.
     """
     for part, config in now['configs'].items():
         trained = before.get('configs', {}).get(part, {})
@@ -72,17 +78,17 @@ def difference_of_models(before: dict, now: dict) -> str | None:
 
 
 def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset, data_before: list[dict]) -> dict:
-    """Return what a checkpoint says of its run: its flags, without passwords, and what tokenizer and data were.
+    """Return the flags that a checkpoint keeps, without passwords, and the hashes of the tokenizer and the data.
 
     `data_before` is the DATA of the weights that the run starts from.
     """
-    # what must be the same on a resume, and where model and tokenizer were, which a later command may look up
+    # Keep the flags that must be the same on a resume, and the names of model and tokenizer, which export.py looks up.
     flags = {field.name: getattr(settings, field.name) for field in SAME_ON_RESUME}
     flags['model_name'] = settings.model_name
     flags['tokenizer'] = settings.tokenizer
     flags[TOKENIZER] = hash_of_tokenizer(settings.tokenizer or files.tokenizer)
 
-    # what the data was, wherever it lies then; random images are no data
+    # Keep hashes of the dataset, which may move. Random images do not count as training data.
     flags['remote'] = None
     flags[DATA] = [*data_before]
     if settings.remote:
@@ -93,15 +99,18 @@ def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset, data_bef
 
 
 def data_of(flags: dict) -> list[dict]:
-    """Return what weights were trained on, phase by phase, from `flags_to_keep`. An empty entry is unknown data."""
-    return flags.get(DATA, [{}])  # weights of another program or an older version do not say
+    """Return the datasets that weights were trained on, phase by phase, from their flags.
+
+    An entry without keys means an unknown dataset, as for weights from another program or an older version.
+    """
+    return flags.get(DATA, [{}])
 
 
 def was_trained_on(flags: dict, index: dict) -> bool | None:
-    """Tell whether weights were trained on the images of an index.json; None: that is not known.
+    """Tell whether weights were trained on the images of an index.json; None if unknown.
 
-    They were if one phase of their training was on this dataset. They were not if each phase was on one side of a
-    conversion, and this dataset is the other side of that conversion. All else is not known.
+    The answer is yes if one phase of their training used this dataset. It is no if every phase used one side of a
+    `convert.py --held_out`, and this dataset is the other side of the same conversion. Otherwise it is unknown.
     """
     data = data_of(flags)
     if any(phase.get(IMAGES_HASH) == hash_of_images(index) for phase in data):
@@ -110,14 +119,14 @@ def was_trained_on(flags: dict, index: dict) -> bool | None:
 
 
 class Mismatch(UserError):
-    """A checkpoint is of another run or model than the one that loads it."""
+    """The checkpoint is from another run or model than the one that loads it."""
 
 
 class SameRun(Callback):
-    """Keeps what a run was told in its checkpoints, and lets no other run go on from them.
+    """Keeps the flags of a run in its checkpoints, and refuses to resume with flags that train another model.
 
     Args:
-        flags: of `flags_to_keep`.
+        flags: the result of `flags_to_keep`.
     """
 
     def __init__(self, flags: dict):
@@ -127,38 +136,39 @@ class SameRun(Callback):
         return {'flags': self.flags}
 
     def load_state_dict(self, state: dict) -> None:
-        """Raise Mismatch if a flag of the run that is resumed, its data or its tokenizer was another.
+        """Raise Mismatch if the resumed run had another value of a flag, other data or another tokenizer.
 
-        A flag that a checkpoint does not hold is a newer one, and had its default.
+        A flag that the checkpoint does not have was added in a newer version, so it had its default.
         """
         before = state['flags']
         now = self.flags
 
-        # the flags that decide what is learned: with another value the losses would go on as those of no run
+        # Compare the flags that decide the result of training. The remedy for a time is its length in batches, because
+        # a longer --max_duration changes the default, and a time in epochs or as a fraction of the run.
         for field in SAME_ON_RESUME:
             flag = field.name
             was = before.get(flag, field.default)
             if comparable_value(flag, was) != comparable_value(flag, now[flag]):
                 remedy = ''
-                if flag in TIMES and was is not None:  # another --max_duration makes it another number of batches
+                if flag in TIMES and was is not None:
                     remedy = f'; give --{flag} {was}'
                 raise Mismatch(f'--{flag} was {was}, and is {now[flag]} now{remedy}')
 
-        # data and tokenizer, by what they hold: they may have moved
+        # Compare data and tokenizer by hash: they may have moved.
         if before.get(DATASET) != now.get(DATASET):
             raise Mismatch(f'the data of --remote has changed since: the hash of its index was '
                            f'{str(before.get(DATASET))[:12]}, and is {str(now.get(DATASET))[:12]} now')
         if before.get(TOKENIZER) != now[TOKENIZER]:
             name = now['tokenizer'] or now['model_name']
-            raise Mismatch(f'the tokenizer of {name} gives other token ids; give that of the run by --tokenizer, '
-                           'such as what export.py makes of the checkpoint')
+            raise Mismatch(f'the tokenizer of {name} gives other token ids; give the tokenizer of the run as '
+                           '--tokenizer, for example a pipeline that export.py makes of the checkpoint')
 
-        # what the weights were trained on before, which the command of a resume need not say again
+        # Take over the data of earlier phases, because a resume does not load --load_weights again.
         now[DATA] = data_of(before)
 
 
 def comparable_value(flag: str, value: Any) -> Any:
-    """Return a flag's value as a resume compares it: caption weights as chances, since order and scale do nothing."""
+    """Return a flag's value for comparison: caption weights as probabilities, because order and scale do not matter."""
     if flag != 'caption_weights':
         return value
     weights = {name: weight for name, weight in dict(value).items() if weight}

@@ -1,4 +1,4 @@
-"""What makes a run that resumes equal to one that never stopped, in this program and in those of others."""
+"""Make a resumed training equal to one that was never interrupted, in this program and in programs of your own."""
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,13 @@ from sdbench.inputs.stream import VerifiedDataset
 
 
 class ExactResume(Callback):
-    """Lets a training that resumes go on exactly: its noise, its data and its optimizer.
+    """Resumes the noise, the data and the optimizer of a training exactly.
 
-    Composer restores the random state in the middle of an epoch only where it spins the loader itself, so every batch
-    has a seed of its own, by run, batch and rank.
+    Composer restores the random state in the middle of an epoch only if it iterates over the skipped batches itself,
+    which it does not do with StreamingDataLoader. Therefore every batch gets a seed from run, batch and rank.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
     """
 
     def __init__(self, seed: int):
@@ -27,13 +27,13 @@ class ExactResume(Callback):
             optimizer.register_load_state_dict_pre_hook(keep_arguments)
 
     def fit_start(self, state, logger) -> None:
-        """Let the data and the optimizer go on where the weights are."""
+        """Continue the data at the right sample, and bring the optimizer state into the right memory layout."""
         dataset = state.train_dataloader.dataset
         if state.timestamp.batch.value and isinstance(dataset, VerifiedDataset):
             dataset.resume_at(state.timestamp.epoch.value, state.timestamp.sample_in_epoch.value)
 
-        # A checkpoint has moments in the memory format of its run, and a fused optimizer pairs weights and moments as
-        # they lie in memory.
+        # A checkpoint has the moments in the memory format of its run. A fused optimizer needs them in the format of
+        # the weights, because it pairs both by their position in memory.
         for optimizer in state.optimizers:
             for parameter, moments in optimizer.state.items():
                 for name, moment in moments.items():
@@ -47,10 +47,10 @@ class ExactResume(Callback):
 
 
 def keep_arguments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that an optimizer loads with the arguments that it was made with, such as `fused`.
+    """Return the saved state of an optimizer with the arguments of the new optimizer, such as `fused`.
 
-    The learning rate is that of the state: the schedule has brought it there. Without this a resumed optimizer has all
-    arguments of the one that was saved, whatever the flags say now.
+    Without this, a resumed optimizer would have all arguments of the saved one, whatever the flags are now. Only the
+    learning rate comes from the saved state, because the schedule has changed it.
     """
     groups = []
     for group, saved in zip(optimizer.param_groups, state['param_groups'], strict=True):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from composer import Callback
 
 from sdbench.flags.train import Train
-from sdbench.training.checkpoints import RUN_NAME, load_checkpoint, write_beside
+from sdbench.training.checkpoints import RUN_NAME, callback_state, load_checkpoint, write_text_in
 
 
 class Identity(NamedTuple):
@@ -37,20 +37,19 @@ def identify_training(settings: Train, checkpoint: str | None) -> Identity:
 
     Args:
         settings: the settings of the run.
-        checkpoint: the path of the checkpoint to resume from; None if the training starts.
+        checkpoint: the path of the checkpoint to resume from; None if the training is new.
 
     Raises OSError if the name cannot be written.
     """
+    # A resumed training keeps its identity. Characters that a folder name should not have become hyphens.
     kept = {}
     if checkpoint:
-        for state in dict(load_checkpoint(checkpoint)['state'].get('callbacks', ())).values():
-            if 'training_id' in state:
-                kept = state
+        kept = callback_state(load_checkpoint(checkpoint)['state'], 'training_id')
     beginning = kept.get('beginning') or os.path.abspath(settings.save_folder or 'run')
-    beginning = re.sub(r'[^\w.-]+', '-', os.path.basename(beginning.rstrip('/'))).strip('-.')  # fit for a folder
+    beginning = re.sub(r'[^\w.-]+', '-', os.path.basename(beginning.rstrip('/'))).strip('-.')
     identity = Identity(kept.get('training_id') or secrets.token_hex(6), beginning or 'run')
     if settings.save_folder and not kept:
-        write_beside(settings.save_folder, RUN_NAME, f'{identity.name}\n')
+        write_text_in(settings.save_folder, RUN_NAME, f'{identity.name}\n')
     return identity
 
 

@@ -1,7 +1,8 @@
-"""Find the largest microbatch that fits into a device's memory, by trials before the run.
+"""Find the largest microbatch that fits into GPU memory, with trial steps before the run starts.
 
-Composer's own search, 'auto', works within the run: if memory runs out in a backward pass, DDP is left in the middle of
-its all-reduce, and a run that searches synchronizes the ranks at every microbatch. Here each trial stands alone.
+Composer's own search (`device_train_microbatch_size='auto'`) runs inside training. If it runs out of memory in a
+backward pass, DDP is stuck in the middle of an all-reduce, and while it searches, the ranks synchronize at every
+microbatch. The trials here run outside of DDP, so a failed one leaves nothing behind.
 """
 import bisect
 import dataclasses
@@ -21,18 +22,18 @@ from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.training.ranks import print_on_rank_0
 
-SPARE_SHARE = 1 / 32  # of a GPU's memory, kept free for the fragmentation of a long run and for NCCL's channels
-SMALLER_MICROBATCH = 'a smaller --device_train_microbatch_size'  # a change that takes less memory
+RESERVED_FRACTION = 1 / 32  # of GPU memory, kept free for the fragmentation of a long run and for NCCL's channels
+SMALLER_MICROBATCH = 'a smaller --device_train_microbatch_size'  # a key of `changes_that_take_less`
 
-# Errors of CUDA's libraries that find no memory for handles and workspaces, and of kernels whose 32-bit indices do not
-# reach that many elements. For a single image they have another cause, and are raised.
+# CUDA's libraries raise these errors if there is no memory for their handles and workspaces, and kernels with 32-bit
+# indices raise them for too many elements. With a single image the cause is something else, so they are raised.
 TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse32BitIndexMath'
 
 
 def changes_that_take_less(settings: Train) -> dict[str, Train]:
-    """Return the settings of a run with each change that takes less memory, by the change in words.
+    """Return the settings with each change that saves memory, keyed by a description of the change.
 
-    What was given already is not among them. The first two take time and change nothing of what is learned.
+    Changes that the user has already made are skipped. The first two make a step slower, but train the same model.
     """
     half = settings.image_size // 16 * 8
     changes = {}
@@ -42,13 +43,17 @@ def changes_that_take_less(settings: Train) -> dict[str, Train]:
     changes['without --use_ema'] = {'use_ema': False}
     if half >= 64:
         changes[f'--image_size {half}'] = {'image_size': half}
-    changes['latents (encode.py)'] = {'encoders': ENCODERS[True]}  # last: `run_as` does not bring the VAE back
+    changes['latents (encode.py)'] = {'encoders': ENCODERS[True]}  # must be last: `run_as` cannot bring the VAE back
     changed = {change: dataclasses.replace(settings, **flags) for change, flags in changes.items()}
     return {change: other for change, other in changed.items() if other != settings}
 
 
 def memory_advice(fits_with: dict[str, bool]) -> str:
-    """Say what to do where memory is too small, by whether each change of `changes_that_take_less` is enough."""
+    """Return advice for a GPU with too little memory.
+
+    Args:
+        fits_with: for each key of `changes_that_take_less`, whether that change alone is enough.
+    """
     enough = [change for change, fits in fits_with.items() if fits]
     if enough:
         return f'each of these alone is enough: {"; ".join(enough)}'
@@ -58,10 +63,14 @@ def memory_advice(fits_with: dict[str, bool]) -> str:
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the largest of some sizes that fits; None: not even the first does. By halves, each is tried once at most.
+    """Return the largest size for which `fits` is true, by binary search; None if not even the smallest size fits.
 
-    A search on a GPU and a dry run both ask here. The first size comes first: it is of one image, so that CUDA's
-    libraries make their handles and workspaces while there is room.
+    Both the search on a GPU and a dry run use this. The smallest size, one image, is tried first, because CUDA's
+    libraries then allocate their handles and workspaces while there is still memory.
+
+    Args:
+        sizes: the candidates, in ascending order.
+        fits: tells whether a size fits. It is called at most once for each size.
     """
     if not fits(sizes[0]):
         return None
@@ -71,34 +80,33 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
 
 def with_found_microbatch(settings: Train, model: ComposerModel,
                           build_optimizer: Callable[[], torch.optim.Optimizer]) -> Train:
-    """Return the settings with the largest microbatch that trains within the memory of every rank, if it is open.
+    """Return the settings with a microbatch of `auto` replaced by the largest one that fits on every rank.
 
-    All ranks try a size at once, so that none waits for another. A trial does what the first two batches of the run do,
-    with the memory occupied that the run will occupy. It changes no weights.
+    A trial does what the first two batches of the run do, while the memory that the run needs for other things is
+    occupied. It does not change the weights. All ranks try each size at the same time, because each needs the others'
+    answers.
 
     Args:
-        settings: of the run.
-        model: with its switches; it is moved to its device. Compiled parts run uncompiled: compiling takes minutes for
-            each size, and a compiled model usually needs less memory.
-        build_optimizer: makes that of the run.
+        settings: the settings of the run.
+        model: the model with its switches applied. It is moved to its device. Compiled parts run uncompiled, because
+            compiling takes minutes for each size, and a compiled model usually needs less memory.
+        build_optimizer: builds the optimizer of the run.
 
     Raises UserError if not even one image fits.
     """
     if settings.device_train_microbatch_size != 'auto':
         return settings
-
-    # each size on all ranks, until one has no room for it
     get_device().module_to_device(model)
 
     def fits_on_all(settings: Train, size: int) -> bool:
-        copies = int(settings.use_ema) + int(settings.num_devices > 1)  # the average, and the buckets of DDP
+        copies = int(settings.use_ema) + int(settings.num_devices > 1)  # the EMA weights, and the buckets of DDP
         fits_here = fits(model, size, settings.precision, copies, build_optimizer)
         return all(dist.all_gather_object(fits_here))
 
     with torch.compiler.set_stance('force_eager'):
         largest = largest_that_fits(settings.microbatch_sizes, partial(fits_on_all, settings))
         if largest is None:
-            # The run ends here, so the model may change for the trials of what takes less.
+            # Find out which changes would help. They may alter the model, because the run ends here.
             fits_with = {}
             for change, changed in changes_that_take_less(settings).items():
                 run_as(model, changed)
@@ -110,7 +118,10 @@ def with_found_microbatch(settings: Train, model: ComposerModel,
 
 
 def run_as(model: ComposerModel, settings: Train) -> None:
-    """Let a model run at the image size of other settings, with checkpointing or without, and on latents: for good."""
+    """Change a model to the image size, the gradient checkpointing and the latents of other settings.
+
+    This cannot be undone: on latents the model loses its VAE.
+    """
     model.latent_size = model.latent_size * settings.image_size // model.image_size
     model.image_size = settings.image_size
     if settings.gradient_checkpointing:
@@ -123,9 +134,9 @@ def run_as(model: ComposerModel, settings: Train) -> None:
 
 def fits(model: ComposerModel, size: int, precision: str, copies: int,
          build_optimizer: Callable[[], torch.optim.Optimizer]) -> bool:
-    """Tell whether a microbatch of `size` images fits on this rank, next to `copies` copies of the weights.
+    """Tell whether a microbatch of `size` images fits on this rank, next to `copies` copies of the trained weights.
 
-    It frees all memory that the trial took.
+    All memory of the trial is freed.
     """
     try:
         train_twice(model, size, precision, copies, build_optimizer)
@@ -134,57 +145,57 @@ def fits(model: ComposerModel, size: int, precision: str, copies: int,
         if not is_too_large(error, size):
             raise
         return False
-    finally:  # after the error and its traceback, which hold tensors, are gone
+    finally:  # by now the error and its traceback, which held tensors, are gone
         model.zero_grad(set_to_none=True)
-        gc.collect()  # a library's error can hold its traceback in a cycle
+        gc.collect()  # an error from a library can hold its traceback in a reference cycle
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 def is_too_large(error: RuntimeError, size: int) -> bool:
-    """Tell whether fewer images than `size` may avoid an error: memory ran out, or an index passes 32 bits."""
+    """Tell whether a smaller microbatch may avoid an error: memory ran out, or an index exceeds 32 bits."""
     return is_out_of_memory(error) or (size > 1 and re.search(TOO_LARGE, str(error)) is not None)
 
 
 def train_twice(model: ComposerModel, size: int, precision: str, copies: int,
                 build_optimizer: Callable[[], torch.optim.Optimizer]) -> None:
-    """Run forward and backward for two batches of `size` images, with the memory occupied that a run occupies.
+    """Train on two batches of `size` images, with as much memory occupied as in a run.
 
-    The optimizer makes its state between the two, as in a run: it takes space that the activations of the first batch
-    have freed, and those of the second must fit around it.
+    The optimizer allocates its state between the two batches, as in a run. The state takes memory that the activations
+    of the first batch have freed, and the activations of the second batch must fit around it.
 
     Raises RuntimeError if memory runs out.
     """
-    # gradients, copies of the weights, and what is kept free
+    # Allocate what a real step holds besides activations: gradients, EMA weights and DDP buckets, and a reserve for
+    # fragmentation and NCCL.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     occupied = []
     for parameter in trainable:
-        parameter.grad = torch.zeros_like(parameter)  # as all but the first microbatch of a batch have them
+        parameter.grad = torch.zeros_like(parameter)  # every microbatch of a batch except the first one finds gradients
         occupied += [torch.empty_like(parameter) for _ in range(copies)]
     if torch.cuda.is_available():
-        spare = int(torch.cuda.mem_get_info()[1] * SPARE_SHARE)
-        occupied.append(torch.empty(spare, dtype=torch.uint8, device='cuda'))
+        reserved = int(torch.cuda.mem_get_info()[1] * RESERVED_FRACTION)
+        occupied.append(torch.empty(reserved, dtype=torch.uint8, device='cuda'))
 
-    # the first batch
     forward_and_backward(model, size, precision)
 
-    # a step that leaves the weights as they are: of gradients of 0, which in fp16 may not have been finite, at a rate
-    # of 0
+    # Take one optimizer step to allocate its state. Gradients and learning rate are zero, so the weights do
+    # not change. (In fp16 the gradients of the trial may be inf or NaN, which is why they are zeroed first.)
     optimizer = build_optimizer()
     torch._foreach_zero_([parameter.grad for parameter in trainable])
     for group in optimizer.param_groups:
         group['lr'] = 0.0
     optimizer.step()
 
-    # the second batch
+    # Train on the second batch, which holds the peak of the run.
     forward_and_backward(model, size, precision)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # a kernel's own error comes late
+        torch.cuda.synchronize()  # errors inside of kernels are reported only now
     del occupied, optimizer
 
 
 def forward_and_backward(model: ComposerModel, size: int, precision: str) -> None:
-    """Run forward and backward for one blank microbatch, as Composer's Trainer does."""
+    """Run forward and backward for one microbatch of zeros, as Composer's Trainer does."""
     microbatch = blank_batch(model, size, get_device()._device)
     with get_precision_context(precision):
         outputs = model.train()(microbatch)

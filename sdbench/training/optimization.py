@@ -1,4 +1,4 @@
-"""What a step learns: at which rate, of which images more, with clipped gradients, and only where all is finite."""
+"""Learning rate schedules, Min-SNR loss weights, gradient clipping, and protection from steps that are not finite."""
 import torch
 from composer import Callback, optim
 from composer.core import Precision
@@ -6,9 +6,9 @@ from composer.utils import dist
 
 from sdbench.errors import DataError
 
-MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights will not recover
-GRADIENT_NORM = 'l2_norm/grad/global'  # as Composer's OptimizerMonitor calls it
-SCHEDULES = {  # without a warm-up, and after one
+MOST_SKIPS_IN_A_ROW = 10  # after more skipped steps the weights will not recover
+GRADIENT_NORM = 'l2_norm/grad/global'  # the name in Composer's OptimizerMonitor
+SCHEDULES = {  # each without and with a warm-up
     'constant': (optim.ConstantScheduler, optim.ConstantWithWarmupScheduler),
     'cosine': (optim.CosineAnnealingScheduler, optim.CosineAnnealingWithWarmupScheduler),
     'linear': (optim.LinearScheduler, optim.LinearWithWarmupScheduler),
@@ -16,15 +16,15 @@ SCHEDULES = {  # without a warm-up, and after one
 
 
 def build_schedule(name: str, warmup: str | None, final: float = 0.0) -> optim.ComposerScheduler:
-    """Build the schedule of the learning rate, as multiples of --learning_rate.
+    """Build the learning rate schedule, as multiples of --learning_rate.
 
     Args:
-        name: one of SCHEDULES.
-        warmup: time of the linear warm-up, such as 10000ba; None or empty: there is none.
-        final: the multiple at which cosine and linear end.
+        name: a key of SCHEDULES.
+        warmup: length of the linear warm-up, such as 10000ba; None or empty for no warm-up.
+        final: the final multiple of the schedules cosine and linear.
     """
     plain, with_warmup = SCHEDULES[name]
-    end = {'alpha_f': final} if final else {}  # constant has no end
+    end = {'alpha_f': final} if final else {}  # the constant schedules do not take this argument
     if warmup:
         return with_warmup(warmup, **end)
     return plain(**end)
@@ -45,17 +45,17 @@ def min_snr_weights(alphas_cumprod: torch.Tensor, gamma: float, prediction_type:
 
 
 class FiniteSteps(Callback):
-    """Stops the run at a step that is not finite, or leaves it out, and clips the gradients of the others.
+    """Stops the run at a loss or gradient that is inf or NaN, or skips the step, and clips the gradients of all others.
 
-    A loss can be finite where a gradient is not, and one such step ruins weights and average. With fp16, gradients that
-    are not finite are expected: Composer's GradScaler leaves such a step out and lowers its scale.
+    Gradients can be inf or NaN even if the loss is finite, and one such step ruins the weights and the EMA. In fp16
+    such gradients are expected: Composer's GradScaler skips the step and lowers its scale.
 
     Args:
-        on_nan: 'stop' ends the run at a loss or gradient that is not finite, 'skip' leaves that step out, up to
-            MOST_SKIPS_IN_A_ROW.
-        clip_grad_norm: what the norm of all gradients of a step is scaled down to, where it is larger; None: it stays.
+        on_nan: 'stop' ends the run at a loss or gradient that is not finite; 'skip' skips the step, up to
+            MOST_SKIPS_IN_A_ROW times.
+        clip_grad_norm: largest allowed norm of all gradients of a step; None for no limit.
 
-    Logs `l2_norm/grad/global`, the norm of all gradients of a step before they are clipped.
+    Logs `l2_norm/grad/global`, the norm of all gradients of a step before clipping.
     """
 
     def __init__(self, on_nan: str = 'stop', clip_grad_norm: float | None = None):
@@ -63,7 +63,7 @@ class FiniteSteps(Callback):
         self.clip_grad_norm = clip_grad_norm
         self.skipped_batches = 0
         self._skips_in_a_row = 0
-        self._loss: float | torch.Tensor = 0.0  # of the microbatches of this batch so far
+        self._loss: float | torch.Tensor = 0.0  # sum over the microbatches of this batch so far
 
     def before_train_batch(self, state, logger) -> None:
         self._loss = 0.0
@@ -72,8 +72,9 @@ class FiniteSteps(Callback):
         self._loss = self._loss + state.loss.detach()
 
     def after_train_batch(self, state, logger) -> None:
-        """Agree with the other ranks, before the optimizer steps, on whether it does, and clip the gradients."""
-        # the norm of what the optimizer moves: it has a list, where a model would be searched through all its modules
+        """Agree with the other ranks on whether the optimizer steps, and clip the gradients."""
+        # Compute the norm of the gradients. The optimizer has a list of its parameters, which is faster than a search
+        # through all modules of the model.
         parameters = []
         for optimizer in state.optimizers:
             for group in optimizer.param_groups:
@@ -81,15 +82,18 @@ class FiniteSteps(Callback):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
 
-        # what all ranks agree on, as their gradients are one: a GPU is waited for once
+        # All ranks must decide alike, because their gradients are averaged. With one tensor for all three values, the
+        # CPU waits for the GPU only once.
         agreed = torch.stack([torch.isfinite(self._loss), torch.isfinite(norm), norm])  # float32
         dist.all_reduce(agreed, 'MIN')
         loss_is_finite, gradients_finite, norm_in_log = agreed.tolist()
         logger.log_metrics({GRADIENT_NORM: norm_in_log})
-        # the GradScaler of fp16 looks itself; Composer 0.32.1 makes one in every precision, on a GPU always enabled
+        # In fp16 the GradScaler handles such gradients itself. Ask for the precision and not for an enabled scaler:
+        # Composer 0.32.1 has an enabled one in every precision.
         gradients_finite = gradients_finite or state.precision == Precision.AMP_FP16
 
-        # Composer's own GradientClipping comes before callbacks, and makes zeros of gradients whose norm is infinite
+        # Clip here. Composer's own GradientClipping runs before callbacks and turns gradients with an infinite norm to
+        # zeros, which would hide them.
         if loss_is_finite and gradients_finite:
             self._skips_in_a_row = 0
             if self.clip_grad_norm is not None:
@@ -98,18 +102,18 @@ class FiniteSteps(Callback):
             self._stop_or_skip(state, 'a gradient' if loss_is_finite else 'the loss')
 
     def _stop_or_skip(self, state, what: str) -> None:
-        """Leave the step out, or raise DataError."""
+        """Skip the step, or raise DataError."""
         found = f'{what} of batch {state.timestamp.batch.value + 1} is not finite'
         if self.on_nan == 'stop':
-            raise DataError(f'{found}, at microbatch size {state.device_train_microbatch_size}; --on_nan skip leaves '
-                            'such steps out')
+            raise DataError(f'{found}, at microbatch size {state.device_train_microbatch_size}; --on_nan skip skips '
+                            'such steps')
         self.skipped_batches += 1
         self._skips_in_a_row += 1
         if self._skips_in_a_row > MOST_SKIPS_IN_A_ROW:
-            raise DataError(f'{found}, and {MOST_SKIPS_IN_A_ROW} steps before it were left out for that; go on from '
-                            'an earlier checkpoint, in another precision or with another seed')
+            raise DataError(f'{found}, and the {MOST_SKIPS_IN_A_ROW} steps before it were skipped for the same reason; '
+                            'resume from an earlier checkpoint, in another precision or with another seed')
         for optimizer in state.optimizers:
-            optimizer.zero_grad(set_to_none=True)  # without gradients the step changes nothing
+            optimizer.zero_grad(set_to_none=True)  # without gradients the optimizer changes nothing
 
     def state_dict(self) -> dict:
         return {'skipped_batches': self.skipped_batches}
@@ -118,5 +122,5 @@ class FiniteSteps(Callback):
         self.skipped_batches = state['skipped_batches']
 
     def figures(self, all_ranks: bool) -> dict:
-        """Return the record's figure of steps that were left out, which all ranks agree on."""
+        """Return the number of skipped steps for the record, which is the same on all ranks."""
         return {'skipped_batches': self.skipped_batches}

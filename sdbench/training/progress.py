@@ -1,4 +1,4 @@
-"""Show the progress of a training, and what it has learned by the loss on held-out samples."""
+"""Show the progress of a training, and evaluate the loss on held-out samples."""
 import math
 import sys
 
@@ -12,16 +12,16 @@ from sdbench.process import progress_bar
 from sdbench.training.compatibility import SameRun, was_trained_on
 from sdbench.training.spending import Spending
 
-METRIC = 'MeanSquaredError'  # of an evaluation; Composer logs it as metrics/eval/MeanSquaredError
+METRIC = 'MeanSquaredError'  # name of the evaluation's metric, which Composer logs as metrics/eval/MeanSquaredError
 
 
 class Progress(Callback):
-    """Shows on rank 0 the progress of the whole training: images, speed, time left, the batch, its loss and dollars.
+    """Shows a progress bar on rank 0 for the whole training: images, speed, time left, batch, loss and dollars.
 
-    Composer's own bar counts the batches of an epoch only, and in a log it writes a line for each batch.
+    Composer's own bar shows only the current epoch, and it writes one line per batch into a log file.
 
     Args:
-        batch_size: images of a batch, over all ranks.
+        batch_size: images per batch, over all ranks.
     """
 
     def __init__(self, batch_size: int):
@@ -33,7 +33,7 @@ class Progress(Callback):
         self.bar = progress_bar(images, ' images', state.timestamp.sample.value, hidden=dist.get_global_rank() > 0)
 
     def batch_end(self, state: State, logger) -> None:
-        """Show the batch with its loss, unless it was skipped, and the dollars until now, where a price is given."""
+        """Show the batch, its loss unless the step was skipped, and the dollars so far if there is a price."""
         parts = [f'batch {state.timestamp.batch.value}']
         loss = state.total_loss_dict.get('loss/train/total')
         if loss is not None:
@@ -47,15 +47,15 @@ class Progress(Callback):
         self.bar.update(self.batch_size)
 
     def close(self, state: State, logger) -> None:
-        """Close the bar, so that what is printed next begins a new line."""
+        """Close the bar, so the next output begins on a new line."""
         if self.bar is not None:
             self.bar.close()
 
 
 def is_held_out(state: State, samples: Dataset) -> bool:
-    """Tell whether the samples of an evaluation are known to be held out from all that the weights were trained on.
+    """Tell whether an evaluation's samples are known to be held out from everything that the weights were trained on.
 
-    In a program without SameRun, which keeps what they were trained on, that is never known.
+    SameRun keeps the datasets of the training. In a program without SameRun the answer is always no.
     """
     for callback in state.callbacks:
         if isinstance(callback, SameRun):
@@ -64,15 +64,15 @@ def is_held_out(state: State, samples: Dataset) -> bool:
 
 
 class HeldOutLoss(Callback):
-    """Says the loss on held-out samples at each evaluation on rank 0, and remembers what the record says of them."""
+    """Prints the loss on held-out samples at each evaluation on rank 0, and keeps the evaluations for the record."""
 
     def __init__(self):
         self.found = {'evaluations': [], 'eval_loss': None, 'eval_batch': None, 'eval_samples': None,
                       'eval_held_out': None}
 
     def eval_end(self, state: State, logger) -> None:
-        # what the record has, which all ranks know
-        loss = float(state.eval_metrics[state.dataloader_label][METRIC].compute())  # over all ranks
+        # Keep the result on all ranks, because each makes the record. A loss that is not finite becomes None (JSON).
+        loss = float(state.eval_metrics[state.dataloader_label][METRIC].compute())  # over the samples of all ranks
         batch = state.timestamp.batch.value
         samples = state.dataloader.dataset
         is_known = is_held_out(state, samples)
@@ -81,7 +81,7 @@ class HeldOutLoss(Callback):
         self.found |= {'eval_loss': kept, 'eval_batch': batch, 'eval_samples': len(samples),
                        'eval_held_out': is_known}
 
-        # what people see, over the bar
+        # Print above the progress bar.
         which = 'the held-out samples'
         if not is_known:
             which = 'samples that are not known to be held out'
@@ -89,7 +89,7 @@ class HeldOutLoss(Callback):
             tqdm.write(f'batch {batch}: loss {loss:.4g} on {which}', file=sys.stderr)
 
     def state_dict(self) -> dict:
-        return self.found  # so that the record of a resumed training has the evaluations of all of it
+        return self.found  # the record of a resumed training includes earlier evaluations
 
     def load_state_dict(self, state: dict) -> None:
         self.found = state

@@ -1,4 +1,4 @@
-"""Start, synchronize and end the ranks of a run, also at Ctrl-C or SIGTERM."""
+"""Start, synchronize and end the ranks of a run, including the end after Ctrl-C or SIGTERM."""
 import os
 import signal
 import sys
@@ -15,7 +15,8 @@ from sdbench.errors import DataError, UserError, one_line
 from sdbench.process import cpu_cores
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ENDING = b'\na signal came: the run ends with this batch; a launcher waits 30 seconds for it (Ctrl-C again: at once)\n'
+ENDING = (b'\na signal came: the run ends after this batch; a launcher kills it after 30 seconds, and a second Ctrl-C '
+          b'kills it now\n')
 
 
 def join_ranks(timeout: int) -> None:
@@ -24,35 +25,35 @@ def join_ranks(timeout: int) -> None:
     Args:
         timeout: seconds to wait for all ranks, now and in each collective operation.
 
-    Raises UserError if two ranks would share a GPU, or not all came within `timeout`.
+    Raises UserError if two ranks would share a GPU, or if some ranks do not join within `timeout`.
     """
-    # Nothing that touches a GPU, and so may fail, comes before this.
+    # Count GPUs before anything uses one, because the use of a missing GPU fails with an obscure error.
     processes = dist.get_local_world_size()
     gpus = torch.cuda.device_count()
     if torch.cuda.is_available() and processes > gpus:
         raise UserError(f'composer -n {processes} is more than the GPUs of this machine; use -n {gpus}')
-    device = get_device()  # by which Composer lets float32 be multiplied in TF32, on one GPU as on several
+    device = get_device()  # a side effect is that Composer enables TF32, also on a single GPU
     if dist.get_world_size() == 1:
         return
 
-    # The ranks meet.
+    # Join the process group. On a CPU, ranks that each use all cores are 10 times slower.
     if dist.get_local_world_size() > 1 and 'OMP_NUM_THREADS' not in os.environ:
         cores = cpu_cores() // dist.get_local_world_size()
-        torch.set_num_threads(max(1, cores))  # each rank on all cores is 10 times slower on a CPU
+        torch.set_num_threads(max(1, cores))
     try:
         dist.initialize_dist(device, timeout)
-    except (RuntimeError, ValueError) as error:  # torch's DistError and its kinds are RuntimeErrors
+    except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         address = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
         raise UserError(f'the {dist.get_world_size()} processes of this run did not meet at {address} within '
-                        f'{timeout} seconds ({one_line(error, 200)}); check that every node runs, and can reach it'
-                        ) from None
+                        f'{timeout} seconds ({one_line(error, 200)}); check that every node runs, and can reach this '
+                        'address') from None
 
 
 def destroy_nccl_group() -> None:
-    """Destroy the process group of a run that completed on several GPUs; torch warns if a process ends without.
+    """Destroy the NCCL process group of a complete run; otherwise torch prints a warning when the process ends.
 
-    Gloo's group is not destroyed. Up to torch 2.7 that can deadlock: it holds Python's GIL while it waits for a thread,
-    which may wait for the GIL to free the last tensor that was gathered
+    A Gloo group is left alone. Up to torch 2.7, destroying it can deadlock: it holds Python's GIL while it waits for a
+    thread, and the thread may wait for the GIL to free the last gathered tensor
     (https://github.com/pytorch/pytorch/pull/154976).
     """
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == 'nccl':
@@ -66,9 +67,9 @@ def print_on_rank_0(text: str) -> None:
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
-    """Call a function on rank 0 alone, and return its result on all ranks.
+    """Call a function on rank 0 only, and return its result on all ranks.
 
-    Raises what `on_every_rank` does.
+    Raises the same errors as `on_every_rank`.
     """
     def on_this_rank() -> Any:
         return function() if dist.get_global_rank() == 0 else None
@@ -76,20 +77,21 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
 
 def on_every_rank(function: Callable[[], Any]) -> list[Any]:
-    """Call a function on each rank, and return the results of all ranks, in their order.
+    """Call a function on each rank, and return the results of all ranks, sorted by rank.
 
-    An error on one rank ends all, so that none waits for another in its next collective operation. There it is raised
-    as it is, and on the others as UserError or DataError, by whose fault it is, with the same words.
+    If it fails on one rank, all ranks raise, because otherwise they would wait for that rank in the next collective
+    operation. The rank itself raises its own error. The others raise the same message as UserError if it was one, and
+    else as DataError.
     """
-    # what it returns or raises here
+    # Call it, and catch every error, because the other ranks must hear of it.
     value = None
     failure = None
     try:
         value = function()
-    except Exception as error:  # also what nobody foresaw
+    except Exception as error:
         failure = error
 
-    # what it did on the others
+    # Exchange results and errors with the other ranks.
     kind = UserError if isinstance(failure, UserError) else DataError
     answers = dist.all_gather_object((value, kind, failure and one_line(failure)))
     if failure is not None:
@@ -101,20 +103,20 @@ def on_every_rank(function: Callable[[], Any]) -> list[Any]:
 
 
 class GracefulStop(Callback):
-    """Ends the training on all ranks at the end of the batch in which SIGINT or SIGTERM comes to one of them, or `end`.
+    """Ends the training on all ranks after the current batch, if any rank receives SIGINT or SIGTERM or calls `end`.
 
-    It must come before the callbacks that save. It is also a context manager, around all that is to be finished after a
-    signal: it handles signals from the start of the training until the context ends. A second Ctrl-C ends the process
-    at once. A second SIGTERM does not, because a cluster and the launcher both send one. A training that begins later
-    ends before its first batch.
+    It must come before the callbacks that save. It is also a context manager: it handles signals from the start of the
+    training until the context ends, so work inside the context can be finished after a signal. A second Ctrl-C ends the
+    process immediately. A second SIGTERM does not, because a cluster and the launcher both send one. A training that
+    starts after the signal ends before its first batch.
 
     Attributes:
-        interrupted: whether the training was ended so.
+        interrupted: whether a signal or `end` has ended the training.
     """
 
     def __init__(self):
         self.interrupted = False
-        self._has_come = False  # to this rank
+        self._was_asked = False  # whether this rank has received a signal or a call of `end`
         self._handlers_before: dict = {}
 
     def __enter__(self) -> 'GracefulStop':
@@ -128,24 +130,28 @@ class GracefulStop(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         if not self._handlers_before:
             self._handlers_before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        self.batch_end(state, logger)  # a program may call `fit` again after the signal
+        self.batch_end(state, logger)  # a program may call `fit` once more after the signal
 
     def _note(self, number: int, frame) -> None:
-        """Handle a signal: note it, and let the next Ctrl-C end the process."""
+        """Handle a signal: remember it, and let the next Ctrl-C end the process."""
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
-        if not self._has_come and dist.get_global_rank() == 0:
+        if not self._was_asked and dist.get_global_rank() == 0:
             os.write(2, ENDING)
-        self._has_come = True
+        self._was_asked = True
 
     def end(self) -> None:
-        """End the training with the batch that it is in, as a signal does."""
-        self._has_come = True
+        """End the training after the current batch, as a signal does."""
+        self._was_asked = True
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        has_come = state.device.tensor_to_device(torch.tensor(int(self._has_come)))
-        dist.all_reduce(has_come, 'MAX')
-        if has_come.item():
+        """End the training if any rank was asked to. A checkpoint follows, but no evaluation.
+
+        An evaluation can take longer than a cluster waits before it kills the run.
+        """
+        was_asked = state.device.tensor_to_device(torch.tensor(int(self._was_asked)))
+        dist.all_reduce(was_asked, 'MAX')
+        if was_asked.item():
             self.interrupted = True
-            state.stop_training()  # Composer saves at the end of a training
-            state.evaluators = []  # and would evaluate, which can take longer than a cluster waits
+            state.stop_training()
+            state.evaluators = []

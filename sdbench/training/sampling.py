@@ -1,4 +1,4 @@
-"""--sample_prompts: what the model draws while it is trained."""
+"""Generate images from --sample_prompts during the training."""
 import math
 import sys
 from pathlib import Path
@@ -25,13 +25,12 @@ from sdbench.training.ranks import GracefulStop
 
 
 def read_prompts(path: str | None) -> list[str]:
-    """Read the prompts of --sample_prompts, one per line; none where the flag is not given.
+    """Read the prompts of --sample_prompts, one per line without empty lines; none if the flag is not given.
 
-    Raises UserError if the file cannot be read or holds none.
+    Raises UserError if the file cannot be read or holds no prompt.
     """
     if path is None:
         return []
-    # what is drawn; an empty line is not
     lines = read_text(path, f'--sample_prompts {path}, a text file with one prompt on each line,').split('\n')
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
@@ -40,23 +39,23 @@ def read_prompts(path: str | None) -> list[str]:
 
 
 class Sampling(Callback):
-    """Draws a picture of each prompt at each interval and at the end of a run: a grid, kept as a PNG and logged.
+    """Generates one image per prompt at each interval and at the end of a run, and saves and logs them as a grid.
 
-    The pictures stand in rows in the order of their prompts, each with its prompt and the batch below it. The PNG's
-    text has the prompts, too. Rank 0 draws between two batches, with the averaged weights where there are any, and from
-    the same noise each time. The other ranks wait for it. A drawing that fails is warned of, and the training goes on.
-    What is due in a batch that a signal ends is drawn when the run is resumed.
+    Below each image are its prompt and the batch. The grid is a PNG, whose metadata has the prompts, too. Rank 0
+    generates between two batches, with the EMA weights if there are any, and from the same noise each time, while the
+    other ranks wait. If it fails, rank 0 prints a warning and the training continues. Images that are due in a batch
+    that a signal ends are generated when the run is resumed.
 
-    Training stays as it is to the bit: nothing here takes from torch's random state, and what is compiled for training
-    is neither run nor compiled again.
+    The training result does not change by a single bit: nothing here uses torch's global random state, and the
+    compiled model of the training is neither run nor compiled again.
 
     Args:
-        settings: of the run.
-        prompts: what is drawn.
-        model: where it trains on latents, the VAE of `files` decodes.
-        files: of the model.
-        stopwatch: of the run, which counts the seconds apart.
-        stop: of the run.
+        settings: the settings of the run.
+        prompts: the prompts.
+        model: the model. If it trains on latents, a VAE is loaded from `files`.
+        files: the files of the model.
+        stopwatch: the stopwatch of the run, which excludes this time from the speed.
+        stop: tells whether a signal has ended the training.
     """
 
     def __init__(self, settings: Train, prompts: list[str], model: ComposerModel, files: ModelFiles,
@@ -69,6 +68,7 @@ class Sampling(Callback):
         self.stop = stop
 
     def after_load(self, state: State, logger: Logger) -> None:
+        """Tokenize the prompts, and load a VAE if the model has none, before the clock runs."""
         if dist.get_global_rank() == 0:
             device = next(self.model.unet.parameters()).device
             tokenizer = build_fitting_tokenizer(self.settings.tokenizer, self.files)
@@ -81,39 +81,40 @@ class Sampling(Callback):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if not self.stop.interrupted:
-            self.draw_if_due(state, logger)
+            self.generate_if_due(state, logger)
 
-    def draw_if_due(self, state: State, logger: Logger) -> None:
-        """Draw and keep the pictures, where the batch that has ended is one of the interval, or the last."""
+    def generate_if_due(self, state: State, logger: Logger) -> None:
+        """Generate and save images if the batch that has ended is due by the interval, or is the last one."""
         if not is_due(state.timestamp.batch.value, self.settings.sample_interval, self.settings.max_duration):
             return
-        # on rank 0; the seconds of all ranks count apart, until that one is through
+        # Whatever fails here, a full disk or too little memory, must not end weeks of training. All ranks wait for
+        # rank 0 and exclude the time from their speed.
         self.stopwatch.count_as('sampling')
         if dist.get_global_rank() == 0:
             try:
-                self._draw_and_keep(state, logger)
-            except Exception as error:  # of a disk, of memory: whatever it is, weeks of training do not end with it
-                tqdm.write(f'warning: nothing was drawn at batch {state.timestamp.batch.value} '
-                           f'({type(error).__name__}: {one_line(error, 200)}); the training goes on', file=sys.stderr)
+                self._generate_and_save(state, logger)
+            except Exception as error:
+                tqdm.write(f'warning: no images were generated at batch {state.timestamp.batch.value} '
+                           f'({type(error).__name__}: {one_line(error, 200)}); the training continues', file=sys.stderr)
         dist.barrier()
-        self.stopwatch.count_as('checkpoint')  # which comes next
+        self.stopwatch.count_as('checkpoint')  # a checkpoint may follow
 
-    def _draw_and_keep(self, state: State, logger: Logger) -> None:
-        """Draw with the weights of now, and keep the grid as a PNG and with the loggers."""
-        # the EMA weights if the EMA has started, or else the raw weights
+    def _generate_and_save(self, state: State, logger: Logger) -> None:
+        """Generate images with the current weights, and save their grid as a PNG and with the loggers."""
+        # Use the EMA weights if the EMA has started, or else the raw weights.
         unet, weights = self.model.unet, 'raw'
         for algorithm in state.algorithms:
             if getattr(algorithm, 'ema_started', False):  # of EMA
                 unet, weights = algorithm.get_ema_model(self.model).unet, 'EMA'
 
-        # a picture of each prompt, with the prompt and the batch below it, in a grid
-        pictures = self.draw(unet, state.device_train_microbatch_size)
+        # Put the images into a nearly square grid, in the order of the prompts.
+        images = self.generate(unet, state.device_train_microbatch_size)
         captions = [f'{prompt} (batch {state.timestamp.batch.value})' for prompt in self.prompts]
-        cells = [pil_to_tensor(cell) for cell in with_captions(pictures, captions)]
+        cells = [pil_to_tensor(cell) for cell in with_captions(images, captions)]
         columns = math.ceil(math.sqrt(len(cells)))
-        grid = make_grid(cells, columns, padding=0, pad_value=255)  # uint8 (3, H, W), white behind the last
+        grid = make_grid(cells, columns, padding=0, pad_value=255)  # uint8 (3, H, W), empty cells are white
 
-        # as a PNG that says what it shows, and as an image of the loggers
+        # Write the prompts and the kind of weights into the PNG, because the file may be copied elsewhere.
         text = PngInfo()
         text.add_itxt('prompts', '\n'.join(self.prompts))
         text.add_itxt('weights', weights)
@@ -123,26 +124,26 @@ class Sampling(Callback):
             to_pil_image(grid).save(file, 'PNG', pnginfo=text)
         logger.log_images(grid.numpy(), 'samples', use_table=False)
 
-    def draw(self, unet: torch.nn.Module, microbatch: int) -> list[Image.Image]:
-        """Draw the pictures, with no more at once in the UNet than in training, where gradients come on top."""
-        at_once = max(1, microbatch // 2)  # each is there with its caption and without
+    def generate(self, unet: torch.nn.Module, microbatch: int) -> list[Image.Image]:
+        """Generate one image per prompt, in batches that need less memory than a microbatch of the training."""
+        batch_size = max(1, microbatch // 2)  # guidance runs the UNet on each image twice, with and without its prompt
         side = self.model.image_size
         pipeline = build_pipeline(unet, self._vae, self.model.scheduler.config)
-        pictures = []
+        images = []
         was_training = unet.training
         unet.eval()
         try:
-            for first in range(0, len(self._tokens), at_once):
-                tokens = self._tokens[first:first + at_once]  # (B, 77)
-                noise = seeded(self.settings.seed + first + index for index in range(len(tokens)))  # by prompt
-                # with the UNet as it stands, not as it is compiled
+            for first in range(0, len(self._tokens), batch_size):
+                tokens = self._tokens[first:first + batch_size]  # (B, 77)
+                noise = seeded(self.settings.seed + first + index for index in range(len(tokens)))  # one per prompt
+                # Run the UNet uncompiled: its compiled graphs are for the shapes of the training.
                 with torch.compiler.set_stance('force_eager'), get_precision_context(self.settings.precision):
                     text = self.model.text_states(tokens)  # (B, 77, D)
                     empty_text = self.model.text_states(self._empty[None]).expand_as(text)
-                    drawn = pipeline(prompt_embeds=text, negative_prompt_embeds=empty_text, height=side, width=side,
-                                     generator=noise, num_inference_steps=STEPS,
-                                     guidance_scale=guidance_for(self.settings.model_name), output_type='latent')
-                pictures += decode(pipeline, drawn.images)
+                    output = pipeline(prompt_embeds=text, negative_prompt_embeds=empty_text, height=side, width=side,
+                                      generator=noise, num_inference_steps=STEPS,
+                                      guidance_scale=guidance_for(self.settings.model_name), output_type='latent')
+                images += decode(pipeline, output.images)
         finally:
             unet.train(was_training)
-        return pictures
+        return images

@@ -1,4 +1,4 @@
-"""What a training has cost so far, and its end where the money is spent."""
+"""Count the GPU-hours and dollars of a training, and end it when its budget is spent."""
 import math
 import time
 
@@ -15,22 +15,23 @@ from sdbench.training.ranks import GracefulStop
 
 
 class Spending(Callback):
-    """Counts the GPU-hours of a training, those of the runs that it resumes too, and ends it at its --budget.
+    """Counts the GPU-hours of a training, including the runs that it resumes, and ends it when --budget is spent.
 
-    They are counted from when this is made, and kept in the checkpoints with what they cost: what a run that was killed
-    did after its last one is not in them. Hours that had no price cost today's. Its curves are `cost/gpu_hours` and,
-    with a price, `cost/dollars`.
+    Counting starts when the object is created. Hours and dollars are kept in the checkpoints, so the time between a
+    killed run's last checkpoint and its end is lost. If earlier hours had no price, they cost today's price.
+
+    Logs `cost/gpu_hours` and, if there is a price, `cost/dollars`.
 
     Args:
-        settings: of the run.
-        stop: ends it, as at a signal.
+        settings: the settings of the run.
+        stop: ends the training.
 
-    Raises UserError if there is a budget, and no price for this device.
+    Raises UserError if there is a budget but no price for this device.
     """
 
     def __init__(self, settings: Train, stop: GracefulStop):
         self.budget = settings.budget
-        self.price = None  # dollars of an hour of each device
+        self.price = None  # dollars per hour and device
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
         price = price_of(device, settings.dollars_per_gpu_hour)
         if settings.dollars_per_gpu_hour and not math.isnan(price):
@@ -40,13 +41,13 @@ class Spending(Callback):
                             f'--dollars_per_gpu_hour "{device}=2.5"')
         self._device = device
         self._stop = stop
-        self._hours_before = 0.0  # GPU-hours of the runs that this one resumes
-        self._dollars_before = 0.0  # what they have cost, perhaps of another GPU
+        self._hours_before = 0.0  # GPU-hours of the resumed runs
+        self._dollars_before = 0.0  # cost of the resumed runs, perhaps on another GPU
         self._start = time.monotonic()
 
     def so_far(self) -> dict[str, float | None]:
-        """Return the `gpu_hours` of all devices until now, and the `dollars` of these, None where no price is given."""
-        hours = (time.monotonic() - self._start) / 3600 * dist.get_world_size()  # of this run
+        """Return the `gpu_hours` of all devices so far, and their cost in `dollars`, or None without a price."""
+        hours = (time.monotonic() - self._start) / 3600 * dist.get_world_size()  # GPU-hours of this run
         dollars = None
         if self.price is not None:
             dollars = self._dollars_before + hours * self.price
@@ -54,7 +55,7 @@ class Spending(Callback):
 
     @property
     def was_spent(self) -> bool:
-        """Tell whether the runs that this one resumes have spent the budget."""
+        """Tell whether the resumed runs have already spent the budget."""
         return self.budget is not None and self._dollars_before >= self.budget
 
     def state_dict(self) -> dict:
@@ -68,10 +69,10 @@ class Spending(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if self.was_spent:
-            self._stop.end()  # so that a cluster that starts the command again and again pays for no more batches
+            self._stop.end()  # a cluster may restart the command again and again, and must not pay for more batches
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Log the curves, and end the training where the money is spent."""
+        """Log the curves, and end the training when the budget is spent."""
         spent = self.so_far()
         logger.log_metrics({'cost/gpu_hours': spent['gpu_hours']})
         if spent['dollars'] is None:
@@ -81,5 +82,5 @@ class Spending(Callback):
             self._stop.end()
 
     def figures(self, all_ranks: bool) -> dict:
-        """Return what the record says of the cost."""
+        """Return the cost for the record."""
         return self.so_far()

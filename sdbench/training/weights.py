@@ -1,4 +1,4 @@
-"""The weights of a checkpoint: what it holds, a training that starts from them, and the pipeline that they make."""
+"""Read the weights of a checkpoint, start a training from them, and make a diffusers pipeline of them."""
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,30 +23,31 @@ from sdbench.models.loading import (
     require_no_single_file,
 )
 from sdbench.paths import EXPORTED
-from sdbench.training.checkpoints import fetched, load_checkpoint, newest_checkpoint
+from sdbench.training.checkpoints import callback_state, load_checkpoint, local_copy, newest_checkpoint
 from sdbench.training.compatibility import TOKENIZER, comparable, data_of, difference_of_models, facts_of_model
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
 
-EXTRA_STATE = '_extra_state'  # what torch calls a module's own in its state
+EXTRA_STATE = '_extra_state'  # torch's key for the result of `get_extra_state`
 
-# What a checkpoint holds
+
+# Read a checkpoint
 
 @dataclass
 class TrainedModel:
-    """What a checkpoint holds of the model: tensors by the names that they have in each part.
+    """The model in a checkpoint. Tensors are keyed by their names in each network.
 
     Attributes:
-        batch: how many batches it was trained for; None where it does not say.
-        samples: how many images these were.
-        flags: of a run of benchmark.py; empty if it was none.
-        spent: its `gpu_hours`, and on which `device`; empty where it does not say.
-        facts: what the model says of itself (`facts_of_model`); empty if it was not one of this program.
-        raw: the UNet's weights that the optimizer updates.
-        ema: the UNet's EMA weights; None if the training keeps none.
-        young_half_life: of an average that is still near the weights that the training started from, else None.
-        ema_state: the state of the EMA algorithm, for its `load_state_dict`; None if the training keeps no EMA.
-        vae: None where the run trained on latents.
-        text_encoder: as it was held in the run, perhaps in half precision.
+        batch: batches that it was trained on; None if unknown.
+        samples: images that it was trained on; None if unknown.
+        flags: the flags of the training; empty if benchmark.py has not saved the checkpoint.
+        spent: the `gpu_hours` and `dollars` of the training, and its `device`; empty if unknown.
+        facts: facts about the model, from `facts_of_model`; empty if this program has not saved the checkpoint.
+        raw: the UNet's raw (non-EMA) weights, which the optimizer updates.
+        ema: the UNet's EMA weights; None if the training has no EMA.
+        young_half_life: the half-life of an EMA that is still near the initial weights; None for any other EMA.
+        ema_state: the state of the EMA algorithm, for its `load_state_dict`; None if the training has no EMA.
+        vae: weights of the VAE; None if the training was on latents.
+        text_encoder: weights of the text encoder, perhaps in half precision.
     """
     batch: int | None
     samples: int | None
@@ -62,14 +63,13 @@ class TrainedModel:
 
 
 def read_trained_model(source: str, flag: str) -> TrainedModel:
-    """Read the model of a checkpoint, of the newest in a folder, or of either in an object store.
+    """Read the model of a checkpoint, or of the newest checkpoint in a folder or an object store.
 
-    Files are mapped, not read: the optimizer's moments, most of a checkpoint, never come into memory. All ranks call
-    this together.
+    Files are memory-mapped, so the optimizer state, most of a checkpoint, is never read. All ranks call this together.
 
     Args:
-        source: path or URI; what ends with .pt is a checkpoint, and all else a folder of them.
-        flag: its name in error messages.
+        source: path or URI of a checkpoint, which ends with .pt, or of a folder with checkpoints.
+        flag: the flag or argument that named `source`, for error messages.
 
     Raises UserError if there is no such checkpoint, or it cannot be read or trusted.
     """
@@ -77,29 +77,25 @@ def read_trained_model(source: str, flag: str) -> TrainedModel:
         require_no_single_file(source, f'{flag} {source}')
     name = source if source.endswith('.pt') else newest_checkpoint(source, flag)
     if name is None:
-        raise UserError(f'{flag} {source} is not there, or holds no whole checkpoint; give one, or the --save_folder '
-                        'of a run')
+        raise UserError(f'{flag} {source} does not exist, or holds no complete checkpoint; give a checkpoint, or the '
+                        '--save_folder of a run')
 
-    # a file that somebody gives can be any: whatever it lacks is said in one line
-    with fetched(name, flag) as path:
+    # The file may be anything, so report in one line whatever is missing in it.
+    with local_copy(name, flag) as path:
         try:
             return trained_model_of(load_checkpoint(path)['state'])
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError, OSError) as error:
-            raise UserError(f'{flag} {source}: {name} is no checkpoint of a training ({one_line(error, 400)}); use '
-                            'another') from None
+            raise UserError(f'{flag} {source}: {name} is not a checkpoint of a training ({one_line(error, 400)}); use '
+                            'another file') from None
 
 
 def trained_model_of(state: dict) -> TrainedModel:
-    """Return the model in the state of a checkpoint. Raises KeyError, TypeError or the like if it is none."""
-    # the run: what it says of itself, and how far it is
+    """Return the model in the state of a checkpoint. Raises KeyError, TypeError or the like if there is none."""
+    # Read the facts about the model, the flags of its training, its cost so far and its progress.
     model = dict(state['model'])
     facts = model.pop(EXTRA_STATE, {})
-    flags = {}
-    spent = {}
-    for callback in dict(state.get('callbacks', ())).values():
-        flags = callback.get('flags', flags)
-        if 'gpu_hours' in callback:
-            spent = callback
+    flags = callback_state(state, 'flags').get('flags', {})
+    spent = callback_state(state, 'gpu_hours')
     timestamp = state.get('timestamp', {}).get('Timestamp', {})
 
     # The EMA weights, if the EMA has started.
@@ -115,8 +111,8 @@ def trained_model_of(state: dict) -> TrainedModel:
         ema = with_prefix_removed(model | shadow['named_parameters_dict'], 'unet.')
         ema_state = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False}
 
-        # It is young as long as much of it is still what the training started from. One that started later began as a
-        # copy of trained weights.
+        # An EMA from the start of a training is still near the initial weights for about four half-lives. An EMA that
+        # started later began as a copy of trained weights.
         half_life = saved['half_life']
         if half_life and saved['from_start']:
             passed = timestamp['batch' if half_life.endswith('ba') else 'epoch']
@@ -128,41 +124,42 @@ def trained_model_of(state: dict) -> TrainedModel:
 
 
 def about_training(trained: TrainedModel, raw_weights: bool = False) -> dict:
-    """Return what a record says about the training of the EMA weights, or of the raw ones without EMA."""
+    """Return the keys of a record that describe the training of the EMA weights, or of the raw weights without EMA."""
     weights = 'raw' if raw_weights or trained.ema is None else 'EMA'
     return {'weights': weights, 'trained_batches': trained.batch, 'images_seen': trained.samples,
             'training': trained.flags | trained.spent}
 
 
 def read_exported(folder: str) -> dict:
-    """Return what export.py says of the pipeline that it has made in a folder; empty where it has made none."""
+    """Return the export.json that export.py writes into a pipeline folder; empty if export.py has not made it."""
     path = Path(folder, EXPORTED)
     return parse_json(path.read_bytes(), str(path)) if path.is_file() else {}
 
 
 def with_prefix_removed(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """Return the tensors whose name has the prefix, by their names without it."""
+    """Return the tensors whose names begin with the prefix, keyed by their names without the prefix."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-# A training that starts from it: --load_weights
+# Start a training from a checkpoint: --load_weights
 
 def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tokenizer: str | None = None
                          ) -> tuple[dict | None, list[dict]]:
-    """Put the weights of --load_weights into the UNet of `model`. The rest of the training is that of a new run.
+    """Load the weights of --load_weights into the UNet of `model`. Everything else in the training starts anew.
 
     Args:
-        path: as `read_trained_model` takes it, or a folder of diffusers with a UNet or with a pipeline.
+        path: a checkpoint or a folder of checkpoints, as for `read_trained_model`, or a diffusers folder with a UNet or
+            a pipeline.
         model: a StableDiffusion.
-        files: of that model.
-        tokenizer: of --tokenizer, in the place of the model's own.
+        files: the files of that model.
+        tokenizer: the --tokenizer of the run; None means the model's own.
 
-    Returns the state of the EMA that the checkpoint holds, for its `load_state_dict`, or None if there is none; and
-    what the weights were trained on, as `data_of` returns it.
+    Returns the state of the EMA in the checkpoint, for its `load_state_dict`, or None if there is no EMA; and the
+    datasets that the weights were trained on, as `data_of` returns them.
 
-    Raises UserError if there is nothing of the kind, or it does not fit this model.
+    Raises UserError if the path holds no weights, or they do not fit this model.
     """
-    # The weights are in a folder of diffusers, which says of noise and VAE at most the scheduler's part,
+    # A folder of diffusers has a UNet and perhaps a scheduler, but does not name the VAE or the data of its training.
     label = f'--load_weights {path}'
     folder = on_rank_0(partial(unet_folder, path))
     if folder is not None:
@@ -174,8 +171,8 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         facts = {'configs': comparable(**configs)}
         weights = unet.state_dict()
         ema_state = None
-        flags = {}  # which do not say what the weights were trained on
-    # or in a checkpoint, with whose text encoder and tokens the training should go on.
+        flags = {}
+    # A checkpoint also has the text encoder and the tokenizer's hash. The UNet needs the same text encoder as before.
     else:
         trained = read_trained_model(path, '--load_weights')
         facts = trained.facts
@@ -184,26 +181,27 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         flags = trained.flags
         if not are_same_weights(trained.text_encoder, model.text_encoder.state_dict()):
             raise UserError(f'{label} was trained with another text_encoder; give the --model_name, the --pretrained '
-                            'and, where its weights are random, the --seed of that run')
+                            'and, if its weights are random, the --seed of that run')
         if trained.flags.get(TOKENIZER) not in (None, hash_of_tokenizer(tokenizer or files.tokenizer)):
-            print_on_rank_0(f'warning: {label} was trained with another tokenizer, whose token ids differ; --tokenizer '
-                            'names the one to train with')
+            print_on_rank_0(f'warning: {label} was trained with another tokenizer, whose token ids differ; give that '
+                            'tokenizer as --tokenizer to train with the same ids')
 
-    # They fit a model that computes alike, on latents of the same VAE.
+    # Refuse weights of a model with another configuration, or that were trained on latents of another VAE.
     difference = difference_of_models(facts, model.facts)
     if difference:
-        raise UserError(f'{label} was trained as another model than that of --model_name ({difference}); give the '
-                        '--model_name that it is of, or, to train it as this one all the same, a copy of the folder '
-                        'unet that export.py writes')
+        raise UserError(f'{label} was trained as another model than --model_name {files.name} ({difference}); give the '
+                        '--model_name of that training or, to train it as this model anyway, a copy of the folder unet '
+                        'that export.py writes')
     try:
         model.unet.load_state_dict(weights)
-    except RuntimeError as error:  # names what is missing, what is foreign, and what has another shape
-        raise UserError(f'{label} is of another UNet than that of --model_name ({one_line(error, 300)})') from None
+    except RuntimeError as error:  # its message lists missing and unexpected keys, and different shapes
+        raise UserError(f'{label} does not fit the UNet of --model_name {files.name} ({one_line(error, 300)}); give '
+                        'the --model_name of that UNet') from None
     return ema_state, data_of(flags)
 
 
 def are_same_weights(trained: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> bool:
-    """Tell whether two networks have tensors of the same names, the same but for the rounding to half precision."""
+    """Tell whether two networks have the same tensors by name, apart from rounding to half precision."""
     if trained.keys() != ours.keys():
         return False
     for name, other in ours.items():
@@ -214,31 +212,31 @@ def are_same_weights(trained: dict[str, torch.Tensor], ours: dict[str, torch.Ten
 
 
 def unet_folder(path: str) -> Path | None:
-    """Return the folder with the UNet in a folder of diffusers, perhaps that of a pipeline; None if there is none."""
+    """Return the UNet's folder in a pipeline folder of diffusers, or `path` if it is a UNet's folder; else None."""
     for folder in (Path(path, 'unet'), Path(path)):
         if (folder / 'config.json').is_file():
             return folder
     return None
 
 
-# The pipeline of diffusers that it makes
+# Make a diffusers pipeline of a checkpoint
 
 def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None = None, tokenizer: str | None = None,
                      raw_weights: bool = False) -> StableDiffusionPipeline:
-    """Make the pipeline of a checkpoint, on the CPU. A warning says if its EMA weights are still near the initial ones.
+    """Make a diffusers pipeline of a checkpoint, on the CPU. Warns if its EMA weights are still near the initial ones.
 
     Args:
-        trained: what the checkpoint holds; its tensors in float32 are not copied.
-        label: its name in error messages.
-        model_name: for the configuration of each part; None: that of the run.
-        tokenizer: None: that of the run, which is the model's own unless it had another.
+        trained: the model in the checkpoint. Its float32 tensors are not copied.
+        label: name of the checkpoint in error messages.
+        model_name: the model that has the configurations; None means the --model_name of the training.
+        tokenizer: the tokenizer; None means the tokenizer of the training.
         raw_weights: use the raw (non-EMA) weights, even if there are EMA weights.
 
-    Raises UserError if the checkpoint does not fit `model_name`, or a part cannot be had.
+    Raises UserError if the checkpoint does not fit `model_name`, or a file is missing.
     """
     files = trained_files(trained, label, model_name)
 
-    # Its parts, with the weights that were trained.
+    # Build the networks with the trained weights.
     unet_config = dict(files.configs['unet'])
     if 'image_size' in trained.facts:
         unet_config['sample_size'] = files.latent_size(trained.facts['image_size'])
@@ -261,7 +259,8 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
         raise UserError(f'--model_name {files.name} is not the model of {label} ({one_line(error, 200)}); give the '
                         'one that was trained') from None
 
-    # The files must be of the model that was trained: its noise, its heads of attention, its VAE where that is theirs.
+    # Weights can also fit a configuration that computes something else, for example with another number of attention
+    # heads or another noise schedule. Compare the configurations, and the VAE if it comes from the files.
     scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
     facts = facts_of_model(files, 0, unet, text_encoder, scheduler)
     if trained.vae is not None:
@@ -275,43 +274,43 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
 
 
 def trained_files(trained: TrainedModel, label: str, model_name: str | None) -> ModelFiles:
-    """Return the files of a checkpoint's model, with the VAE's weights where the checkpoint holds none.
+    """Return the files of a checkpoint's model, including the VAE's weights if the checkpoint has no VAE.
 
-    A run on latents has no VAE in its checkpoints, and says by a hash which one encoded them.
+    A training on latents has no VAE in its checkpoints, only the hash of the VAE that encoded the latents.
 
     Args:
-        trained: what the checkpoint holds.
-        label: its name in error messages.
-        model_name: of the model; None: that of the run.
+        trained: the model in the checkpoint.
+        label: name of the checkpoint in error messages.
+        model_name: the model; None means the --model_name of the training.
 
     Raises UserError if there is no such model, or no VAE that can decode.
     """
     name = model_name or trained.facts.get('model_name')
     if name is None:
-        raise UserError(f'{label} does not say what model it is of; give --model_name of export.py')
+        raise UserError(f'{label} does not name its model; give --model_name to export.py')
     if trained.vae is None and trained.facts.get('vae_sha256') == RANDOM:
-        raise UserError(f'{label} was trained on latents of a VAE with random weights, which cannot decode, so that '
-                        'nothing can be drawn with it; train with --pretrained, on what encode.py makes with it')
+        raise UserError(f'{label} was trained on latents of a VAE with random weights, which cannot decode, so it '
+                        'cannot generate images; train with --pretrained, on latents from encode.py --pretrained')
     if trained.vae is None and 'vae_sha256' not in trained.facts:
-        raise UserError(f'{label} holds no VAE, and does not say which one encoded its latents; give one that '
-                        'benchmark.py has saved')
+        raise UserError(f'{label} holds no VAE, and does not name the VAE that encoded its latents; give a checkpoint '
+                        'that benchmark.py has saved')
     try:
         return find_model(name, pretrained=trained.vae is None)
     except UserError as error:
         if model_name:
             raise
-        raise UserError(f'{label} names its model: {error}, or say where it is now by --model_name of '
-                        'export.py') from None
+        raise UserError(f'{label} was trained as a model that is not found: {error}; if it has moved, give its new '
+                        'place as --model_name of export.py') from None
 
 
 def trained_tokenizer(trained: TrainedModel, files: ModelFiles, given: str | None, label: str) -> str | None:
-    """Return the name of the tokenizer that a checkpoint was trained with; None: CLIP's own.
+    """Return the name of the tokenizer that a checkpoint was trained with; None for CLIP's own.
 
     Args:
-        trained: what the checkpoint holds.
-        files: of its model.
-        given: where the tokenizer is now; None: CLIP's own, that of the run's --tokenizer, or that of the model.
-        label: its name in error messages.
+        trained: the model in the checkpoint.
+        files: the files of its model.
+        given: the tokenizer that the user names; None looks for the tokenizer of the training.
+        label: name of the checkpoint in error messages.
 
     Raises UserError if the tokenizer gives other token ids than the one of the training.
     """
@@ -320,18 +319,18 @@ def trained_tokenizer(trained: TrainedModel, files: ModelFiles, given: str | Non
         return None
     name = given or trained.flags.get('tokenizer') or files.tokenizer
     if expected not in (None, hash_of_tokenizer(name)):
-        raise UserError(f'{label} was trained with another tokenizer than {name or "that of CLIP"}, whose token ids '
-                        'differ; give the one of the training as --tokenizer of export.py; to draw with another one, '
-                        'put it into the exported pipeline')
+        raise UserError(f'{label} was trained with another tokenizer than {name or "the one of CLIP"}, whose token ids '
+                        'differ; give the tokenizer of the training as --tokenizer of export.py; to generate images '
+                        'with another tokenizer, put it into the exported pipeline')
     return name
 
 
 def with_weights(make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """Return the module that `make` gives, with `weights` in float32 as its parameters, which are made without memory.
+    """Build a module without allocating its weights, and use `weights` in float32 as its parameters.
 
-    Raises RuntimeError if they do not fit.
+    Raises RuntimeError if the weights do not fit.
     """
-    with init_empty_weights(include_buffers=False):  # positions of tokens are buffers, and no weights
+    with init_empty_weights(include_buffers=False):  # buffers, such as position ids, are not among the weights
         module = make()
     module.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
     return module.requires_grad_(False).eval()

@@ -23,7 +23,7 @@ def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gp
         settings_of(*SYNTHETIC, '--attention', attention, '--precision', 'amp_bf16')
     settings_with('cudnn', 91501)
     settings_with('flash', 90501)
-    with pytest.raises(ValueError, match='--attention cudnn needs cuDNN 9.15.1 .*leave it out'):
+    with pytest.raises(ValueError, match='--attention cudnn needs cuDNN 9.15.1 .*use --attention sdpa'):
         settings_with('cudnn', 91500)
 
 

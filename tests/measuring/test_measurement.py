@@ -1,7 +1,4 @@
-"""The clock shows the speed that lasts: not the loader's queue, not checkpoints, not the beginning of a long run.
-
-And what a GPU says of itself at the end of the measured batches; nothing of it without a GPU.
-"""
+"""The measured speed excludes prefetched batches, checkpoints and the start of a run, and a GPU reports its power."""
 import json
 from types import SimpleNamespace
 
@@ -18,9 +15,9 @@ from tests.runs import TINY
 
 
 class SimulatedLoader:
-    """A loader of several processes, each of which makes a batch in `seconds`, on a clock of its own.
+    """A loader with several workers, each of which makes a batch in `seconds` of simulated time.
 
-    The reference for what a queue does: a process is given a batch to make when one is taken.
+    It is the reference for a prefetch queue: whenever a batch is taken, a worker starts to make another one.
     """
 
     def __init__(self, clock, workers: int, seconds: float):
@@ -30,14 +27,14 @@ class SimulatedLoader:
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Drop what lay ready, since it is of the epoch before, and let the processes start again."""
-        self.ready_at: list[float] = []  # when each batch that was asked for is ready
+        """Drop the batches of the last epoch, and let the workers start again."""
+        self.ready_at: list[float] = []  # time at which each requested batch is ready
         self.taken = 0
         for _ in range(self.queue_length):
             self._ask()
 
     def _ask(self) -> None:
-        """Ask for a batch of the process that has made the one `workers` batches before it."""
+        """Request a batch from the worker that has made the batch `workers` before it."""
         start = self.clock.now
         if len(self.ready_at) >= self.workers:
             start = max(start, self.ready_at[-self.workers])
@@ -62,7 +59,7 @@ class SimulatedLoader:
 def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, first_step=20.0, batches=99,
                   measure_batches=None, warmup=3, checkpoint_every=None, checkpoint_seconds=5.0, epoch=10**6,
                   evaluate=0.0, sample=0.0) -> dict:
-    """Return the figures of a run of batches of 4 images, in which nothing but a clock is real."""
+    """Return the figures of a simulated run with 4 images per batch."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(measuring.time, 'perf_counter', lambda: clock.now)
     monkeypatch.setattr(measuring, 'peak_memory_gib', lambda: 1.0)
@@ -89,44 +86,44 @@ def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, 
             measurement.eval_after_all(state, None)
         measurement.batch_checkpoint(state, None)
         if is_to_save:
-            measurement.stopwatch.count_as('sampling')  # by another callback, before Composer's saver
+            measurement.stopwatch.count_as('sampling')  # another callback, before the one that saves
             clock.now += sample
             measurement.stopwatch.count_as('checkpoint')
             clock.now += checkpoint_seconds
-    return window_figures(measurement.window) | {'turnover': measurement.turnover_batches}
+    return window_figures(measurement.window) | {'prefetched': measurement.prefetched_batches}
 
 
 @pytest.mark.parametrize('batch_seconds, true_speed', [
-    (0.8, 4 * 8 / 0.8),  # half of what the model needs
-    (0.48, 4 * 8 / 0.48),  # five sixths: the queue of the first step lasts longest
-    (1.6, 4 * 8 / 1.6), (6.4, 4 * 8 / 6.4), (0.1, 4 / 0.05)])  # the last is faster than the model
-def test_batches_that_lay_ready_are_not_counted_as_the_loaders_speed(monkeypatch, batch_seconds, true_speed):
+    (0.8, 4 * 8 / 0.8),  # half of the model's speed
+    (0.48, 4 * 8 / 0.48),  # five sixths: the prefetched batches last longest
+    (1.6, 4 * 8 / 1.6), (6.4, 4 * 8 / 6.4), (0.1, 4 / 0.05)])  # the last loader is faster than the model
+def test_prefetched_batches_do_not_count_as_the_loaders_speed(monkeypatch, batch_seconds, true_speed):
     shown = simulated_run(monkeypatch, batch_seconds=batch_seconds)
     assert shown['images_per_sec'] == pytest.approx(true_speed, rel=0.05)
-    step_fraction = 0.05 * true_speed / 4  # of the time; a step takes 0.05 s
+    step_fraction = 0.05 * true_speed / 4  # a step takes 0.05 s
     assert shown['data_wait_fraction'] == pytest.approx(1 - step_fraction, abs=0.07)
-    assert shown['turnover'] == 16  # a queue, and five of them
+    assert shown['prefetched'] == 16  # a full queue, and the window has five of them
     assert shown['measured_batches'] == 80
 
 
-@pytest.mark.parametrize('batches, measure_batches, turnover, measured', [
-    (23, 20, 0, 20), (500, None, 16, 500 - 3 - 16)])  # a run that is short, and all of a long one
-def test_a_run_is_measured_whatever_its_length(monkeypatch, batches, measure_batches, turnover, measured):
+@pytest.mark.parametrize('batches, measure_batches, prefetched, measured', [
+    (23, 20, 0, 20), (500, None, 16, 500 - 3 - 16)])  # a short run, and a long one that is measured to its end
+def test_a_run_is_measured_whatever_its_length(monkeypatch, batches, measure_batches, prefetched, measured):
     shown = simulated_run(monkeypatch, batches=batches, measure_batches=measure_batches)
-    assert (shown['turnover'], shown['measured_batches']) == (turnover, measured)
+    assert (shown['prefetched'], shown['measured_batches']) == (prefetched, measured)
     assert shown['images_per_sec'] <= 8 * 4 * 1.1  # 8 processes make a batch of 4 images each in a second
 
 
-def test_evaluation_sampling_and_checkpoints_are_counted_apart_from_all_else_and_from_each_other(monkeypatch):
+def test_evaluations_sampling_and_checkpoints_are_excluded_and_counted_separately(monkeypatch):
     plain = simulated_run(monkeypatch, batch_seconds=0.01)
     excluded = simulated_run(monkeypatch, batch_seconds=0.01, checkpoint_every=10, evaluate=2.0, sample=3.0)
     spent = {'checkpoint_seconds': 5 * 8, 'evaluation_seconds': 2 * 8, 'sampling_seconds': 3 * 8}
     assert {name: excluded[name] for name in spent} == pytest.approx(spent)
-    for name in plain.keys() - spent.keys() - {'peak_memory_gib'}:  # which is of the whole process
+    for name in plain.keys() - spent.keys() - {'peak_memory_gib'}:  # memory belongs to the whole process
         assert excluded[name] == pytest.approx(plain[name]), name
 
 
-def test_a_queue_that_has_yet_to_fill_at_an_epochs_start_is_not_the_loaders_slowness(monkeypatch):
+def test_a_queue_that_fills_again_at_the_start_of_an_epoch_does_not_lower_the_speed(monkeypatch):
     within = simulated_run(monkeypatch, batch_seconds=0.1, batches=99)
     at_the_start = simulated_run(monkeypatch, batch_seconds=0.1, batches=99, epoch=98)
     assert at_the_start['images_per_sec'] == pytest.approx(within['images_per_sec'], rel=0.05)
@@ -135,9 +132,9 @@ def test_a_queue_that_has_yet_to_fill_at_an_epochs_start_is_not_the_loaders_slow
 def test_drift_and_percentiles_are_of_the_slowest_rank_without_the_checkpoint_that_another_writes(monkeypatch):
     window = measuring.Window([1, 6, 1, 2, 1, 3], [0.0] * 6, [0.0] * 6, samples=60)
     other = (11, 6.0, 1.0, 40.0)  # batches of 1 2 2 2 2 2 s, 1 s of each spent waiting; 40 GiB
-    excluded = [0, 5, 0, 0, 0, 0]  # s: of batch 2, in which the other rank saves
+    excluded = [0, 5, 0, 0, 0, 0]  # s: the other rank saves during batch 2
     monkeypatch.setattr(measuring.dist, 'all_gather_object', lambda mine: [mine, other])
-    highest = iter([excluded, [1, 2, 2, 2, 2, 3], [5, 0, 0]])  # of both ranks: excluded, batches, excluded by name
+    highest = iter([excluded, [1, 2, 2, 2, 2, 3], [5, 0, 0]])  # excluded, batches, excluded by name
     monkeypatch.setattr(measuring, 'highest_of_ranks', lambda values, all_ranks: np.array(next(highest)))
     figures = measuring.window_figures(window)  # slowest: 1 2 2 2 2 3
     assert figures['images_per_sec'] == 60 / 11
@@ -148,7 +145,7 @@ def test_drift_and_percentiles_are_of_the_slowest_rank_without_the_checkpoint_th
     assert figures['peak_memory_gib'] == 40
 
 
-def test_a_gpu_is_asked_for_its_power_and_a_part_of_one_which_others_use_as_well_is_not(as_on_a_gpu, monkeypatch):
+def test_a_whole_gpu_reports_its_power_and_a_mig_slice_does_not(as_on_a_gpu, monkeypatch):
     monkeypatch.setitem(QUANTITIES, 'gpu_power_watts', (lambda: 300_000, 1000))  # milliwatts
     monkeypatch.setitem(QUANTITIES, 'gpu_sm_clock_mhz', (lambda: 1755, 1))
     for name, watts in (('NVIDIA H100 80GB HBM3', [300]), ('NVIDIA H100 80GB HBM3 MIG 3g.40gb', [])):
@@ -158,7 +155,7 @@ def test_a_gpu_is_asked_for_its_power_and_a_part_of_one_which_others_use_as_well
         assert monitor.samples == {'gpu_power_watts': watts, 'gpu_sm_clock_mhz': [1755]}
 
 
-def test_figures_are_over_all_gpus_and_joules_need_the_power_of_each(monkeypatch):
+def test_figures_are_combined_over_all_gpus_and_joules_need_the_power_of_each(monkeypatch):
     def of_rank(watts: float | None, megahertz: float, gib: float, retries: int) -> dict:
         return {'gpu_power_watts_mean': watts, 'gpu_power_watts_max': watts, 'gpu_sm_clock_mhz_mean': megahertz,
                 'gpu_sm_clock_mhz_max': megahertz, 'peak_memory_allocated_gib': gib, 'allocator_retries': retries}
@@ -175,10 +172,10 @@ def test_figures_are_over_all_gpus_and_joules_need_the_power_of_each(monkeypatch
     assert gather_gpu_figures(GpuMonitor(), images_per_sec=17)['joules_per_image'] is None
 
 
-def test_the_loader_alone_is_measured_through_the_same_loader(results, shards, capfd):
+def test_loader_only_measures_the_same_loader_as_a_training(results, shards, capfd):
     record = main(['--remote', shards, *TINY, '--loader_only', '--measure_batches', '19', '--num_workers', '2'])
     assert json.loads(results.read_text()) == record
-    assert (record['stage'], record['measured_batches']) == ('loader', 19)  # over epochs of 6
+    assert (record['stage'], record['measured_batches']) == ('loader', 19)  # an epoch has 6
     assert record['loader_images_per_sec'] > 0
     assert 'images_per_sec' not in record
     assert 'caution         only 19 measured batches: use --measure_batches 20' in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""--compile: whole graphs under DDP, and an error where torch would stop compiling."""
+"""--compile makes whole graphs under DDP, and fails if torch would stop compiling."""
 import pytest
 import torch
 from composer.utils import dist
@@ -22,13 +22,13 @@ def switched_model(*argv: str, name: str = 'tiny', side: int = 64) -> StableDiff
 
 
 def train_under_ddp(argv: list[str]) -> None:
-    """Compare a compiled step with one that is not, in a process that DDP has to itself; print the number of graphs."""
+    """Compare a compiled step under DDP with an uncompiled one in this process, and print the number of graphs."""
     name, *flags = argv
     graphs = record_graphs(pytest.MonkeyPatch())
     expected = switched_model(name=name, side=16)
     model = switched_model('--compile', *flags, name=name, side=16)
-    dist.initialize_dist('cpu')  # of one rank, so that DDP wraps a model as it does on several
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
+    dist.initialize_dist('cpu')  # one rank is enough for DDP to wrap a model
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # small buckets: even this model has several
     losses = []
     for each in (expected, wrapped):
         torch.manual_seed(1)
@@ -46,15 +46,15 @@ def train_under_ddp(argv: list[str]) -> None:
 @pytest.mark.parametrize('flags, num_graphs', [
     (['--gradient_checkpointing'], 3),  # the UNet, the VAE's encoder and the text encoder's layers
     (['--compile_blocks'], 5),
-    (['--compile_blocks', '--no-channels_last'], 6)], ids=str)  # the latents come in channels_last, so one block twice
-def test_compiling_trains_as_without_it_and_ddp_cuts_no_graph(server, tmp_path, smallest_with_attention, flags,
+    (['--compile_blocks', '--no-channels_last'], 6)], ids=str)  # channels_last latents compile one block twice
+def test_compiling_does_not_change_a_step_and_ddp_cuts_no_graph(server, tmp_path, smallest_with_attention, flags,
                                                               num_graphs):
     code, output, errors = run_program(server, tmp_path, train_under_ddp, [smallest_with_attention, *flags])
     assert code == 0, errors
     assert output.splitlines()[-1] == str(num_graphs)
 
 
-def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capfd):
+def test_the_run_fails_with_a_one_line_error_if_torch_would_stop_compiling(graphs, capfd):
     class Half(torch.nn.Module):
         def forward(self, tensor):
             return tensor / 2
@@ -71,7 +71,7 @@ def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capf
     assert not capfd.readouterr().err.count('Traceback')
 
 
-def test_a_mode_is_passed_on_to_the_compiler(monkeypatch):
+def test_the_mode_of_compile_reaches_torch(monkeypatch):
     modes = set()
     monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, dynamic, mode: modes.add(mode))
     switched_model('--compile')

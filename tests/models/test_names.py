@@ -1,4 +1,4 @@
-"""A text encoder's tensors are the same in transformers 4 and 5, whose names of them differ, wherever they are read."""
+"""A text encoder from transformers 4 or 5 is read with the other version, although the names of its tensors differ."""
 import hashlib
 import shutil
 from pathlib import Path
@@ -21,14 +21,14 @@ OTHER_PREFIX = '' if installed_prefix() else PREFIX
 
 
 def in_other_names(tensors: dict, part: str = '') -> dict:
-    """Return tensors by the names of the generation of transformers that is not installed."""
+    """Rename tensors as the version of transformers that is not installed would name them."""
     return {name.replace(f'{part}{installed_prefix()}', f'{part}{OTHER_PREFIX}', 1) if name.startswith(part) else name:
             tensor for name, tensor in tensors.items()}
 
 
 @pytest.fixture
 def as_saved_by_the_other() -> Path:
-    """The checkpoint of two batches, as the other generation saves it, names of buffers in the EMA included."""
+    """Return a checkpoint as the other version of transformers saves it, including the names of buffers in the EMA."""
     main([*TRAINING, '2ba'])
     path = Path('kept/ep0-ba2-rank0.pt')
     checkpoint = torch.load(path, weights_only=False)
@@ -46,7 +46,7 @@ def text_encoder_of(model: dict) -> dict:
     return {name: tensor for name, tensor in model.items() if name.startswith('text_encoder.')}
 
 
-def test_a_resume_keeps_the_text_encoder_of_the_other_generation(as_saved_by_the_other):
+def test_a_resume_keeps_the_text_encoder_from_the_other_version(as_saved_by_the_other):
     before = load_checkpoint(as_saved_by_the_other)['state']['model']
     main([*TRAINING, '3ba', '--seed', '17'])
     after = final_state('kept')
@@ -55,31 +55,32 @@ def test_a_resume_keeps_the_text_encoder_of_the_other_generation(as_saved_by_the
     assert len(text_encoder_of(before)) > 10
 
 
-@pytest.mark.parametrize('change', ['missing', 'foreign'])
-def test_a_resume_of_a_checkpoint_with_a_tensor_less_or_more_is_refused(as_saved_by_the_other, change, capfd):
+@pytest.mark.parametrize('change', ['Missing key', 'Unexpected key'])
+def test_a_resume_from_a_checkpoint_with_missing_or_unexpected_tensors_is_refused(as_saved_by_the_other, change, capfd):
     checkpoint = torch.load(as_saved_by_the_other, weights_only=False)
     model = checkpoint['state']['model']
     bias = model.pop(f'text_encoder.{OTHER_PREFIX}final_layer_norm.bias')
-    if change == 'foreign':
-        model |= {f'text_encoder.{OTHER_PREFIX}final_layer_norm.bias': bias, 'text_encoder.foreign': bias}
+    if change == 'Unexpected key':
+        model |= {f'text_encoder.{OTHER_PREFIX}final_layer_norm.bias': bias, 'text_encoder.unexpected': bias}
     torch.save(checkpoint, as_saved_by_the_other)
     line = one_error_line([*TRAINING, '3ba'], capfd)
-    assert 'does not fit this run (1 tensor only in one of the two, first text_encoder.' in line
+    assert 'does not fit this run (Error(s) in loading state_dict for StableDiffusion: ' in line
+    assert f'{change}(s) in state_dict: "text_encoder.' in line
 
 
-def test_load_weights_compares_the_text_encoder_of_the_other_generation(as_saved_by_the_other, capfd):
+def test_load_weights_compares_the_text_encoder_from_the_other_version(as_saved_by_the_other, capfd):
     start = ['--use_synth_data', *TINY, '--max_duration', '1ba', '--load_weights', str(as_saved_by_the_other)]
     main(start)
     words = 'was trained with another text_encoder'
-    assert words in one_error_line([*start, '--seed', '18'], capfd)  # whose random text encoder is another
+    assert words in one_error_line([*start, '--seed', '18'], capfd)  # another seed means another random text encoder
     checkpoint = torch.load(as_saved_by_the_other, weights_only=False)
     for name in text_encoder_of(checkpoint['state']['model']):
         del checkpoint['state']['model'][name]
     torch.save(checkpoint, as_saved_by_the_other)
-    assert words in one_error_line(start, capfd)  # nothing to compare is no match
+    assert words in one_error_line(start, capfd)  # a checkpoint without text encoder does not match
 
 
-def test_an_exported_pipeline_has_the_older_names_and_the_same_hash_whatever_saved_the_checkpoint(
+def test_an_exported_pipeline_has_the_older_names_and_the_same_hash_for_both_versions(
         as_saved_by_the_other):
     export([str(as_saved_by_the_other), 'other'])
     here = load_checkpoint(as_saved_by_the_other)
@@ -96,11 +97,11 @@ def test_an_exported_pipeline_has_the_older_names_and_the_same_hash_whatever_sav
             digest.update(name.encode() + tensor.numpy().tobytes())
         evaluated, about = load_model(out)
         assert hash_of_weights(evaluated.text_encoder) == digest.hexdigest()
-        assert about['trained_batches'] == 2  # export.json says so of weights that have its hash
+        assert about['trained_batches'] == 2  # from export.json, because the hash is the same
 
 
 @pytest.mark.parametrize('prefix', [PREFIX, ''])
-def test_a_model_folder_of_either_generation_gives_its_text_encoder(prefix, smallest_model, tmp_path):
+def test_a_model_folder_from_either_version_gives_its_text_encoder(prefix, smallest_model, tmp_path):
     folder = shutil.copytree(smallest_model, tmp_path / 'model')
     file = folder / 'text_encoder/model.safetensors'
     weights = {prefix + name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}

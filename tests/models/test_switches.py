@@ -1,4 +1,4 @@
-"""The switches of a step and of the process do what they say."""
+"""--attention selects the kernel, and --allreduce_precision rounds the gradients."""
 import json
 
 import pytest
@@ -26,7 +26,7 @@ def test_attention_tries_the_kernel_first_that_is_asked_for(attention, order):
 
 
 @pytest.mark.long
-def test_gradients_that_two_ranks_send_in_bf16_train_nearly_as_those_in_float32(server, tmp_path):
+def test_all_reduced_gradients_in_bf16_train_nearly_like_gradients_in_float32(server, tmp_path):
     losses = []
     for precision in ('fp32', 'bf16'):
         folder = tmp_path / precision

@@ -1,4 +1,4 @@
-"""A run that is killed, at whatever moment, goes on as if nothing had happened, from whole and harmless checkpoints."""
+"""A killed run resumes exactly from its newest complete checkpoint, and loading a checkpoint never runs code."""
 import errno
 import json
 import os
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from composer import Callback
+from composer import Callback, Trainer
 
-from benchmark import main
+from benchmark import StableDiffusion, main
 from export import main as export
 from sdbench.errors import UserError
 from sdbench.inputs.tokenizer import build_tokenizer
@@ -24,11 +24,11 @@ from sdbench.training.checkpoints import (
     newest_checkpoint,
 )
 from tests.forked_runs import RUN, on_small_disk, run, run_program
-from tests.runs import TINY, assert_same_training, failed, one_error_line
+from tests.runs import TINY, assert_equal, assert_same_training, failed, one_error_line
 from tests.samples import Hostile, good, write_shards
 
-# (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
-# in which Composer lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
+# (moment, batch) of a kill: at the start of a batch, while its checkpoint is written, during its optimizer step, or
+# before latest-rank0.pt points to its checkpoint. Checkpoints are at batches 3, 6 (the end of an epoch), 9 and 12.
 EVERY_3_BATCHES = [('start', 2), ('link', 6), ('write', 9), ('update', 11)]
 EVERY_EPOCH = [('start', 4), ('update', 11)]
 SECOND_PHASE = ('--remote SHARDS --load_weights FIRST --image_size 32 --max_duration 4ba --save_interval 1ba '
@@ -42,7 +42,7 @@ SECOND_PHASE = ('--remote SHARDS --load_weights FIRST --image_size 32 --max_dura
     pytest.param('--remote SHARDS --save_interval 3ba', 2, EVERY_3_BATCHES, marks=pytest.mark.long, id='two ranks'),
     pytest.param('--remote SHARDS --save_interval 1ep', 1, EVERY_EPOCH, marks=pytest.mark.long, id='saved at epochs'),
     pytest.param(SECOND_PHASE, 2, [('start', 2)], marks=pytest.mark.long, id='a second phase')])
-def test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was(
+def test_a_run_that_is_killed_at_any_moment_resumes_exactly(
         server, tmp_path, shards, several_captions, held_out, flags, ranks, kills):
     places = {'SHARDS': shards, 'SEVERAL': several_captions, 'HELD_OUT': held_out, 'FIRST': str(tmp_path / 'first')}
     if flags == SECOND_PHASE:
@@ -53,15 +53,15 @@ def test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was(
     for kill in kills:
         codes = run(server, ranks, argv, killed, kill)
         assert -signal.SIGKILL in codes, (kill, codes, (killed / 'log').read_text())
-        shutil.rmtree(places['FIRST'], ignore_errors=True)  # a run that resumes does not need it
+        shutil.rmtree(places['FIRST'], ignore_errors=True)  # a resumed run does not need it
     assert run(server, ranks, argv, killed) == [0] * ranks, (killed / 'log').read_text()
     records = [json.loads((place / 'results.jsonl').read_text().splitlines()[-1]) for place in (whole, killed)]
     assert_same_training(killed / 'checkpoints', whole / 'checkpoints')
-    for key in ('evaluations', 'eval_loss', 'eval_batch', 'skipped_batches'):  # of the whole training
+    for key in ('evaluations', 'eval_loss', 'eval_batch', 'skipped_batches'):  # these cover the whole training
         assert records[0][key] == records[1][key]
 
 
-def test_a_disk_that_fills_leaves_the_last_good_checkpoint(server, tmp_path, results):
+def test_a_full_disk_leaves_the_last_complete_checkpoint(server, tmp_path, results):
     disk = tmp_path / 'disk'
     argv = ['--use_synth_data', '--use_ema', *TINY, '--save_interval', '1ba', '--save_folder', disk / 'kept',
             '--results', results]
@@ -72,13 +72,13 @@ def test_a_disk_that_fills_leaves_the_last_good_checkpoint(server, tmp_path, res
     assert [Path(path).name for path in checkpoints_in(str(kept))] == ['ep0-ba1-rank0.pt']
     assert not list(kept.glob('.*.unfinished'))
     record = main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', str(kept),
-                   '--autoresume', '--results', str(results)])  # with room again
+                   '--autoresume', '--results', str(results)])  # now the disk has room
     assert record['first_batch'] == 1
     assert record['status'] == 'complete'
 
 
 class ReadOnlyUntil(Callback):
-    """The store refuses whatever is written from the start of a training to the end of a batch."""
+    """Makes the store refuse writes from the start of a training until a batch; None until its end."""
 
     def __init__(self, store, batch: int | None):
         self.store = store
@@ -97,7 +97,7 @@ SAVING_IN_S3 = ['--use_synth_data', *TINY, '--max_duration', '3ba', '--save_fold
                 '--save_interval', '1ba']
 
 
-def test_checkpoints_are_sent_with_credentials_of_a_file_that_is_named_from_where_the_run_is(s3, monkeypatch):
+def test_checkpoints_are_sent_with_credentials_from_a_file_with_a_relative_path(s3, monkeypatch):
     Path('keys').write_text('[default]\naws_access_key_id = a\naws_secret_access_key = b\n')
     monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', 'keys')
     for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
@@ -107,7 +107,7 @@ def test_checkpoints_are_sent_with_credentials_of_a_file_that_is_named_from_wher
 
 
 @pytest.mark.long
-def test_a_checkpoint_that_a_store_refuses_is_said_the_next_takes_its_place_and_the_last_stays_on_this_machine(
+def test_a_failed_upload_is_a_warning_and_the_next_checkpoint_replaces_it_and_the_last_one_stays_here(
         s3, results, capfd):
     main([*SAVING_IN_S3, '--max_duration', '1ba'])
     assert 'runs/1/ep0-ba1-rank0.pt' in s3.objects
@@ -126,8 +126,8 @@ def test_a_checkpoint_that_a_store_refuses_is_said_the_next_takes_its_place_and_
     assert [other.name for other in path.parent.iterdir()] == [path.name]
 
 
-def test_a_full_disk_on_the_way_to_a_store_is_named_with_its_variable(server, s3, tmp_path, tmp_path_factory, results):
-    disk = tmp_path_factory.mktemp('d')  # a short path: sockets of processes are in TMPDIR
+def test_an_error_about_a_full_temporary_disk_names_tmpdir(server, s3, tmp_path, tmp_path_factory, results):
+    disk = tmp_path_factory.mktemp('d')  # TMPDIR must be short: it holds sockets
     argv = [*SAVING_IN_S3, '--results', results]
     code, _, errors = run_program(server, tmp_path / 'out', main, argv, (1, str(disk)), TMPDIR=str(disk))
     line = errors.splitlines()[-1]
@@ -136,10 +136,11 @@ def test_a_full_disk_on_the_way_to_a_store_is_named_with_its_variable(server, s3
     assert 'set TMPDIR to a folder with more room' in line
 
 
-def test_a_run_in_epochs_that_ended_between_epochs_has_nothing_left_to_do(shards, results, tmp_path, capfd):
+def test_a_complete_run_has_nothing_left_to_do_and_a_longer_one_resumes_at_the_end_of_its_epoch(
+        shards, results, tmp_path, capfd):
     argv = ['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--max_duration', '1ep',
             '--save_folder', 'kept', '--autoresume', '--save_interval', '3ba']
-    main(argv)  # of 3 batches: the last checkpoint is of batch 3, when the epoch is not yet over
+    main(argv)  # of 3 batches; Composer ends the epoch only after the last checkpoint
     saved = checkpoints_in('kept')
     with pytest.raises(SystemExit) as exit:
         main(argv)
@@ -147,11 +148,11 @@ def test_a_run_in_epochs_that_ended_between_epochs_has_nothing_left_to_do(shards
     assert 'nothing left to do' in capfd.readouterr().out
     assert checkpoints_in('kept') == saved
     assert len(results.read_text().splitlines()) == 1
-    main([*argv, '--max_duration', '2ep', '--save_interval', '1ep'])  # goes on at the epoch's end, and saves it once
+    main([*argv, '--max_duration', '2ep', '--save_interval', '1ep'])  # saves each batch once
     assert [Path(path).name for path in checkpoints_in('kept')] == ['ep0-ba3-rank0.pt', 'ep1-ba6-rank0.pt']
 
 
-def test_only_what_a_run_or_the_one_that_it_resumes_has_written_is_removed_left_by_a_kill_or_to_make_room(tmp_path):
+def test_a_run_removes_only_files_that_it_or_the_resumed_run_has_written(tmp_path):
     class User(Callback):
         def batch_end(self, state, logger):
             if state.timestamp.batch.value == 7:
@@ -161,19 +162,43 @@ def test_only_what_a_run_or_the_one_that_it_resumes_has_written_is_removed_left_
     main([*argv, 'before', '--max_duration', '4ba'])
     folder = (tmp_path / 'before').rename(tmp_path / 'after')
     (folder / f'.ep0-ba3-rank0.pt.{"0f" * 16}.unfinished').write_text('half')
-    others = {'ep0-ba1-rank0.pt', '.mine.unfinished', '.ep0-ba3-rank0.pt', 'ep0-ba3-rank0.pt.unfinished'}
+    (folder / 'latest-rank0.pt').unlink()
+    others = {'ep0-ba1-rank0.pt', '.mine.unfinished', '.ep0-ba3-rank0.pt', 'ep0-ba3-rank0.pt.unfinished',
+              'latest-rank0.pt'}  # copying a folder can turn the link into a file
     for name in others:
         (folder / name).write_text('mine')
     main([*argv, str(folder), '--max_duration', '8ba', '--save_num_checkpoints_to_keep', '1'], [User()])
-    own = {'ep0-ba8-rank0.pt', 'latest-rank0.pt', LOCK_FILE, RECORD, RUN_NAME}
+    own = {'ep0-ba8-rank0.pt', LOCK_FILE, RECORD, RUN_NAME}
     assert {path.name for path in folder.iterdir()} == others | own
     assert all((folder / name).read_text() == 'mine' for name in others)
     assert (tmp_path / 'mine.pt').exists()
 
 
+def test_composers_trainer_loads_a_checkpoint_and_those_of_older_versions_are_rotated(tmp_path, smallest_model):
+    argv = ['--use_synth_latents', *TINY, '--model_name', smallest_model, '--save_interval', '1ba', '--save_folder',
+            'kept', '--autoresume', '--save_num_checkpoints_to_keep', '2', '--max_duration']
+    main([*argv, '2ba'])
+    [_, newest] = checkpoints_in('kept')
+    model = StableDiffusion(smallest_model, 16, latents=True)
+    optimizer = torch.optim.AdamW(model.unet.parameters())
+    trainer = Trainer(model=model, optimizers=optimizer, load_path=newest, device='cpu')
+    assert trainer.state.timestamp.batch.value == 2
+    assert_equal(dict(model.state_dict()), dict(load_checkpoint(newest)['state']['model']))
+    assert len(optimizer.state) > 0
+
+    # An older version has saved whole paths, under another key.
+    checkpoint = torch.load(newest, weights_only=False)
+    saver = checkpoint['state']['callbacks']['AtomicCheckpointSaver']
+    assert saver.pop('saved') == ['ep0-ba1-rank0.pt', 'ep0-ba2-rank0.pt']
+    saver['all_saved_checkpoints_to_timestamp'] = [(f'/old/ep0-ba{batch}-rank0.pt', {}) for batch in (1, 2)]
+    torch.save(checkpoint, newest)
+    main([*argv, '3ba'])
+    assert [Path(path).name for path in checkpoints_in('kept')] == ['ep0-ba2-rank0.pt', 'ep0-ba3-rank0.pt']
+
+
 @pytest.fixture
 def kept(tmp_path) -> Path:
-    """A folder with small checkpoints, and with files of the user's whose names only end as theirs."""
+    """Return a folder with small checkpoints, and with files of the user whose names are similar."""
     folder = tmp_path / 'kept'
     folder.mkdir()
     for name in ('ep9-ba999-rank0.pt', 'ep9-ba1000-rank0.pt', 'ep10-ba1000-rank0.pt'):
@@ -184,7 +209,7 @@ def kept(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize('size', [0, 100, 300_000])
-def test_the_newest_checkpoint_is_that_of_most_batches_and_one_that_is_cut_is_passed_over_and_stays(kept, capfd, size):
+def test_the_newest_checkpoint_has_the_most_batches_and_a_truncated_one_is_skipped(kept, capfd, size):
     assert newest_checkpoint(str(kept)) == str(kept / 'ep10-ba1000-rank0.pt')
     for name, before in (('ep10-ba1000-rank0.pt', 'ep9-ba1000-rank0.pt'),
                          ('ep9-ba1000-rank0.pt', 'ep9-ba999-rank0.pt'), ('ep9-ba999-rank0.pt', None)):
@@ -192,13 +217,13 @@ def test_the_newest_checkpoint_is_that_of_most_batches_and_one_that_is_cut_is_pa
         content = cut.read_bytes()[:size]
         cut.write_bytes(content)
         assert newest_checkpoint(str(kept)) == (before and str(kept / before))
-        assert f'{cut} was not written to its end, and is passed over' in capfd.readouterr().err
+        assert f'{cut} is truncated, and is skipped' in capfd.readouterr().err
         assert cut.read_bytes() == content
 
 
 @pytest.mark.parametrize('content, words', [('/proc/self/mem', 'Input/output error'), ('/nowhere', 'No such file'),
                                             (Hostile, 'could run code')])
-def test_a_newest_checkpoint_that_cannot_be_read_or_could_run_code_ends_the_run_and_stays(kept, capfd, content, words):
+def test_a_newest_checkpoint_that_is_unreadable_or_could_run_code_ends_the_run_and_stays(kept, capfd, content, words):
     newest = kept / 'ep0-ba2000-rank0.pt'
     if content is Hostile:
         torch.save({'state': Hostile(kept / 'ran')}, newest)
@@ -210,7 +235,7 @@ def test_a_newest_checkpoint_that_cannot_be_read_or_could_run_code_ends_the_run_
     assert {*kept.iterdir()} == before
 
 
-def test_a_resume_finds_shards_and_model_elsewhere_and_is_refused_where_a_flag_or_what_they_hold_is_another(
+def test_a_resume_allows_moved_shards_and_models_and_refuses_other_flags_and_other_contents(
         shards, smallest_model, tmp_path, capfd):
     data = shutil.copytree(shards, tmp_path / 'moved')
     model = shutil.copytree(smallest_model, tmp_path / 'model')
@@ -221,7 +246,7 @@ def test_a_resume_finds_shards_and_model_elsewhere_and_is_refused_where_a_flag_o
     further = [*there, '--max_duration', '4ba']
     assert '--batch_size was 4, and is 8 now' in one_error_line([*further, '--batch_size', '8'], capfd)
     assert '--snr_gamma was None, and is 5.0 now' in one_error_line([*further, '--snr_gamma', '5.0'], capfd)
-    longer = [*there, '--max_duration', '20ba']  # whose average would have another half-life
+    longer = [*there, '--max_duration', '20ba']  # its default half-life would be another
     assert '--ema_half_life was 1ba, and is 2ba now; give --ema_half_life 1ba' in one_error_line(longer, capfd)
 
     config = model / 'scheduler' / 'scheduler_config.json'
@@ -229,7 +254,8 @@ def test_a_resume_finds_shards_and_model_elsewhere_and_is_refused_where_a_flag_o
     config.write_text(content.replace('epsilon', 'v_prediction'))
     line = one_error_line(further, capfd)
     assert f'--model_name {model} has another configuration: prediction_type of its scheduler was "epsilon"' in line
-    config.write_text(json.dumps(json.loads(content) | {'_diffusers_version': '9', 'trained_betas': None}))  # the same
+    same_in_effect = {'_diffusers_version': '9', 'trained_betas': None}
+    config.write_text(json.dumps(json.loads(content) | same_in_effect))
     assert main(further)['first_batch'] == 3
 
     shutil.rmtree(data)
@@ -241,13 +267,13 @@ def test_a_resume_finds_shards_and_model_elsewhere_and_is_refused_where_a_flag_o
     assert main([*there, *remedy])['status'] == 'complete'
 
 
-def test_a_run_goes_on_and_is_exported_with_its_own_token_ids(shards, smallest_model, model_folder, tmp_path, capfd):
+def test_a_resume_and_an_export_keep_the_token_ids_of_the_run(shards, smallest_model, model_folder, tmp_path, capfd):
     model = shutil.copytree(smallest_model, tmp_path / 'model')
     kept = tmp_path / 'kept'
     argv = [*TINY, '--image_size', '16', '--num_workers', '0', '--save_folder', str(kept), '--autoresume', '--remote',
             shards, '--model_name', str(model), '--max_duration']
     main([*argv, '1ba'])
-    shutil.copytree(Path(model_folder, 'tokenizer'), model / 'tokenizer')  # of another padding
+    shutil.copytree(Path(model_folder, 'tokenizer'), model / 'tokenizer')  # pads with another token
     assert f'the tokenizer of {model} gives other token ids' in one_error_line([*argv, '2ba'], capfd)
     export([str(kept), 'out'])
     assert build_tokenizer('out').encode('a cat').ids == build_tokenizer().encode('a cat').ids
@@ -256,28 +282,28 @@ def test_a_run_goes_on_and_is_exported_with_its_own_token_ids(shards, smallest_m
 
 def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(tmp_path, monkeypatch):
     monkeypatch.setattr('sdbench.training.checkpoints.SECONDS_FOR_LOCK', 0)
-    (tmp_path / LOCK_FILE).touch()  # as a run that was killed leaves it
+    (tmp_path / LOCK_FILE).touch()  # a killed run leaves this file
     with locked_save_folder(str(tmp_path), autoresume=False):
         with pytest.raises(ValueError, match=f'{tmp_path} is in use by another run'), \
                 locked_save_folder(str(tmp_path), autoresume=False):
             pass
-        main([*LOADER_ONLY, str(tmp_path)])  # which saves nothing there
+        main([*LOADER_ONLY, str(tmp_path)])  # it saves no checkpoints
     with locked_save_folder(str(tmp_path), autoresume=False), locked_save_folder(None, autoresume=False):
         pass
 
 
 @pytest.mark.parametrize('number', [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_where_a_file_system_has_no_locks_a_warning_says_so_and_the_run_goes_on(tmp_path, monkeypatch, capfd, number):
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capfd, number):
     def flock(file, operation):
         raise OSError(number, os.strerror(number))
     monkeypatch.setattr('fcntl.flock', flock)
-    (tmp_path / LOCK_FILE).write_text('4711\nnode-1\n')  # of a machine that is lost
+    (tmp_path / LOCK_FILE).write_text('4711\nnode-1\n')  # from a machine that no longer exists
     with locked_save_folder(str(tmp_path), autoresume=False), locked_save_folder(str(tmp_path), autoresume=False):
         said = capfd.readouterr().err
     assert f'warning: --save_folder {tmp_path} is on a file system without locks ({os.strerror(number)})' in said
 
 
-def test_caption_weights_may_have_another_order_and_scale_on_a_resume_and_no_other_chances(several_captions, capfd):
+def test_a_resume_allows_caption_weights_of_another_scale_but_not_other_probabilities(several_captions, capfd):
     argv = ['--remote', several_captions, *TINY, '--num_workers', '0', '--save_folder', 'kept', '--autoresume']
     main([*argv, '--max_duration', '1ba', '--caption_weights', 'short=0.1', 'long=0.3'])
     resumed = main([*argv, '--max_duration', '2ba', '--caption_weights', 'long=6', 'short=2'])
@@ -287,7 +313,7 @@ def test_caption_weights_may_have_another_order_and_scale_on_a_resume_and_no_oth
 
 
 class Faulty(Callback):
-    """Has an error of its own when it is resumed."""
+    """Raises an error when its state is loaded."""
 
     def state_dict(self):
         return {'a': 1}
@@ -297,8 +323,8 @@ class Faulty(Callback):
 
 
 @pytest.mark.parametrize('error', [KeyError('a'), ValueError('not enough values to unpack'),
-                                   UserError('--remote has another fault')])
-def test_an_error_on_a_resume_that_is_no_mismatch_is_not_said_to_be_one(error, monkeypatch, capfd):
+                                   UserError('--remote has another problem')])
+def test_another_error_on_a_resume_is_not_reported_as_a_mismatch(error, monkeypatch, capfd):
     argv = ['--use_synth_data', *TINY, '--save_folder', 'kept', '--autoresume', '--max_duration']
     main([*argv, '1ba'], [Faulty()])
     monkeypatch.setattr(Faulty, 'error', error, raising=False)

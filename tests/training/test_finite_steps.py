@@ -1,4 +1,4 @@
-"""What keeps a run from harm: a loss or a gradient that is not finite is never learned, and noise has its own seeds."""
+"""A loss or gradient that is inf or NaN never changes the weights, and the noise of each batch has its own seed."""
 import json
 from types import SimpleNamespace
 
@@ -18,14 +18,14 @@ ARGV = ['--use_synth_latents', '--use_ema', *TINY, '--max_duration', '5ba']
 
 @pytest.fixture(autouse=True, params=[True, False], ids=['no CUDA', 'CUDA'])
 def scaler(request, monkeypatch):
-    """Composer makes a GradScaler in every precision; where torch finds CUDA, it is enabled in every precision."""
+    """Test with and without CUDA: with CUDA, Composer has an enabled GradScaler in every precision."""
     monkeypatch.setattr(torch.cuda.amp.common, 'amp_definitely_not_available', lambda: request.param)
 
 
 @pytest.fixture
-def spoil(monkeypatch):
-    """Return a function that lets the third loss of a training, or gradients of its third batch, be some value."""
-    def spoil(what: str, value: float) -> Weights:
+def corrupt(monkeypatch):
+    """Return a function that sets the third loss, or gradients of the third batch, to a value."""
+    def corrupt(what: str, value: float) -> Weights:
         if what == 'gradient':
             return Weights(2, value=value)
         calls, loss = [], benchmark.StableDiffusion.loss
@@ -35,14 +35,14 @@ def spoil(monkeypatch):
             return loss(self, outputs, batch) * (value if len(calls) == 3 else 1)
         monkeypatch.setattr(benchmark.StableDiffusion, 'loss', broken)
         return Weights()
-    return spoil
+    return corrupt
 
 
 @pytest.mark.parametrize('what, value, flags', [
     ('loss', float('nan'), []), ('loss', float('inf'), []), ('gradient', float('nan'), []),
-    ('gradient', 3e38, ['--clip_grad_norm', '1'])], ids=str)  # the last cannot be measured
-def test_a_loss_or_gradient_that_is_not_finite_is_never_learned(results, capfd, spoil, what, value, flags):
-    witness = spoil(what, value)
+    ('gradient', 3e38, ['--clip_grad_norm', '1'])], ids=str)  # the norm of the last overflows
+def test_a_loss_or_gradient_that_is_not_finite_never_changes_the_weights(results, capfd, corrupt, what, value, flags):
+    witness = corrupt(what, value)
     line = failed([*ARGV, *flags], results, capfd, [witness])
     assert 'the run failed at batch 3: ' in line
     assert f'{what} of batch 3 is not finite, at microbatch size 4' in line
@@ -52,8 +52,8 @@ def test_a_loss_or_gradient_that_is_not_finite_is_never_learned(results, capfd, 
 
 
 @pytest.mark.parametrize('what', ['loss', 'gradient'])
-def test_on_nan_skip_leaves_the_step_out_and_counts_it(spoil, what):
-    witness = spoil(what, float('nan'))
+def test_on_nan_skip_leaves_the_step_out_and_counts_it(corrupt, what):
+    witness = corrupt(what, float('nan'))
     record = main([*ARGV, '--on_nan', 'skip'], [witness])
     assert (record['status'], record['skipped_batches']) == ('complete', 1)
     assert record['loss'] > 0
@@ -68,13 +68,13 @@ def test_too_many_skips_in_a_row_end_the_run(results, capfd, monkeypatch):
     witness = Weights(1, 2, 4, 5, 6)
     line = failed([*ARGV[:-1], '50ba', '--on_nan', 'skip'], results, capfd, [witness])
     assert 'the run failed at batch 7' in line
-    assert '2 steps before it were left out' in line
+    assert 'the 2 steps before it were skipped' in line
     assert len(witness.weights) == 6
     assert witness.weights[-1].isfinite().all()
     assert MOST_SKIPS_IN_A_ROW == 10
 
 
-def test_the_noise_of_a_batch_depends_on_seed_batch_and_rank_alone(monkeypatch):
+def test_the_noise_of_a_batch_depends_only_on_seed_batch_and_rank(monkeypatch):
     def noise(seed: int, batch: int, rank: int = 0) -> tuple[float, ...]:
         monkeypatch.setattr(exact_resume.dist, 'get_global_rank', lambda: rank)
         ExactResume(seed).batch_start(SimpleNamespace(timestamp=Timestamp(batch=batch)), None)

@@ -1,4 +1,4 @@
-"""The curves of a run, in TensorBoard's files and at Weights & Biases, by Composer's own loggers."""
+"""The curves of a run reach TensorBoard and Weights & Biases through Composer's own loggers."""
 from pathlib import Path
 
 import pytest
@@ -12,15 +12,15 @@ from tests.runs import TINY, one_error_line, settings_of
 CURVES = {'loss/train/total', 'lr-AdamW/group0', 'l2_norm/grad/global', 'throughput/samples_per_sec', 'images_per_sec'}
 
 
-def test_tensorboard_has_curves_evaluations_and_figures_of_a_run_and_of_its_resume(
+def test_tensorboard_has_the_curves_of_a_run_and_its_resume_without_repeated_batches(
         tmp_path, shards, held_out, monkeypatch):
-    import tensorboard.main  # noqa: F401, the server, which needs more packages than the files
+    import tensorboard.main  # noqa: F401, the server needs more packages than the files do
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer.event_file_writer import AtomicCounter
     argv = ['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--eval_remote', held_out,
             '--eval_interval', '1ep', '--save_folder', str(tmp_path / 'a run'), '--save_interval', '2ba',
             '--autoresume', '--tensorboard', str(tmp_path / 'board'), '--max_duration']
-    # TensorBoard sorts files of one second by a number without leading zeros, which here has three digits each time
+    # TensorBoard sorts files from the same second by a number without leading zeros, so use numbers of equal length.
     monkeypatch.setattr('tensorboard.summary.writer.event_file_writer._global_uid', AtomicCounter(100))
     first = main([*argv, '2ep'])
     (tmp_path / 'a run' / 'ep1-ba6-rank0.pt').unlink()  # as if it had been killed before it saved its last batches
@@ -38,7 +38,7 @@ def test_tensorboard_has_curves_evaluations_and_figures_of_a_run_and_of_its_resu
     assert flops / images == pytest.approx(1e12 * record['tflops_per_image'])
 
 
-def test_two_trainings_never_share_a_name_which_begins_with_that_of_its_folder(tmp_path, monkeypatch, s3):
+def test_the_name_of_a_training_is_unique_and_begins_with_its_folder(tmp_path, monkeypatch, s3):
     def name(*flags: str) -> str:
         return identify_training(settings_of('--use_synth_data', *map(str, flags)), None).name
 
@@ -53,7 +53,7 @@ def test_two_trainings_never_share_a_name_which_begins_with_that_of_its_folder(t
     assert name().startswith('run-')
 
 
-def test_a_run_that_starts_anew_in_a_folder_has_curves_of_its_own(tmp_path):
+def test_a_new_training_in_the_same_folder_has_separate_curves(tmp_path):
     argv = ['--use_synth_data', *TINY, '--save_folder', str(tmp_path / 'kept'), '--tensorboard',
             str(tmp_path / 'board'), '--max_duration', '2ba']
     first = main(argv)
@@ -64,7 +64,7 @@ def test_a_run_that_starts_anew_in_a_folder_has_curves_of_its_own(tmp_path):
     assert len(list((tmp_path / 'board').iterdir())) == 2
 
 
-def test_a_logger_that_cannot_start_is_one_line(capfd, monkeypatch):
+def test_a_logger_that_cannot_start_is_a_one_line_error(capfd, monkeypatch):
     import wandb
     asked_for = []
 
@@ -80,14 +80,14 @@ def test_a_logger_that_cannot_start_is_one_line(capfd, monkeypatch):
 
 
 def main_and_teardown(argv: list[str]) -> None:
-    """Train, and end W&B's own process, which would end later where a process was forked."""
+    """Train, and end W&B's own process, which would outlive a forked process."""
     import wandb
     main(argv)
     wandb.teardown()
 
 
-def test_an_offline_run_of_wandb_holds_the_curves_the_settings_and_the_record(server, tmp_path):
-    folder = tmp_path / 'run'  # of a process of its own, since W&B keeps its first folder
+def test_an_offline_wandb_run_has_the_curves_the_settings_and_the_record(server, tmp_path):
+    folder = tmp_path / 'run'  # in a separate process, because W&B keeps using its first folder
     argv = ['--use_synth_data', '--use_ema', *TINY, '--measure_batches', '11', '--wandb_name', 'x', '--wandb_project',
             'y', '--results', 'results']
     code, _, errors = run_program(server, folder, main_and_teardown, argv)

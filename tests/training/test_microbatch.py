@@ -1,4 +1,4 @@
-"""The search for the largest microbatch: it finds what fits on every rank, and leaves no trace."""
+"""The search finds the largest microbatch that fits on every rank, and leaves nothing behind."""
 import json
 import weakref
 from dataclasses import replace
@@ -16,14 +16,14 @@ from tests.runs import SMALLEST, TINY, assert_same_training, one_error_line, set
 
 
 def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str) -> list[int]:
-    """Let every pass of more than `limit` images fail in the middle of the UNet; return the list of the sizes tried."""
+    """Make passes with more than `limit` images fail inside of the UNet; return a list that collects tried sizes."""
     tried = []
 
     def fail(*_):
         raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB')
 
     def in_forward(module, inputs, output):
-        if tried[-1:] != [len(output)]:  # once for both batches of a try
+        if tried[-1:] != [len(output)]:  # once for both batches of a trial
             tried.append(len(output))
         if len(output) > limit and where == 'forward':
             fail()
@@ -35,13 +35,13 @@ def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str) -> l
 
 
 @pytest.mark.parametrize('where', ['forward', 'backward'])
-def test_the_largest_that_fits_is_found_with_a_try_of_each_size_and_nothing_of_a_try_alive_at_the_next(where):
-    activations = []  # of each pass, its size and a reference
+def test_the_largest_microbatch_is_found_with_one_trial_per_size_and_trials_free_their_memory(where):
+    activations = []  # size and weak reference for each pass
 
     def note(module, inputs, output):
         assert not [size for size, tensor in activations if size != len(output) and tensor() is not None]
         cycle = [output]
-        cycle.append(cycle)  # as an error and the frame that keeps it can be
+        cycle.append(cycle)  # like an error and the frame that holds it
         activations.append((len(output), weakref.ref(output)))
 
     model = StableDiffusion(SMALLEST, 16)
@@ -59,15 +59,15 @@ def test_the_largest_that_fits_is_found_with_a_try_of_each_size_and_nothing_of_a
     ('CUDA error: out of memory', 1, True),
     ('upsample_nearest2d only supports output tensors with less than INT_MAX elements, but got [1, 2]', 4, True),
     ('CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', 4, True),
-    ('CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', 1, False),  # it does not start
+    ('CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', 1, False),  # another cause
     ('expected scalar type Half but found Float', 4, False)])
-def test_what_cuda_says_of_too_little_memory_means_that_it_does_not_fit(words, size, too_large):
+def test_cuda_errors_about_too_little_memory_are_recognized(words, size, too_large):
     assert is_too_large(RuntimeError(words), size) == too_large
 
 
 def search_on_a_cpu(patch: pytest.MonkeyPatch, limit: int, where: str = 'backward') -> None:
-    """Let main() search as it does on a GPU, with memory for `limit` images at once."""
-    def complete_but_for_a_search(settings, index):
+    """Make main() search as on a GPU with memory for `limit` images."""
+    def complete_with_auto(settings, index):
         return replace(complete(settings, index), device_train_microbatch_size='auto')
 
     def build_limited_model(*args, **options):
@@ -76,11 +76,11 @@ def search_on_a_cpu(patch: pytest.MonkeyPatch, limit: int, where: str = 'backwar
         return model
 
     build_model = benchmark.build_model
-    patch.setattr(benchmark, 'complete', complete_but_for_a_search)
+    patch.setattr(benchmark, 'complete', complete_with_auto)
     patch.setattr(benchmark, 'build_model', build_limited_model)
 
 
-def test_where_not_even_one_image_fits_one_line_says_so(monkeypatch, capfd):
+def test_a_one_line_error_says_that_not_even_one_image_fits(monkeypatch, capfd):
     search_on_a_cpu(monkeypatch, limit=0)
     line = one_error_line(['--use_synth_data', *TINY], capfd)
     assert 'not even one image of --image_size 16 fits into the memory of this device; none of these alone is' in line
@@ -93,7 +93,7 @@ def test_where_not_even_one_image_fits_one_line_says_so(monkeypatch, capfd):
     ('--use_ema --gradient_checkpointing', 9, 'none of these alone is enough: without --use_ema; --image_size 64; '
      'latents (encode.py); combine them, or use a GPU with more memory'),
     ('--gradient_checkpointing --image_size 64 --use_synth_latents', 0, 'device; use a GPU with more memory')])
-def test_where_not_even_one_image_fits_what_was_not_given_is_tried_and_what_is_enough_is_said(monkeypatch, capfd, flags,
+def test_if_not_even_one_image_fits_the_error_names_the_changes_that_help_and_were_not_made(monkeypatch, capfd, flags,
                                                                                             room, advice):
     def fits(model, size, precision, copies, build_optimizer):
         activations = model.image_size // (16 if model.unet.is_gradient_checkpointing else 8)
@@ -107,13 +107,13 @@ def test_where_not_even_one_image_fits_what_was_not_given_is_tried_and_what_is_e
 
 
 def searching_rank(limit: int, where: str, argv: list[str]) -> None:
-    """Train on a rank of its own, whose memory ends there."""
+    """Train in a separate process that has memory for `limit` images."""
     search_on_a_cpu(pytest.MonkeyPatch(), limit, where)
     main(argv)
 
 
 @pytest.mark.long
-def test_ranks_that_run_out_at_different_sizes_agree_and_train_as_told(tmp_path, server, results):
+def test_ranks_with_different_limits_agree_and_train_as_with_that_microbatch(tmp_path, server, results):
     argv = ['--use_synth_data', *TINY, '--use_ema', '--batch_size', '16', '--results', str(results), '--save_folder']
     searched = [*argv, str(tmp_path / 'searched')]
     told = [*argv, str(tmp_path / 'told'), '--device_train_microbatch_size', '2']

@@ -1,4 +1,4 @@
-"""The optimizer, its schedule, the clipping of gradients and the average: as asked, in a run and in its checkpoint."""
+"""Optimizer, learning rate schedule, gradient clipping and EMA follow their flags, in a run and in its checkpoints."""
 from types import SimpleNamespace
 
 import pytest
@@ -19,10 +19,10 @@ FLAGS = ['--learning_rate', '3e-4', '--weight_decay', '0.02', '--lr_warmup', '4b
 
 
 class Witness(Callback):
-    """The learning rate of each step, whether it is fused, the norm of its gradients, and what is averaged after it."""
+    """Records for each step: learning rate, `fused`, gradient norm, weights, and whether the EMA has started."""
 
     def __init__(self):
-        self.rates, self.fused, self.norms, self.averaged, self.weights = [], [], [], [], []
+        self.rates, self.fused, self.norms, self.ema_started, self.weights = [], [], [], [], []
 
     def after_train_batch(self, state, logger):
         [group] = state.optimizers[0].param_groups
@@ -31,7 +31,7 @@ class Witness(Callback):
 
     def batch_end(self, state, logger):
         [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, benchmark.EMA)]
-        self.averaged.append(ema.ema_started)
+        self.ema_started.append(ema.ema_started)
         self.norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in state.model.unet.parameters()])))
         self.weights.append(state.model.unet.conv_in.bias.detach().clone())
 
@@ -41,7 +41,7 @@ def test_a_run_does_what_its_flags_say_and_has_them_in_its_record(tmp_path):
     record = main(['--use_synth_data', *TINY, *FLAGS, '--max_duration', '7ba', '--save_folder', 'kept'], [witness])
     state = load_checkpoint(tmp_path / 'kept' / 'latest-rank0.pt')['state']
 
-    # a warm-up of four batches, and gradients whose norms would be about 1
+    # The warm-up has four batches. Without clipping the gradient norms would be about 1.
     assert witness.rates == sorted(witness.rates)
     assert sorted(set(witness.rates)) == pytest.approx([0, 0.75e-4, 1.5e-4, 2.25e-4, 3e-4])
     assert witness.norms == pytest.approx([0.25] * 7, rel=1e-4)
@@ -53,7 +53,7 @@ def test_a_run_does_what_its_flags_say_and_has_them_in_its_record(tmp_path):
     assert {flag: record[flag] for flag in expected} == expected | {'adam_betas': [0.8, 0.95]}  # as in JSON
 
 
-def test_a_resumed_optimizer_has_the_arguments_of_now_and_goes_on_with_the_learning_rate():
+def test_a_resumed_optimizer_has_its_new_arguments_and_the_learning_rate_of_the_schedule():
     witness = Witness()
     argv = ['--use_synth_latents', *TINY, '--use_ema', '--lr_warmup', '4ba', '--save_folder', 'kept', '--autoresume',
             '--max_duration']
@@ -61,7 +61,7 @@ def test_a_resumed_optimizer_has_the_arguments_of_now_and_goes_on_with_the_learn
     record = main([*argv, '4ba', '--no-fused_optimizer'], [witness])
     assert witness.fused == [True, True, False, False]
     assert record['fused_optimizer'] is False
-    assert witness.rates == pytest.approx([0, 0, 0.25e-4, 0.5e-4])  # Composer's second step is as its first
+    assert witness.rates == pytest.approx([0, 0, 0.25e-4, 0.5e-4])  # Composer's first two steps have one rate
 
 
 @pytest.mark.parametrize('schedule, shares', [
@@ -71,7 +71,7 @@ def test_a_resumed_optimizer_has_the_arguments_of_now_and_goes_on_with_the_learn
 @pytest.mark.parametrize('final', [0.0, 0.1])
 def test_the_learning_rate_goes_as_its_schedule_says_after_the_warm_up(schedule, shares, warmup, final):
     if schedule == 'constant':
-        final = 0.0  # it has none
+        final = 0.0  # constant has no end
     shares = [final + (1 - final) * share for share in shares]
     rate = benchmark.build_schedule(schedule, f'{warmup}ba' if warmup else None, final)
     state = SimpleNamespace(max_duration=Time.from_batch(warmup + 8), timestamp=Timestamp())
@@ -85,7 +85,7 @@ def test_the_learning_rate_goes_as_its_schedule_says_after_the_warm_up(schedule,
 
 @pytest.mark.parametrize('duration, half_life, start, first_batch', [
     ('1ep', '1ep', '0.7dur', 2), ('2ep', '1ep', '0.9dur', 5), ('5ba', '3ba', '2ba', 2), ('1ep', '1ep', None, 1)])
-def test_an_average_starts_when_it_is_told_moves_in_every_batch_and_is_in_the_checkpoint(
+def test_the_ema_starts_at_ema_start_is_updated_in_every_batch_and_is_in_the_checkpoint(
         duration, half_life, start, first_batch, shards, tmp_path):
     witness = Witness()
     flags = ['--ema_half_life', half_life]
@@ -95,18 +95,18 @@ def test_an_average_starts_when_it_is_told_moves_in_every_batch_and_is_in_the_ch
                    '--num_workers', '0', '--use_ema', *flags, '--max_duration', duration, '--learning_rate', '0.01',
                    '--save_folder', 'kept'], [witness])
     assert record['ema_half_life'] == '3ba'  # 24 samples in batches of 8
-    assert witness.averaged.index(True) + 1 == first_batch
-    average = witness.weights[first_batch - 1]
+    assert witness.ema_started.index(True) + 1 == first_batch
+    expected = witness.weights[first_batch - 1]
     for weights in witness.weights[first_batch:]:
-        average = average + (weights - average) * (1 - 2 ** (-1 / 3))
+        expected = expected + (weights - expected) * (1 - 2 ** (-1 / 3))
     algorithms = dict(load_checkpoint(tmp_path / 'kept' / 'latest-rank0.pt')['state']['algorithms'])
     kept = algorithms['EMA']['ema_model']['named_parameters_dict']['unet.conv_in.bias']
-    torch.testing.assert_close(kept, average, atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(kept, expected, atol=1e-7, rtol=1e-5)
 
 
 @pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction'])
 def test_the_loss_has_the_min_snr_weights_of_diffusers(prediction_type, smallest_with_attention, model_folder):
-    """As its train_text_to_image.py calculates them, by its own SNR."""
+    """The reference is the formula of its train_text_to_image.py, with its own function for the SNR."""
     name = smallest_with_attention if prediction_type == 'epsilon' else model_folder
     model = benchmark.StableDiffusion(name, 16, snr_gamma=0.5)
     batch = {'image': torch.rand(8, 3, 16, 16) * 2 - 1, 'caption': torch.randint(49408, (8, 77))}
@@ -115,8 +115,8 @@ def test_the_loss_has_the_min_snr_weights_of_diffusers(prediction_type, smallest
     weights = snr.clamp(max=0.5) / (snr if prediction_type == 'epsilon' else snr + 1)
     expected = (weights * (prediction - target).square().mean(dim=(1, 2, 3))).mean()
     torch.testing.assert_close(model.loss((prediction, target), batch), expected)
-    of_noise_alone = 1 if prediction_type == 'epsilon' else 0
-    assert min_snr_weights(torch.tensor([0.0]), 5.0, prediction_type).tolist() == [of_noise_alone]
+    weight_of_pure_noise = 1 if prediction_type == 'epsilon' else 0
+    assert min_snr_weights(torch.tensor([0.0]), 5.0, prediction_type).tolist() == [weight_of_pure_noise]
 
 
 def test_without_the_flags_all_is_as_in_the_original_but_that_the_unet_alone_is_optimized():

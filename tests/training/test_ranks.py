@@ -1,4 +1,4 @@
-"""Several real processes over gloo: ranks on one node, and nodes on one machine."""
+"""Real processes communicate over gloo, as several ranks on one node, or as several nodes on this machine."""
 import json
 import os
 import re
@@ -25,7 +25,7 @@ TINY_RANKS = ['--use_ema', *TINY, '--batch_size', '8', '--measure_batches', '2',
 
 
 class BySample(benchmark.StableDiffusion):
-    """Trains in float64; draws noise and timesteps from each sample's caption, so that any number of ranks draws them.
+    """Trains in float64, with noise and timesteps that depend on each sample's caption and not on the number of ranks.
     """
 
     def __init__(self, *args):
@@ -48,7 +48,7 @@ class BySample(benchmark.StableDiffusion):
 
 
 class Witness(Callback):
-    """Leaves in `file` how many batches an epoch had, and what the rank learned."""
+    """Saves to `file` the number of batches in an epoch, the trained weights and the EMA weights."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -57,7 +57,7 @@ class Witness(Callback):
         [ema] = state.algorithms
         torch.save({'batches': len(state.train_dataloader),
                     'weights': [weight.detach() for weight in state.optimizers[0].param_groups[0]['params']],
-                    'average': ema.ema_model.named_parameters_dict}, self.file)
+                    'ema': ema.ema_model.named_parameters_dict}, self.file)
 
 
 def train_by_sample(file: Path, argv: list[str]) -> None:
@@ -65,8 +65,8 @@ def train_by_sample(file: Path, argv: list[str]) -> None:
     benchmark.main(argv, [Witness(file)])
 
 
-def test_two_ranks_split_an_epoch_without_overlap_and_learn_what_one_learns_from_it(tmp_path, server):
-    """Of its 31 images three batches are whole. An image that one rank saw twice would be learned twice."""
+def test_two_ranks_split_an_epoch_without_overlap_and_train_the_same_weights_as_one_rank(tmp_path, server):
+    """The 31 images make three complete batches. An image that both ranks saw would change the weights twice."""
     shards = write_several_captions(tmp_path / 'shards', [good(index) for index in range(31)])
     argv = ['--remote', shards, *TINY_RANKS, '--device_train_microbatch_size', '2', '--results', '/dev/null']
     seen = {}
@@ -79,21 +79,21 @@ def test_two_ranks_split_an_epoch_without_overlap_and_learn_what_one_learns_from
     [one], (first, second) = seen[1], seen[2]
 
     assert one['batches'] == first['batches'] == second['batches'] == 3
-    for part in ('weights', 'average'):
+    for part in ('weights', 'ema'):
         torch.testing.assert_close(first[part], one[part], atol=1e-9, rtol=1e-6)
         torch.testing.assert_close(first[part], second[part], atol=0, rtol=0)
 
 
 def become_node(folder: Path, argv: list[str]) -> None:
-    """Train as a node does that has /dev/shm, temporary files and a cache of its own, in a process of its own."""
-    del os.environ['NODE_RANK']  # which torchrun does not set
+    """Train like a node that shares neither /dev/shm nor temporary files nor its cache with another."""
+    del os.environ['NODE_RANK']  # torchrun does not set it
     os.environ['TMPDIR'] = tempfile.tempdir = tempfile.mkdtemp(dir=folder)
     mount_small_disk(1000, '/dev/shm')
     benchmark.main([*argv, '--local', f'{folder}/cache'])
 
 
 @pytest.mark.long
-def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards, server):
+def test_two_nodes_stream_one_remote_into_separate_caches(tmp_path, shards, server):
     skip_unless_mounts_are_allowed('/dev/shm')
     folders = [tmp_path / f'node{rank}' for rank in (0, 1)]
     for folder in folders:
@@ -107,8 +107,8 @@ def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards, 
         assert list((folder / 'cache').rglob('*.mds'))
 
 
-def become_node_with_a_disk_of_its_own(folder: Path, checkpoint: Path | None, argv: list[str]) -> None:
-    """Train as a node does whose own disk is at `folder`, with that checkpoint or none, in a process of its own."""
+def become_node_with_separate_disk(folder: Path, checkpoint: Path | None, argv: list[str]) -> None:
+    """Train like a node with a separate disk at `folder`, which holds the checkpoint if there is one."""
     mount_small_disk(200, str(folder))
     if checkpoint is not None:
         shutil.copy(checkpoint, folder)
@@ -116,7 +116,7 @@ def become_node_with_a_disk_of_its_own(folder: Path, checkpoint: Path | None, ar
 
 
 @pytest.mark.parametrize('lost', [0, 1])
-def test_nodes_that_see_different_checkpoints_end_at_once_with_one_line(lost, tmp_path, server):
+def test_nodes_that_see_different_checkpoints_end_with_a_one_line_error(lost, tmp_path, server):
     skip_unless_mounts_are_allowed('/dev/shm')
     argv = ['--use_synth_data', *TINY_RANKS, '--autoresume', '--results', str(tmp_path / 'records')]
     benchmark.main([*argv, '--max_duration', '1ba', '--save_folder', str(tmp_path / 'before')])
@@ -125,7 +125,7 @@ def test_nodes_that_see_different_checkpoints_end_at_once_with_one_line(lost, tm
     folder.mkdir()
     nodes = [(folder, None if rank == lost else checkpoint, [*argv, '--max_duration', '3ba']) for rank in (0, 1)]
     logs = [tmp_path / f'log{rank}' for rank in (0, 1)]
-    codes = run_ranks(server, logs, become_node_with_a_disk_of_its_own, nodes, nodes=2)
+    codes = run_ranks(server, logs, become_node_with_separate_disk, nodes, nodes=2)
     assert 2 in codes, logs[0].read_text()
     line = logs[0].read_text().splitlines()[-1]
     seen = ['none' if rank == lost else str(folder / checkpoint.name) for rank in (0, 1)]
@@ -133,8 +133,8 @@ def test_nodes_that_see_different_checkpoints_end_at_once_with_one_line(lost, tm
     assert f'{seen[0]} on rank 0, and {seen[1]} on rank 1' in line
 
 
-def test_the_lines_of_the_page_for_slurm_and_for_torchrun_start_one_run_on_all_nodes(tmp_path, monkeypatch):
-    """Of which SLURM has two here; the launchers note how they are called."""
+def test_the_commands_of_the_page_for_slurm_and_torchrun_start_one_run_on_all_nodes(tmp_path, monkeypatch):
+    """SLURM has two nodes here. Fake launchers note their arguments."""
     write_noting_programs(tmp_path, 'composer', 'torchrun')
     for name, script in (('srun', 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done'),
                          ('scontrol', 'echo first-node; echo another-node')):
@@ -162,7 +162,7 @@ def test_the_lines_of_the_page_for_slurm_and_for_torchrun_start_one_run_on_all_n
     assert command[-3:] == ['benchmark.py', '--use_ema', '--use_synth_data']
 
 
-def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(server, tmp_path):
+def test_a_missing_rank_ends_the_run_after_the_timeout_with_a_one_line_error(server, tmp_path):
     argv = ['--use_synth_data', *TINY_RANKS, '--dist_timeout', '1', '--results', '/dev/null']
     first_of_two = {'RANK': '0', 'LOCAL_RANK': '0', 'NODE_RANK': '0', 'WORLD_SIZE': '2', 'LOCAL_WORLD_SIZE': '1',
                     'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}
@@ -173,7 +173,7 @@ def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(se
     assert 'within 1 seconds' in line
 
 
-def test_bad_input_is_one_line_on_rank_0(server, tmp_path):
+def test_a_user_error_is_printed_once_on_rank_0(server, tmp_path):
     logs = [tmp_path / f'log{rank}' for rank in range(2)]
     argv = ['--use_synth_data', *TINY_RANKS, '--batch_size', '9']
     codes = run_ranks(server, logs, benchmark.main, [(argv,)] * 2)

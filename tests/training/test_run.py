@@ -1,4 +1,4 @@
-"""What a run says of how far it is and why it failed: one line on a terminal, in a log and in the record."""
+"""Progress and failures of a run are shown on one line, on a terminal, in a log and in the record."""
 import json
 import re
 import sys
@@ -14,7 +14,7 @@ from tests.runs import TINY
 from tests.samples import encoded, picture, write_shards
 
 
-def test_out_of_memory_says_the_microbatch_what_to_try_and_where_the_record_is_and_no_summary(capfd, monkeypatch):
+def test_an_error_about_memory_names_the_microbatch_and_what_helps(capfd, monkeypatch):
     monkeypatch.setattr(benchmark.StableDiffusion, 'encode', lambda self, batch: torch.empty(1 << 60))
     with pytest.raises(SystemExit) as exit:
         benchmark.main(['--use_synth_data', *TINY, '--device_train_microbatch_size', '2'])
@@ -26,14 +26,14 @@ def test_out_of_memory_says_the_microbatch_what_to_try_and_where_the_record_is_a
 
 
 class NotesHowItIsClosed(Callback):
-    """Asks as Composer's logger of W&B does whether the run has failed."""
+    """Notes whether a run has failed, as Composer's W&B logger does."""
     error = None
 
     def post_close(self):
         self.error = sys.exc_info()[1]
 
 
-def test_a_crash_leaves_a_record_that_says_why_without_passwords_and_is_known_to_loggers(results, capfd, monkeypatch):
+def test_a_crash_leaves_a_record_with_the_reason_and_without_passwords_and_loggers_see_it(results, capfd, monkeypatch):
     error = RuntimeError('no\nluck at https://me:secret@host/x')
 
     def crash(self, batch):
@@ -50,7 +50,8 @@ def test_a_crash_leaves_a_record_that_says_why_without_passwords_and_is_known_to
     assert 'the run failed at batch 1: RuntimeError: no luck' in capfd.readouterr().err
 
 
-def test_a_resumed_run_says_from_where_and_counts_to_its_end_with_loss_speed_and_time(monkeypatch, tmp_path, capfd):
+def test_a_resumed_run_names_its_checkpoint_and_shows_the_progress_of_the_whole_training(
+        monkeypatch, tmp_path, capfd, recwarn):
     monkeypatch.setattr(process, 'SECONDS_BETWEEN_LINES', 0)
     folder = tmp_path / 'checkpoints'
     argv = ['--use_synth_data', *TINY, '--save_folder', str(folder), '--autoresume', '--max_duration']
@@ -63,6 +64,7 @@ def test_a_resumed_run_says_from_where_and_counts_to_its_end_with_loss_speed_and
     assert re.fullmatch(r'12 of 16 images, \S+ images/s, \d\d:\d\d left, batch 3, loss \d\.\d{3}', second)
     assert third.startswith('16 of 16 images') and f'batch 4, loss {record["loss"]:.3f}' in third
     assert (record['first_batch'], record['trained_batches']) == (2, 4)
+    assert not [warning for warning in recwarn if 'state will not be restored' in str(warning.message)]
 
 
 def test_a_terminal_has_one_bar_for_all_epochs_which_ends_at_100_percent(monkeypatch, shards, capfd):
@@ -75,7 +77,7 @@ def test_a_terminal_has_one_bar_for_all_epochs_which_ends_at_100_percent(monkeyp
 
 
 @pytest.mark.long
-def test_a_full_disk_at_the_cache_is_one_line(server, tmp_path, results):
+def test_a_full_disk_with_cached_shards_is_a_one_line_error(server, tmp_path, results):
     disk = tmp_path / 'disk'
     shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(picture(index, 512, 512), 'PNG'), 'caption': 'x'}
                                                 for index in range(40)], size_limit=1 << 20)

@@ -1,4 +1,4 @@
-"""What a run draws is what diffusers' own pipeline draws, and the run trains as if it had drawn nothing."""
+"""A run generates the same images as diffusers' own pipeline, and they do not change its training."""
 import json
 import os
 from pathlib import Path
@@ -30,7 +30,7 @@ def prompts(tmp_path_factory) -> str:
 
 @pytest.fixture
 def few_steps(monkeypatch):
-    """2 instead of 50; the first test of this file takes them all."""
+    """Use 2 sampling steps instead of 50; only the first test takes all of them."""
     monkeypatch.setattr(sampling, 'STEPS', 2)
 
 
@@ -40,11 +40,11 @@ def run(folder: Path, model_folder: str, *flags) -> dict:
                  '--save_interval', '3ba', *map(str, [*places, *flags])])
 
 
-def pictures_in(path: Path) -> list[np.ndarray]:
-    """Cut the grid of three prompts into its pictures, int (16, 16, 3); each has its prompt and the batch below it."""
+def images_in(path: Path) -> list[np.ndarray]:
+    """Cut the grid of three prompts into its images, int (16, 16, 3), and check that each has text below it."""
     cells = cells_in(path)
     middle = (cells[0].shape[1] - 16) // 2
-    assert all(cell[16:].min() < 128 for cell in cells)  # there is black on the white
+    assert all(cell[16:].min() < 128 for cell in cells)  # there are dark letters
     return [cell[:16, middle:middle + 16] for cell in cells]
 
 
@@ -54,62 +54,63 @@ def cells_in(path: Path) -> list[np.ndarray]:
     return [grid[:height, :width], grid[:height, width:], grid[height:, :width]]
 
 
-def drawn_by_diffusers(out: Path) -> list[np.ndarray]:
-    """Draw the prompts by an exported pipeline, from the noise of a seed for each."""
+def generated_by_diffusers(out: Path) -> list[np.ndarray]:
+    """Generate an image for each prompt with an exported pipeline, with one seed per prompt."""
     noise = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(17 + n)) for n in range(3)])
     pipeline = StableDiffusionPipeline.from_pretrained(str(out))
     pipeline.set_progress_bar_config(disable=True)
-    drawn = pipeline(PROMPTS, latents=noise, num_inference_steps=sampling.STEPS, guidance_scale=GUIDANCE)
-    return [np.asarray(picture, dtype=int) for picture in drawn.images]
+    output = pipeline(PROMPTS, latents=noise, num_inference_steps=sampling.STEPS, guidance_scale=GUIDANCE)
+    return [np.asarray(image, dtype=int) for image in output.images]
 
 
 @pytest.mark.long
-def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp_path, model_folder, prompts):
+def test_generating_images_and_resuming_do_not_change_the_training_by_a_bit(tmp_path, model_folder, prompts):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    whole, drawing = tmp_path / 'whole', tmp_path / 'drawing'
-    whole.mkdir(), drawing.mkdir()
-    record = run(whole, model_folder, '--max_duration', '6ba')
+    plain, sampling_run = tmp_path / 'plain', tmp_path / 'sampling'
+    plain.mkdir()
+    sampling_run.mkdir()
+    record = run(plain, model_folder, '--max_duration', '6ba')
     assert record['sampling_seconds'] == 0
-    assert not (whole / 'kept-samples').exists()
+    assert not (plain / 'kept-samples').exists()
     flags = ['--sample_prompts', prompts, '--sample_interval', '3ba', '--autoresume']
-    run(drawing, model_folder, *flags, '--max_duration', '3ba')
-    record = run(drawing, model_folder, *flags, '--max_duration', '6ba', '--tensorboard', tmp_path / 'board')
+    run(sampling_run, model_folder, *flags, '--max_duration', '3ba')
+    record = run(sampling_run, model_folder, *flags, '--max_duration', '6ba', '--tensorboard', tmp_path / 'board')
     assert record['first_batch'] == 3
-    assert_same_training(drawing / 'kept', whole / 'kept')
-    [pictures] = (drawing / 'kept-samples').iterdir()
-    assert pictures.name == f'kept-{record["training_id"]}'
-    assert sorted(path.name for path in pictures.iterdir()) == ['ba3.png', 'ba6.png']
+    assert_same_training(sampling_run / 'kept', plain / 'kept')
+    [folder_of_images] = (sampling_run / 'kept-samples').iterdir()
+    assert folder_of_images.name == f'kept-{record["training_id"]}'
+    assert sorted(path.name for path in folder_of_images.iterdir()) == ['ba3.png', 'ba6.png']
     [folder] = (tmp_path / 'board').iterdir()
-    made_up, image = EventAccumulator(str(folder)).Reload().Images('samples')
-    assert (made_up.step, image.step) == (3, 6)  # what is due at the batch of the checkpoint is drawn once more
-    assert (image.width, image.height) == Image.open(pictures / 'ba6.png').size
+    repeated, image = EventAccumulator(str(folder)).Reload().Images('samples')
+    assert (repeated.step, image.step) == (3, 6)  # the resume generates the images of the checkpoint's batch again
+    assert (image.width, image.height) == Image.open(folder_of_images / 'ba6.png').size
 
-    text = Image.open(pictures / 'ba6.png').text
+    text = Image.open(folder_of_images / 'ba6.png').text
     assert text['prompts'].splitlines() == PROMPTS
     assert text['weights'] == 'EMA'
 
-    # and what it drew is what diffusers' pipeline draws, with the EMA weights and not with the raw ones
+    # The images equal what diffusers' pipeline generates with the EMA weights, and not with the raw weights.
     for flags in ([], ['--raw_weights']):
         out = tmp_path / f'out{len(flags)}'
-        export([str(drawing / 'kept'), str(out), *flags])
-        pairs = zip(pictures_in(pictures / 'ba6.png'), drawn_by_diffusers(out), strict=True)
+        export([str(sampling_run / 'kept'), str(out), *flags])
+        pairs = zip(images_in(folder_of_images / 'ba6.png'), generated_by_diffusers(out), strict=True)
         differences = [np.abs(ours - theirs).max() for ours, theirs in pairs]
         assert (max(differences) <= 1) == (not flags), differences
 
 
-def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model_folder, prompts, few_steps):
+def test_a_run_on_latents_decodes_images_with_the_vae_of_the_model_folder(tmp_path, model_folder, prompts, few_steps):
     record = main(['--use_synth_latents', *TINY, '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
                    '--sample_prompts', prompts, '--sample_interval', '1000ba', '--save_folder', 'kept-latents'])
     assert record['encoders'] == 'text_in_loop'
     [latents] = Path('kept-latents-samples').iterdir()
     assert [path.name for path in latents.iterdir()] == ['ba3.png']
     export(['kept-latents', 'out'])
-    for ours, theirs in zip(pictures_in(latents / 'ba3.png'), drawn_by_diffusers(tmp_path / 'out'), strict=True):
+    for ours, theirs in zip(images_in(latents / 'ba3.png'), generated_by_diffusers(tmp_path / 'out'), strict=True):
         assert np.abs(ours - theirs).max() <= 1
 
 
 @pytest.mark.long
-def test_rank_0_draws_and_the_other_waits(server, tmp_path, model_folder, prompts):
+def test_rank_0_generates_images_while_the_other_rank_waits(server, tmp_path, model_folder, prompts):
     argv = [*RUN, '--use_synth_data', '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
             '--sample_prompts', prompts, '--sample_interval', '2ba', '--save_folder', tmp_path / 'kept']
     assert run_ranks(server, 2, argv, tmp_path) == [0, 0], (tmp_path / 'log').read_text()
@@ -119,8 +120,8 @@ def test_rank_0_draws_and_the_other_waits(server, tmp_path, model_folder, prompt
     assert record['sampling_seconds'] > 0
 
 
-def test_a_run_that_starts_again_leaves_the_pictures_of_the_one_before_it(tmp_path, smallest_model, prompts, few_steps,
-                                                                          capfd):
+def test_a_new_training_in_the_same_folder_keeps_the_images_of_the_one_before_it(
+        tmp_path, smallest_model, prompts, few_steps, capfd):
     kept_in = tmp_path / 'kept'
     argv = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--pretrained', '--max_duration', '1ba',
             '--sample_prompts', prompts, '--save_folder', str(kept_in), '--autoresume']
@@ -128,21 +129,22 @@ def test_a_run_that_starts_again_leaves_the_pictures_of_the_one_before_it(tmp_pa
     output, errors = capfd.readouterr()
     folder = f'{kept_in}-samples/kept-{record["training_id"]}'
     assert f'samples         in {folder}\n' in output
-    assert '%' not in errors  # no progress bar of diffusers
-    [drawn] = Path(folder).iterdir()
-    os.utime(drawn, (1, 1))
-    for checkpoint in kept_in.glob('*.pt'):  # as if it had been lost before its first
+    assert '%' not in errors  # diffusers shows no progress bar
+    [grid] = Path(folder).iterdir()
+    os.utime(grid, (1, 1))
+    for checkpoint in kept_in.glob('*.pt'):  # as if it had been killed before its first checkpoint
         checkpoint.unlink()
     main(argv)
-    assert drawn.stat().st_mtime == 1
+    assert grid.stat().st_mtime == 1
     assert len(list(Path(f'{kept_in}-samples').iterdir())) == 2
 
 
-def test_a_failed_drawing_is_warned_of_and_the_training_goes_on(tmp_path, smallest_model, prompts, capfd, monkeypatch):
+def test_a_failure_while_generating_images_is_a_warning_and_the_training_continues(
+        tmp_path, smallest_model, prompts, capfd, monkeypatch):
     def fail(*_):
         raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(Sampling, 'draw', fail)
+    monkeypatch.setattr(Sampling, 'generate', fail)
     record = run(tmp_path, smallest_model, '--max_duration', '3ba', '--sample_prompts', prompts)
     assert record['status'] == 'complete'
     assert record['trained_batches'] == 3
-    assert 'warning: nothing was drawn at batch 3 (OSError: [Errno 28] No space left' in capfd.readouterr().err
+    assert 'warning: no images were generated at batch 3 (OSError: [Errno 28] No space left' in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after its batch, on all ranks together, with a record and a checkpoint to go on from."""
+"""Ctrl-C and SIGTERM end a run after its batch on all ranks, with a record and a checkpoint to resume from."""
 import json
 import os
 import signal
@@ -18,10 +18,10 @@ from tests.runs import TINY, Signalled, assert_same_training, start, wait_until
 
 
 @pytest.mark.parametrize('length', ['4ba', '5ba', '7ba'])
-def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_as_if_it_never_had(
+def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_resumes_exactly(
         length, results, tmp_path, shards, held_out, smallest_model, capfd):
-    """The launcher passes Ctrl-C on as SIGTERM. Both come in the fourth batch, at whose end an evaluation and a drawing
-    are due, and the run may be over. The learning rate follows the length of the run."""
+    """The launcher passes Ctrl-C on as SIGTERM, so both come, in the fourth batch. After that batch an evaluation and
+    images are due, and for 4ba the run is over. The learning rate depends on the length of the run."""
     (tmp_path / 'prompts').write_text('a cat')
     argv = ['--remote', shards, '--use_ema', *TINY, '--model_name', smallest_model, '--pretrained', '--num_workers',
             '1', '--max_duration', length, '--lr_schedule', 'cosine', '--eval_remote', held_out, '--eval_interval',
@@ -36,15 +36,15 @@ def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_a
     assert not Path('stopped-samples').exists()
     assert capfd.readouterr().err.count('a signal came') == 1
 
-    # what was left out of the batch is made up for
+    # The resumed run evaluates and generates the images that the signal has prevented.
     record = main([*argv, 'stopped'])
     assert (record['first_batch'], record['evaluations']) == (4, whole['evaluations'])
-    drawn, drawn_at_once = ({path.name: path.read_bytes() for path in Path(f'{folder}-samples').glob('*/*')}
+    resumed_images, whole_images = ({path.name: path.read_bytes() for path in Path(f'{folder}-samples').glob('*/*')}
                             for folder in ('stopped', 'whole'))
-    assert drawn == drawn_at_once
+    assert resumed_images == whole_images
     assert_same_training('stopped', 'whole')
 
-    # a training is over when its record is kept
+    # A training is complete when its record has been written.
     results.unlink()
     with pytest.raises(SystemExit) as exit:
         main([*argv, 'stopped'])
@@ -56,7 +56,7 @@ def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_a
     assert [json.loads(line)['first_batch'] for line in results.read_text().splitlines()] == [whole['trained_batches']]
 
 
-def test_a_training_ends_where_its_budget_is_spent_and_counts_what_it_has_cost_when_it_goes_on(results, monkeypatch,
+def test_a_training_ends_when_its_budget_is_spent_and_a_resume_includes_the_earlier_cost(results, monkeypatch,
                                                                                                      capfd):
     monkeypatch.setattr('sdbench.process.SECONDS_BETWEEN_LINES', 0)
     argv = ['--use_synth_data', *TINY[:-2], '--max_duration', '3ba', '--save_folder', 'kept', '--autoresume',
@@ -67,18 +67,18 @@ def test_a_training_ends_where_its_budget_is_spent_and_counts_what_it_has_cost_w
     assert (exit.value.code, spent['status'], spent['trained_batches']) == (130, 'interrupted', 1)
     assert spent['dollars'] == pytest.approx(spent['gpu_hours'] * 3_600_000)
     output, errors = capfd.readouterr()
-    assert 'after batch 1, for --budget 1 is spent; a checkpoint is in kept' in output
+    assert 'after batch 1, because --budget 1 is spent; a checkpoint is in kept' in output
     assert ', $' in [line for line in errors.splitlines() if ' left' in line][-1]
-    with pytest.raises(SystemExit):  # started again, it trains no further batch
+    with pytest.raises(SystemExit):  # started again, it trains no more batches
         main([*argv, '1'])
     assert json.loads(results.read_text().splitlines()[-1])['trained_batches'] == 1
-    whole = main([*argv, '1e9', '--dollars_per_gpu_hour', '1'])  # as of a cheaper GPU
+    whole = main([*argv, '1e9', '--dollars_per_gpu_hour', '1'])  # on a cheaper GPU
     assert (whole['status'], whole['first_batch'], whole['trained_batches']) == ('complete', 1, 3)
-    assert whole['dollars'] > 1  # what was spent stays spent, at the price of then
+    assert whole['dollars'] > 1  # earlier hours keep their price
     assert whole['gpu_hours'] > whole['dollars'] / 3_600_000
 
 
-def test_a_signal_in_one_of_a_programs_trainings_ends_those_after_it_and_the_handlers_come_back(smallest_model):
+def test_a_signal_ends_later_calls_of_fit_too_and_the_handlers_are_restored(smallest_model):
     before = [signal.getsignal(number) for number in SIGNALS]
     model = StableDiffusion(smallest_model, image_size=16)
     loader = build_loader(SyntheticImageCaptionDataset(16, num_samples=64), 2, num_workers=0)
@@ -101,7 +101,7 @@ def interrupt_twice(note: Path) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_second_ctrl_c_ends_the_process_at_once_and_a_second_sigterm_does_not(server, tmp_path):
+def test_a_second_ctrl_c_kills_the_process_and_a_second_sigterm_does_not(server, tmp_path):
     process = server.Process(target=interrupt_twice, args=(tmp_path / 'goes on',), daemon=True)
     process.start()
     process.join(600)
@@ -112,7 +112,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once_and_a_second_sigterm_does_not(
 @pytest.mark.long
 @pytest.mark.parametrize('send, number', [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)],
                          ids=['Ctrl-C, which comes to every process', 'SIGTERM to the launcher, which passes it on'])
-def test_a_signal_under_the_launcher_leaves_a_record_and_a_checkpoint_to_go_on_from(results, shards, send, number):
+def test_a_signal_under_the_launcher_leaves_a_record_and_a_checkpoint_to_resume_from(results, shards, send, number):
     log, folder = results.with_name('log'), results.with_name('checkpoints')
     argv = ['--remote', shards, '--num_workers', '1', '--use_ema', '--ema_half_life', '2ba', *TINY, '--save_folder',
             str(folder), '--save_interval', '6ba', '--save_num_checkpoints_to_keep', '1', '--results', str(results)]
@@ -120,7 +120,7 @@ def test_a_signal_under_the_launcher_leaves_a_record_and_a_checkpoint_to_go_on_f
     wait_until(lambda: run.poll() is not None or checkpoints_in(str(folder)))
     send(run.pid, number)
     run.wait(timeout=300)
-    wait_until(lambda: results.exists() and results.read_text())  # it ends before its ranks
+    wait_until(lambda: results.exists() and results.read_text())  # the launcher ends before its ranks
     record = json.loads(results.read_text())
     [checkpoint] = checkpoints_in(str(folder))
     done = load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch']

@@ -1,4 +1,4 @@
-"""A second phase starts from the weights of the first, and what a checkpoint holds is told apart whoever wrote it."""
+"""A second phase starts from the weights of the first, and weights that do not fit are refused."""
 import json
 import shutil
 from pathlib import Path
@@ -19,19 +19,20 @@ from tests.samples import Hostile
 
 @pytest.fixture(scope='module')
 def first_phase(tmp_path_factory) -> Path:
-    """The folder with the checkpoints of 2 and 4 batches at 16 pixels."""
+    """Return a folder with checkpoints after 2 and 4 batches at 16 pixels."""
     folder = tmp_path_factory.mktemp('first')
     main(['--use_synth_data', '--use_ema', '--ema_half_life', '2ba', *TINY, '--save_folder', str(folder / 'kept'),
           '--save_interval', '2ba', '--results', str(folder / 'results')])
     return folder / 'kept'
 
 
-def unet_and_average(state: dict) -> tuple[dict, dict]:
+def unet_and_ema(state: dict) -> tuple[dict, dict]:
     unet = {name: tensor for name, tensor in state['model'].items() if name.startswith('unet.')}
     return unet, dict(state['algorithms'])['EMA']['ema_model']['named_parameters_dict']
 
 
-def test_a_second_phase_starts_from_weights_and_average_and_all_else_fresh(first_phase, results, tmp_path, shards):
+def test_a_second_phase_starts_from_the_weights_and_the_ema_and_everything_else_is_new(
+        first_phase, results, tmp_path, shards):
     at_start = {}
 
     class Witness(Callback):
@@ -39,7 +40,7 @@ def test_a_second_phase_starts_from_weights_and_average_and_all_else_fresh(first
             if state.timestamp.batch.value == 0:
                 [optimizer], [ema] = state.optimizers, state.algorithms
                 at_start['unet'] = {f'unet.{name}': p.clone() for name, p in state.model.unet.state_dict().items()}
-                at_start['average'] = {name: p.clone() for name, p in ema.ema_model.named_parameters()}
+                at_start['ema'] = {name: p.clone() for name, p in ema.ema_model.named_parameters()}
                 at_start['optimizer'] = len(optimizer.state)
 
     kept = tmp_path / 'kept'
@@ -47,18 +48,18 @@ def test_a_second_phase_starts_from_weights_and_average_and_all_else_fresh(first
                    '--ema_half_life', '1000ba', '--load_weights', str(first_phase), '--save_folder', str(kept),
                    '--max_duration', '2ba', '--save_interval', '1ba', '--num_workers', '0', '--results', str(results)],
                   [Witness()])
-    unet, average = unet_and_average(load_checkpoint(checkpoints_in(str(first_phase))[-1])['state'])
+    unet, ema_weights = unet_and_ema(load_checkpoint(checkpoints_in(str(first_phase))[-1])['state'])
     assert_equal(at_start['unet'], dict(unet))
-    assert_equal(at_start['average'], dict(average))
+    assert_equal(at_start['ema'], dict(ema_weights))
     assert at_start['optimizer'] == 0
     assert record['first_batch'] == 0
     assert record['load_weights'] == str(first_phase)
     after_one = load_checkpoint(checkpoints_in(str(kept))[0])['state']
     assert after_one['timestamp']['Timestamp']['batch'] == 1
-    weights, averages = unet_and_average(after_one)
-    for name, before in average.items():
+    weights, ema_after = unet_and_ema(after_one)
+    for name, before in ema_weights.items():
         moved = before + (weights[name] - before) * (1 - 2 ** (-1 / 1000))
-        torch.testing.assert_close(averages[name], moved, atol=1e-7, rtol=1e-6)
+        torch.testing.assert_close(ema_after[name], moved, atol=1e-7, rtol=1e-6)
 
 
 def fresh_model(seed: int = 17) -> StableDiffusion:
@@ -66,7 +67,7 @@ def fresh_model(seed: int = 17) -> StableDiffusion:
     return StableDiffusion(SMALLEST, 16)
 
 
-def test_weights_come_from_a_file_a_folder_a_unet_a_pipeline_and_a_store(first_phase, tmp_path, s3, capfd):
+def test_load_weights_takes_a_file_a_folder_a_unet_a_pipeline_or_a_store(first_phase, tmp_path, s3, capfd):
     trained = StableDiffusion(SMALLEST, 16)
     trained.load_state_dict(load_checkpoint(checkpoints_in(str(first_phase))[-1])['state']['model'])
     trained.unet.save_pretrained(tmp_path / 'alone')
@@ -75,10 +76,10 @@ def test_weights_come_from_a_file_a_folder_a_unet_a_pipeline_and_a_store(first_p
     for path in checkpoints_in(str(first_phase)):
         s3.client.upload_file(path, 'bucket', f'runs/1/{Path(path).name}')
     cut = shutil.copytree(first_phase, tmp_path / 'cut', symlinks=True) / 'ep0-ba9-rank0.pt'
-    cut.write_bytes(Path(checkpoints_in(str(first_phase))[-1]).read_bytes()[:1000])  # its run is about to write it
+    cut.write_bytes(Path(checkpoints_in(str(first_phase))[-1]).read_bytes()[:1000])  # a truncated copy
     of_checkpoints = [checkpoints_in(str(first_phase))[-1], str(first_phase), str(first_phase / 'latest-rank0.pt'),
                       str(cut.parent), 's3://bucket/runs/1', 's3://bucket/runs/1/ep0-ba4-rank0.pt']
-    expected, average = unet_and_average(load_checkpoint(of_checkpoints[0])['state'])
+    expected, ema_weights = unet_and_ema(load_checkpoint(of_checkpoints[0])['state'])
     model = fresh_model()
     for place in (*of_checkpoints, 'alone', 'pipeline'):
         for weight in model.unet.parameters():
@@ -87,15 +88,15 @@ def test_weights_come_from_a_file_a_folder_a_unet_a_pipeline_and_a_store(first_p
         for name, weight in model.unet.state_dict().items():
             assert torch.equal(weight, expected[f'unet.{name}']), place
         if place in of_checkpoints:
-            assert_equal(dict(found['ema_model']['named_parameters_dict']), dict(average))
+            assert_equal(dict(found['ema_model']['named_parameters_dict']), dict(ema_weights))
         else:
             assert found is None
-        assert data == ([] if place in of_checkpoints else [{}])  # random images, and what is not known
+        assert data == ([] if place in of_checkpoints else [{}])  # [] means random images, [{}] unknown data
     assert cut.exists()
 
 
-def test_what_does_not_fit_is_one_line(first_phase):
-    """Files in the folder that the test runs in."""
+def test_weights_that_do_not_fit_are_a_one_line_error(first_phase):
+    """The test makes files that do not fit, in an empty folder."""
     checkpoint = load_checkpoint(checkpoints_in(str(first_phase))[-1])
     torch.save({'state': Hostile('ran')}, 'hostile.pt')
     torch.save({'some': 'tensors'}, 'other.pt')
@@ -111,12 +112,12 @@ def test_what_does_not_fit_is_one_line(first_phase):
     checkpoint['state']['model'].pop('unet.foreign')
     checkpoint['state']['model']['_extra_state']['configs']['scheduler']['prediction_type'] = 'v_prediction'
     torch.save(checkpoint, 'v.pt')
-    of_another_seed = str(first_phase)  # and so of another text encoder
+    of_another_seed = str(first_phase)  # which has another text encoder
     for place, words in (
             ('hostile.pt', ['could run code']),
-            ('other.pt', ['is no checkpoint of a training']),
-            ('less.pt', ['another UNet', 'conv_in.bias']),
-            ('more.pt', ['another UNet', 'foreign']),
+            ('other.pt', ['is not a checkpoint of a training']),
+            ('less.pt', ['does not fit the UNet of --model_name', 'conv_in.bias']),
+            ('more.pt', ['does not fit the UNet of --model_name', 'foreign']),
             ('pickled', ['holds no UNet']),
             ('groups', ['norm_num_groups of its unet was 2, and is 4 now']),
             ('v.pt', ['prediction_type of its scheduler was "v_prediction", and is "epsilon" now', 'copy']),
@@ -130,7 +131,7 @@ def test_what_does_not_fit_is_one_line(first_phase):
     assert not Path('ran').exists()
 
 
-def test_what_composers_own_ema_saved_is_refused_where_its_average_would_pass_for_the_weights(smallest_model):
+def test_a_checkpoint_of_composers_own_ema_with_swapped_weights_is_refused(smallest_model):
     model = StableDiffusion(smallest_model, image_size=16)
     Trainer(model=model, train_dataloader=build_loader(SyntheticImageCaptionDataset(16, num_samples=64), 2, 0),
             optimizers=torch.optim.AdamW(model.unet.parameters()), algorithms=composers.EMA('2ba'), max_duration='2ba',
