@@ -83,7 +83,7 @@ def test_an_error_about_a_moved_model_folder_names_the_checkpoint_and_the_flag(c
     checkpoint['state']['model']['_extra_state']['model_name'] = 'model'
     torch.save(checkpoint, 'kept.pt')
     line = one_error_line(['kept.pt', 'out'], capfd, export)
-    assert 'CHECKPOINT kept.pt was trained as a model that is not found: --model_name model is not a folder here' in line
+    assert 'CHECKPOINT kept.pt was trained as a model that is not found: --model_name model' in line
     assert 'give its new place as --model_name of export.py' in line
 
 
