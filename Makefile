@@ -33,9 +33,9 @@ help:  ## Print this list.
 	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/\1 \2/p' Makefile | awk '{printf "make %-10s", $$1; $$1 = ""; print}'
 
 smoke: $(VENV)/installed  ## A first measurement: SD2 base on every GPU, by two recipes; or the tiny model on a CPU.
-	@python -m benchmarks.proof --smoke
+	@python -m benchmarks.smoke
 
-proof: $(VENV)/installed  ## What holds on the GPUs here, into FOLDER=results/...: half an hour on an H100; MINUTES=14 for less.
+proof: $(VENV)/installed  ## All checks and speeds of the GPUs here, into FOLDER=results/...: half an hour on an H100; MINUTES=5 for less.
 	@python -m benchmarks.proof $(FOLDER) $(if $(MINUTES),--minutes $(MINUTES))
 
 test: $(VENV)/installed  ## ruff, and all tests but the long ones: 75 seconds on two cores of an Intel Xeon, 2 minutes of a slow AMD EPYC.
