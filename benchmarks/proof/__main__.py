@@ -32,6 +32,7 @@ from sdbench.records.versions import git_commit, package_versions
 
 LIMIT = 1200  # seconds after which a step is killed; the longest one takes 200 on an H100
 FAR = 1.25    # a speed this many times its forecast, or its forecast this many times the speed, needs an explanation
+CHECK = ('-m', 'benchmarks.proof.checks')
 # Each speed switch alone, to be compared with the defaults
 ONE_SWITCH = {
     'defaults': [],
@@ -76,27 +77,22 @@ def refusing(reason: str, *flags: str) -> Step:
     return Step(program, f'^benchmark.py: error: .*{reason}', fails=True)
 
 
-def checking(name: str, shows: str, *flags: str) -> Step:
-    """Return a step that runs a check in checks.py."""
-    return Step(('-m', 'benchmarks.proof.checks', name, *flags), shows)
-
-
 def all_steps(machine: Machine, results: str) -> dict[str, Step]:
     """Return the steps of a proof by name, and those that tell the most first. `results` is the file for records."""
-    steps = {'machine': checking('machine', 'TFLOP/s')}
+    steps = {'machine': Step((*CHECK, 'machine'), 'TFLOP/s')}
     steps |= {name: Step(program, r'^images/s ') for name, program in smoke_runs(machine).items()}
 
     # Checks. Most train the tiny model, because they are about the program and not about its size.
     tiny = replace(machine, tiny=True).batch_flags(4)
     steps['exactness'] = Step(('-m', 'benchmarks.proof.exactness'), '^thirty steps')
-    steps['resume'] = checking('resume', '^after a kill', *tiny)
+    steps['resume'] = Step((*CHECK, 'resume', *tiny), '^after a kill')
     steps['NaN'] = refusing('not finite', *tiny, '--learning_rate', '1e38')
     if machine.gpus:
         too_large = ['--batch_size', str(512 * machine.gpus), '--device_train_microbatch_size', '512']
         steps['out of memory'] = refusing('out of memory', *too_large, '--use_ema')
     microbatch = '4' if machine.tiny or machine.gib < ORIGINAL_GIB else '16'
-    steps['loader'] = checking('loader', '^loader alone', '--results', results, *machine.batch_flags(32),
-                               '--device_train_microbatch_size', microbatch)
+    steps['loader'] = Step((*CHECK, 'loader', '--results', results, *machine.batch_flags(32),
+                            '--device_train_microbatch_size', microbatch), '^loader alone')
     ema_update = ('-m', 'benchmarks.ema_update', 'tiny' if machine.tiny else SD2_BASE)
     steps['EMA update'] = Step(ema_update, r'^update ratio [1-9]')  # faster than Composer's update
 
