@@ -13,7 +13,7 @@ from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.forecast.compiling import compiled
-from sdbench.forecast.count import AVERAGE, UPDATE
+from sdbench.forecast.count import EMA_UPDATE, OPTIMIZER
 from sdbench.forecast.speed import BatchSplit, StepWork, Work
 from sdbench.forecast.trace import build_on_meta, trace_step, work_by_kind, work_of_update
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
@@ -62,7 +62,7 @@ def trace(run: Run) -> StepWork:
     if not run.compile:
         return work._replace(update=their_update(model, run.program, run.use_ema))
     weights = sum(weight.numel() for weight in model.unet.parameters())
-    return work._replace(update=work_by_kind([(UPDATE, 0, 0, BYTES_OF_FUSED_ADAM * weights, 1)]))
+    return work._replace(update=work_by_kind([(OPTIMIZER, 0, 0, BYTES_OF_FUSED_ADAM * weights, 1)]))
 
 
 @cache
@@ -104,11 +104,11 @@ def their_update(model: ComposerModel, program: str, use_ema: bool) -> Work:
     if program == SHARDED_OPTIMIZER:
         return {}
     optimizer = torch.optim.AdamW(model.unet.parameters(), foreach=program != LOOPED_OPTIMIZER)
-    work = work_of_update({UPDATE: optimizer.step})
+    work = work_of_update({OPTIMIZER: optimizer.step})
     return work | their_average(model) if use_ema else work
 
 
 @cache
 def their_average(model: ComposerModel) -> Work:
     """Return the work of Composer's average, which took the frozen encoders along."""
-    return work_of_update({AVERAGE: lambda: composers_compute_ema(model, model, 0.999)})  # of itself: the same work
+    return work_of_update({EMA_UPDATE: lambda: composers_compute_ema(model, model, 0.999)})  # of itself: the same work

@@ -9,6 +9,7 @@ fails ends with exit status 1.
 """
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def run_on_all_devices(*program: str) -> int:
 def machine() -> bool:
     """Print the driver, the clocks and the libraries, and measure the matrix products and copies of each device."""
     gpus = torch.cuda.device_count()
-    if gpus:
+    if gpus and shutil.which('nvidia-smi'):
         subprocess.run(['nvidia-smi', f'--query-gpu={GPU_PROPERTIES}', '--format=csv'], timeout=60)
     print(f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {cpu_cores()} CPU cores')
     for name in [f'cuda:{number}' for number in range(gpus)] or ['cpu']:
