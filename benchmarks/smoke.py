@@ -25,7 +25,7 @@ ORIGINAL_GIB = 30    # memory of the smallest GPU that runs both recipes unchang
 # Several GPUs with 24 GB have room for a microbatch of 1, and no room for the EMA weights.
 SMALLEST = ['--device_train_microbatch_size', '1', '--no-use_ema']
 TINY = ['--model_name', 'tiny', '--image_size', '64']
-# This runs in a process of its own, because a process that has asked CUDA for its devices holds GPU memory.
+# This runs in another process, because a process that has asked CUDA for its devices holds GPU memory.
 PROBE = """
 import json, torch
 gpus = torch.cuda.device_count()
@@ -39,7 +39,7 @@ class Machine:
     """The machine that is measured.
 
     Attributes:
-        gpus: number of GPUs; 0 on a CPU.
+        gpus: GPU count; 0 on a CPU.
         device: name of the first GPU, or CPU.
         gib: memory of the first GPU in GiB.
         tiny: whether the tiny model is trained instead of Stable Diffusion 2.

@@ -1,4 +1,4 @@
-"""`make smoke` and `make proof`: all their commands are valid, and finished steps and their results are kept."""
+"""`make smoke` and `make proof`: every command is valid, and results are kept and judged."""
 import json
 import math
 import shlex

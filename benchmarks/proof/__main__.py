@@ -49,7 +49,7 @@ ONE_SWITCH = {
 
 
 class Step(NamedTuple):
-    """A command and what it must show.
+    """A command with the line that its output must show.
 
     Attributes:
         program: a script of this repository, or `-m` and a module, and its flags.
@@ -78,7 +78,7 @@ def refusing(reason: str, *flags: str) -> Step:
 
 
 def all_steps(machine: Machine, results: str) -> dict[str, Step]:
-    """Return the steps of a proof by name, and those that tell the most first. `results` is the file for records."""
+    """Return the steps of a proof by name, the most informative ones first. `results` is the file for records."""
     steps = {'machine': Step((*CHECK, 'machine'), 'TFLOP/s')}
     steps |= {name: Step(program, r'^images/s ') for name, program in smoke_runs(machine).items()}
 
@@ -136,7 +136,7 @@ def speed_steps(machine: Machine) -> dict[str, Step]:
 
 
 def run_step(step: Step, machine: Machine, results: Path, log: Path) -> tuple[bool, str]:
-    """Run a step, and return whether it showed what it must, and the line that it showed or how it failed."""
+    """Run a step, and return whether it holds, and the line that it showed or how it failed."""
     if step.is_measurement:
         status = run([*machine.launch(*step.program), '--results', str(results)], log)
     elif step.fails:

@@ -4,8 +4,8 @@
     python -m benchmarks.proof.checks resume --batch_size 8 --model_name tiny --image_size 64
     python -m benchmarks.proof.checks loader --results records.jsonl --batch_size 8 --model_name tiny --image_size 64
 
-The flags are those of the trainings that the check starts. The last line of the output is the result. A check that
-fails ends with exit status 1.
+The flags go to the trainings that the check starts. The last line of the output is the result. A check that fails ends
+with exit status 1.
 """
 import json
 import os

@@ -24,7 +24,7 @@ STEPS = 30
 SIDE = 64  # pixels
 STEPS_TOLERANCE = 1e-3  # relative difference of losses, gradient norms and EMA weights in thirty steps
 AUTOCAST = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
-# A dry run is the only mode in which the flags allow half precision on a CPU, where the tests compare the switches.
+# The tests compare the switches on a CPU, where the flags allow half precision only for a dry run.
 PLAIN = ['--use_synth_data', '--model_name', 'tiny', '--image_size', str(SIDE), '--batch_size', '3',
          '--device_train_microbatch_size', '3', '--dry_run', '1']
 EAGER = ['--precision', 'fp32', '--no-channels_last']
@@ -107,7 +107,7 @@ def compare_switches() -> bool:
         flags = ' '.join(argv)
         try:
             loss, gradient = differences(loss_and_gradient(argv, DEVICE), plain)
-        except Exception as error:  # any error of any library, so that the other switches are still compared
+        except Exception as error:  # whatever the error, compare the other switches
             print(f'{flags}: does not run here: {str(error).strip().splitlines()[0][:200]}')
             continue
         is_near = loss < tolerance and gradient < tolerance
