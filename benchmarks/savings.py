@@ -48,6 +48,8 @@ def hours_of(plan: Plan) -> float:
     if plan == Plan(plan.prices, plan.gpus):
         row = pd.read_csv('published.csv').query(f'device == "A100-SXM4-40GB" and num_devices == {plan.gpus}')
         return gpu_hours(row['images_per_sec'].item(), plan.gpus, TRAINING_IMAGES)
+
+    # Add up the phases. A plan on latents also encodes the images of each phase once.
     hours = 0
     for phase, to_encode in plan.phases:
         record = forecast(f'--no-pretrained {phase} {plan.base} {plan.recipe} {plan.latents}', plan.gpus, plan.card)
@@ -76,10 +78,10 @@ def measured(key: str) -> str:
 
 def steps_of(cards: list[str]) -> pd.DataFrame:
     """Return a row for each step: STEPS, then a step per card, such as 'H100-80GB' or 'H200=3.2', and the price."""
+    # Read the prices. The last step goes from $2 to the price of the last card, so that card needs a price.
     flags = ['@recipes/prices-on-demand.txt', *(card for card in cards if '=' in card)]
     prices = parse(Train, __doc__, ['--dry_run', *flags], 'benchmarks.savings').dollars_per_gpu_hour
     prices = (('A100-40GB', price_of('NVIDIA A100-SXM4-80GB', prices)), *prices)  # no cloud lists the 40GB any more
-
     gpus = [cards_named((card.partition('=')[0],))[0].name for card in cards]
     if not price_of(gpus[-1], prices) > 0:
         sys.exit(f'{cards[-1]} is in no price list here; give {cards[-1]}=DOLLARS')

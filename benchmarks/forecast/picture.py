@@ -28,13 +28,13 @@ def draw(points: pd.DataFrame, fitted: Fitted, path: str) -> None:
     markers = dict(zip(points['program'].unique(), 'os^Dv', strict=True))
     styles = dict(zip(points['program'].unique(), ('-', '--', '-.', ':', (0, (6, 1))), strict=True))
 
-    # Draw a line of forecasts through the points of each program on each card. Not all of its runs are on one line, but
-    # all of them are on the right.
+    # On the left, draw a line of forecasts and the points of comparable runs for each program and card. On the right,
+    # draw all of its points.
     figure = Figure(figsize=(11, 6.4), layout='constrained')
     over_microbatch, unseen = figure.subplots(1, 2)
     handles = []
     for (program, device), runs in points.groupby(['program', 'device'], sort=False):
-        first = most_alike(runs)
+        first = comparable_runs(runs)
         [line] = over_microbatch.plot(*speeds_over_microbatch(first.iloc[0], fitted), color=colors[device],
                                       linestyle=styles[program], linewidth=1.2)
         [dots] = over_microbatch.plot(first['device_train_microbatch_size'], first['measured'], markers[program],
@@ -59,7 +59,7 @@ def draw(points: pd.DataFrame, fitted: Fitted, path: str) -> None:
     figure.savefig(path, dpi=140)
 
 
-def most_alike(runs: pd.DataFrame) -> pd.DataFrame:
+def comparable_runs(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the runs that fit on one line: the most frequent image size and GPU count, and with EMA or without."""
     for key in ('image_size', 'num_devices'):
         runs = runs[runs[key] == runs[key].mode().iloc[0]]
