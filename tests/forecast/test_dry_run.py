@@ -149,7 +149,7 @@ def test_several_gpu_counts_make_a_table_for_each_card(smallest_model, capfd):
             assert int(microbatch) == 64 // record['num_devices']
 
 
-def test_memory_and_work_of_an_update_follow_from_the_optimizer_that_the_program_builds(smallest_model):
+def test_memory_and_work_of_an_update_are_those_of_the_optimizer_that_the_program_builds(smallest_model):
     def build_sgd(model, settings):
         return torch.optim.SGD(model.unet.parameters(), lr=0.1, momentum=0.9)
 
