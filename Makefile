@@ -33,9 +33,9 @@ help:  ## Print this list.
 	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/\1 \2/p' Makefile | awk '{printf "make %-10s", $$1; $$1 = ""; print}'
 
 smoke: $(VENV)/installed  ## Measure SD2 base with two recipes on every GPU; without a GPU, the tiny model on the CPU.
-	@python -m benchmarks.proof --smoke
+	@python -m benchmarks.smoke
 
-proof: $(VENV)/installed  ## Test speed, memory and exactness on this GPU, into FOLDER=results/...: 30 minutes on an H100; MINUTES=14 for less.
+proof: $(VENV)/installed  ## Test speed, memory and exactness on this GPU, into FOLDER=results/...: 30 minutes on an H100; MINUTES=5 for less.
 	@python -m benchmarks.proof $(FOLDER) $(if $(MINUTES),--minutes $(MINUTES))
 
 test: $(VENV)/installed  ## Run ruff and the quick tests: 2 to 3 minutes on two cores.

@@ -1,4 +1,4 @@
-"""Pictures with their captions in one figure."""
+"""Write a figure of images with their captions."""
 import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from PIL import Image
 
-CAPTION_WIDTH = 18  # letters a line
+CAPTION_WIDTH = 18  # characters per line
 
 
 def save_captioned(figure: Path, pictures: Sequence[Image.Image], captions: Sequence[str], columns: int,
                    framed: Collection[str] = ()) -> None:
-    """Draw pictures row by row, each with its caption below it, and those of the captions `framed` in a black frame."""
+    """Write a figure with rows of images, the caption below each, and a black frame around each caption in `framed`."""
     rows = -(-len(pictures) // columns)
     width, height = pictures[0].size
     fig, axes = plt.subplots(rows, columns, figsize=(1.1 * columns, rows * (1.1 * height / width + 0.4)))

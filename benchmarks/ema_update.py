@@ -1,13 +1,15 @@
-"""Time an EMA update and a swap of the SD2-base UNet on the CPU: this repository's against Composer's.
+"""Time an EMA update and an EMA swap of a UNet, this repository's and Composer's, on a GPU if there is one.
 
-    python -m benchmarks.ema_update     # needs 15 GB
+    python -m benchmarks.ema_update           # Stable Diffusion 2 base; needs 15 GB
+    python -m benchmarks.ema_update tiny      # another model, by its name or folder
 
-Each figure is the median of alternating runs in one process; the ratios come last.
+The two implementations take turns in one process, and each time is the median of five runs. The ratios come last.
 
-docs/speed.md has the ratios of 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
+docs/speed.md has the ratios from 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
 """
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -20,7 +22,7 @@ from sdbench.models.loading import SD2_BASE, find_model
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Time one call, on a GPU up to the end of its kernels."""
+    """Time one call, including the kernels that it starts on a GPU."""
     start = time.perf_counter()
     run()
     if torch.cuda.is_available():
@@ -35,20 +37,25 @@ def medians_in_turn(theirs: Callable[[], object], ours: Callable[[], object], ru
 
 
 def compare(name: str, theirs: Callable[[], object], ours: Callable[[], object]) -> str:
-    """Time both in turn, print their medians, and return a line with the ratio."""
+    """Time two calls in turn, print their medians, and return a line with the ratio."""
     their_median, our_median = medians_in_turn(theirs, ours)
     print(f'{name:<8} Composer {their_median:8.4f} s   here {our_median:8.4f} s')
     return f'{name} ratio {their_median / our_median:.1f}'
 
 
 def peak_gib() -> float:
-    """Return the most memory that this process has held, in GiB."""
+    """Return the largest memory that this process has used so far, in GiB: of the GPU, or without one of the CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2 ** 30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
 
 
 def main() -> None:
-    # memory: updates and swaps need no copy of the model
-    unet = UNet2DConditionModel.from_config(find_model(SD2_BASE).configs['unet'])
+    model_name = sys.argv[1] if len(sys.argv) > 1 else SD2_BASE
+    with torch.device('cuda' if torch.cuda.is_available() else 'cpu'):
+        unet = UNet2DConditionModel.from_config(find_model(model_name).configs['unet'])
+
+    # Memory: updates and swaps here need no copy of the model. Composer's come later, because they need several.
     ema = EMA()
     ema.ema_model = ShadowModel(unet)
     before = peak_gib()
@@ -59,7 +66,7 @@ def main() -> None:
     after = peak_gib()
     print(f'peak memory before {before:.3f} GiB, after ten updates and two swaps {after:.3f} GiB')
 
-    # seconds
+    # Time
     composers = composer_ema.EMAParameters(unet)
     with torch.no_grad():
         ratios = [

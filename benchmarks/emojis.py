@@ -1,9 +1,9 @@
-"""Draw emojis beside what a model makes of their names.
+"""Write a figure of emojis and of the images that a model generates from their names.
 
     python -m benchmarks.emojis my-model package/img/google/64 docs/emojis.png
 
-The model and the folder are those of the walk on a laptop in docs/training.md. Each picture of the figure has the emoji
-above and what the pipeline draws of its name below. The last row was held out from the training.
+The walk on a laptop in the documentation makes the model and the folder. Each cell of the figure has the emoji above
+the generated image. The emojis in the last row were held out from the training.
 """
 import argparse
 import csv
@@ -25,7 +25,7 @@ HELD_OUT = ('persevering face', 'woman bowing', 'cook', 'horse face', 'romania f
 
 
 def read_emojis(folder: Path) -> dict[str, Image.Image]:
-    """Return the emojis of a folder on white by their names, which its captions.csv has."""
+    """Return the emojis in a folder on a white background, by the names in its captions.csv."""
     emojis = {}
     with open(folder / 'captions.csv', newline='') as file:
         for row in csv.DictReader(file):
@@ -37,19 +37,19 @@ def read_emojis(folder: Path) -> dict[str, Image.Image]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('model', type=Path, help='folder of a pipeline')
-    parser.add_argument('emojis', type=Path, help='folder of PNGs with captions.csv')
-    parser.add_argument('figure', type=Path, help='PNG')
-    parser.add_argument('--guidance', type=float, default=2.0)
+    parser.add_argument('model', type=Path, help='folder with a pipeline')
+    parser.add_argument('emojis', type=Path, help='folder with PNG images and captions.csv')
+    parser.add_argument('figure', type=Path, help='PNG file to write')
+    parser.add_argument('--guidance', type=float, default=2.0, help='guidance scale (default: 2.0)')
     args = parser.parse_args()
 
     emojis = read_emojis(args.emojis)
     pipeline = StableDiffusionPipeline.from_pretrained(args.model)
     cells = []
     for names in (TRAINED, HELD_OUT):
-        drawn = pipeline([*names], height=SIDE, width=SIDE, guidance_scale=args.guidance,
-                         generator=torch.Generator().manual_seed(3)).images
-        for name, picture in zip(names, drawn, strict=True):
+        generated = pipeline([*names], height=SIDE, width=SIDE, guidance_scale=args.guidance,
+                             generator=torch.Generator().manual_seed(3)).images
+        for name, picture in zip(names, generated, strict=True):
             cells.append(make_image_grid([emojis[name], picture], rows=2, cols=1))
     save_captioned(args.figure, cells, TRAINED + HELD_OUT, columns=len(HELD_OUT))
 

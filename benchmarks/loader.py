@@ -1,11 +1,12 @@
-"""Time the streamed loader in one process, on 256 px JPEGs for training at 512 px, against the original's way.
+"""Compare the speed of the streamed loader with the original loader, on 256 px JPEGs for training at 512 px.
 
-    python -m benchmarks.loader [FOLDER_OF_MDS_SHARDS]     # default: made here, 20 KB an image
+    python -m benchmarks.loader [FOLDER_OF_MDS_SHARDS]     # default: generated images, 20 KB each
 
-The original's way: Pillow decodes, resizes to 512 px and ToTensor makes floats on the CPU, and the slow tokenizer is
-called once a sample. Both run on one thread, in turn; the ratio comes last.
+In the original loader Pillow decodes and resizes images to 512 px, ToTensor converts them to floats on the CPU, and the
+slow tokenizer is called for each sample. Both loaders run in one process with one thread and take turns. The ratio
+comes last.
 
-docs/speed.md has the ratio of 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
+docs/speed.md has the ratio from 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
 """
 import io
 import sys
@@ -24,11 +25,11 @@ from data import StreamingLAIONDataset, build_loader
 from sdbench.inputs.shards import MDS_COLUMNS
 from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer
 
-IMAGE_SIZE = 512  # pixels to train at
+IMAGE_SIZE = 512  # pixels, of the training
 BATCH_SIZE = 32
 NUM_SAMPLES = 512
-PICTURES = 512  # that differ
-SIDE = 256  # of a picture, in pixels
+DIFFERENT_IMAGES = 512
+SIDE = 256  # pixels of a stored image
 
 
 class OriginalDataset(StreamingDataset):
@@ -47,7 +48,7 @@ class OriginalDataset(StreamingDataset):
 
 
 def photograph(random: np.random.Generator) -> bytes:
-    """Return a JPEG of about 20 KB with the detail of a photograph: noise at every scale, the coarser the stronger."""
+    """Return a JPEG of about 20 KB with the detail of a photograph: noise at all scales, the coarsest strongest."""
     picture = np.zeros((SIDE, SIDE, 3))
     for size in (4, 16, 64, 256):
         noise = Image.fromarray(random.integers(0, 256, (size, size, 3), dtype=np.uint8))
@@ -58,9 +59,9 @@ def photograph(random: np.random.Generator) -> bytes:
 
 
 def write_photographs(folder: str, num_samples: int) -> None:
-    """Write shards of photographs with captions of 14 words; of many samples each picture comes several times."""
+    """Write shards of images with captions of 14 words. If there are many samples, images repeat."""
     random = np.random.default_rng(0)
-    pictures = [photograph(random) for _ in range(min(num_samples, PICTURES))]
+    pictures = [photograph(random) for _ in range(min(num_samples, DIFFERENT_IMAGES))]
     words = 'a photo of the old red house by sea with two dogs and their small boat under grey sky'.split()
     with MDSWriter(out=folder, columns=MDS_COLUMNS) as writer:
         for number in range(num_samples):
@@ -71,20 +72,20 @@ def write_photographs(folder: str, num_samples: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        # the samples
+        # Write the samples, unless a folder with shards is given.
         shards = sys.argv[1] if len(sys.argv) > 1 else f'{folder}/shards'
         if len(sys.argv) == 1:
             write_photographs(shards, NUM_SAMPLES)
 
-        # the two loaders, in turn
+        # Time an epoch of each loader, in turn.
         clip_tokenizer().model.save(folder)  # vocab.json and merges.txt
         slow = CLIPTokenizer.from_pretrained(folder, pad_token='!')
         original = StreamingDataLoader(OriginalDataset(shards, slow), batch_size=BATCH_SIZE)
         ours = build_loader(StreamingLAIONDataset(shards, image_size=IMAGE_SIZE, batch_size=BATCH_SIZE), BATCH_SIZE, 0,
                             build_tokenizer()).dataloader
-        their_seconds, our_seconds = medians_in_turn(lambda: deque(original, 0), lambda: deque(ours, 0))  # an epoch
+        their_seconds, our_seconds = medians_in_turn(lambda: deque(original, 0), lambda: deque(ours, 0))
         images = len(original.dataset)
-    print(f'the original\'s way {images / their_seconds:.0f} images/s   ours {images / our_seconds:.0f} images/s')
+    print(f'original {images / their_seconds:.0f} images/s   here {images / our_seconds:.0f} images/s')
     print(f'loader ratio {their_seconds / our_seconds:.1f}')
 
 

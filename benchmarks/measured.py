@@ -17,18 +17,19 @@ from sdbench.records.status import FORECAST
 from sdbench.report.markdown import describe_settings
 from sdbench.report.plans import SAME_SETUP
 
-RECIPES = ('fastest.txt', 'defaults', 'channels last', 'original.txt')  # in the order of a table
-FREE = ('device_train_microbatch_size', 'compile_blocks', 'use_ema', 'network')  # not of a recipe
+RECIPES = ('fastest.txt', 'defaults', 'channels last', 'original.txt')  # in the order of the table
+NOT_IN_A_RECIPE = ('device_train_microbatch_size', 'compile_blocks', 'use_ema', 'network')
 
 
 def recipe_in_words(row: pd.Series) -> str:
-    """Return the recipe of a run, 'defaults' where it gives no switch, or the settings of another run."""
-    words = describe_settings(row, [key for key in MODEL_SETTINGS if key not in FREE], with_defaults=False)
+    """Return the name of a run's recipe, 'defaults' if no switch is given, or else its settings as text."""
+    words = describe_settings(row, [key for key in MODEL_SETTINGS if key not in NOT_IN_A_RECIPE], with_defaults=False)
     return words or 'defaults'
 
 
 def measured_table(folder: Path) -> str:
-    """Return the table of all records below a folder."""
+    """Return the table for all records in a folder and its subfolders."""
+    # Select trainings on random images with EMA, and put the forecast for the same setup next to each of them.
     records = pd.DataFrame(read_all([str(path) for path in sorted(folder.rglob('*.jsonl'))]))
     records['recipe'] = [recipe_in_words(row) for _, row in records.iterrows()]
     alike = {'stage': 'train', 'input': 'images', 'image_size': '512', 'dataset': 'synthetic', 'use_ema': 'yes'}
@@ -37,6 +38,8 @@ def measured_table(folder: Path) -> str:
     runs = records[(records['status'] == MEASURED) & records['recipe'].isin(RECIPES)]
     runs = runs.merge(forecasts, 'left', on=SAME_SETUP, suffixes=('', '_forecast'))
     runs = runs.sort_values('images_per_sec', ascending=False).drop_duplicates(['device', 'num_devices', 'recipe'])
+
+    # Write one row per GPU model, GPU count and recipe, with the speed relative to the original's recipe.
     rows = []
     for (device, gpus), of_gpu in runs.groupby(['device', 'num_devices']):
         of_gpu = of_gpu.set_index('recipe')[['images_per_sec', 'images_per_sec_forecast']]

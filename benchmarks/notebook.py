@@ -1,10 +1,10 @@
-"""Run a notebook and store in it what its cells print and draw.
+"""Run a notebook and store the printed text and the figures of its cells in it.
 
     python -m benchmarks.notebook docs/walk.ipynb    # two minutes on two idle cores
 
 The cells run in this process, one after another, in the notebook's folder. A figure is stored where `plt.show()` is
-called. No execution counts and no metadata are stored, so that two versions of the notebook differ only in what it
-shows. tests/test_walk.py compares the stored output with that of a run.
+called. Execution counts and metadata are not stored, so two versions of the notebook differ only in their visible
+content. tests/test_walk.py compares the stored output with the output of a run.
 """
 import base64
 import contextlib
@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 
 
 def run_cell(source: str, names: dict) -> list[dict]:
-    """Run the code of a cell with the variables `names`, and return its outputs as a notebook stores them."""
+    """Run the code of a cell with the variables in `names`, and return its outputs in the format of notebooks."""
     figures = []
 
     def keep_figure() -> None:
@@ -42,7 +42,10 @@ def run_cell(source: str, names: dict) -> list[dict]:
 
 
 def run_cells(cells: list[dict], names: dict) -> list[dict]:
-    """Run cells of a notebook in this folder, and return them with their new outputs. `names` gets their variables."""
+    """Run the cells of a notebook in the current folder, and return them with their outputs.
+
+    The variables of the cells are stored in `names`.
+    """
     done = []
     for cell in cells:
         if cell['cell_type'] == 'code':

@@ -1,4 +1,4 @@
-"""Show what each change saves between Stable Diffusion 2 in 2022 and today's plan: a table and a waterfall chart.
+"""Show what each change since 2022 saves in training Stable Diffusion 2: a table and a waterfall chart.
 
     python -m benchmarks.savings PICTURE [GPU[=DOLLARS] ...]    # such as mine.png H200=3.2; three minutes, no GPU
 """
@@ -19,16 +19,16 @@ from sdbench.forecast.dry_run import Forecast
 from sdbench.forecast.trace import Estimate
 from sdbench.gpus import CARDS, cards_named, short_name
 
-TWO_PHASES = (('@recipes/phase-1.txt', 790_000_000), ('@recipes/phase-2.txt', 300_000_000))  # images to encode
+TWO_PHASES = (('@recipes/phase-1.txt', 790_000_000), ('@recipes/phase-2.txt', 300_000_000))  # and images to encode
 STEPS = [('gpus', 256, '256 A100 40GB in 2022'), ('gpus', 8, '8 GPUs instead of 256'),
          ('phases', TWO_PHASES, 'first 256 pixels, then 512'), ('base', '', 'larger microbatch, bf16'),
          ('recipe', '@recipes/fastest.txt', 'compiled model'), ('latents', '--use_synth_latents', 'encode images once')]
-# Runs on one H100 without and with a step; runs that slowed down by more than 10 % do not count
+# Measured runs on one H100 without and with a step, except runs that slowed down by more than 10 %
 PAIRS = {'base': ('batch_size == 64', 'batch_size == 80'), 'recipe': ('batch_size == 80', 'compile == True')}
 
 
 class Plan(NamedTuple):
-    """How the model is trained; by default as in 2022, when a GPU-hour cost $2."""
+    """How the model is trained. The defaults are the training of 2022, when a GPU-hour cost $2."""
     prices: Prices = ()
     gpus: int = 256
     card: str = 'NVIDIA A100-SXM4-40GB'
@@ -44,10 +44,12 @@ class Plan(NamedTuple):
 
 @cache
 def hours_of(plan: Plan) -> float:
-    """Return the GPU-hours of a plan: as published, or else by dry runs."""
+    """Return the GPU-hours of a plan: published ones if there are any, or else a forecast."""
     if plan == Plan(plan.prices, plan.gpus):
         row = pd.read_csv('published.csv').query(f'device == "A100-SXM4-40GB" and num_devices == {plan.gpus}')
         return gpu_hours(row['images_per_sec'].item(), plan.gpus, TRAINING_IMAGES)
+
+    # Add up the phases. A plan on latents also encodes the images of each phase once.
     hours = 0
     for phase, to_encode in plan.phases:
         record = forecast(f'--no-pretrained {phase} {plan.base} {plan.recipe} {plan.latents}', plan.gpus, plan.card)
@@ -57,25 +59,26 @@ def hours_of(plan: Plan) -> float:
 
 
 def forecast(flags: str, gpus: int, card: str) -> dict:
-    """Return the record of a dry run. The card is no flag, because all cards share a trace."""
+    """Return the record of a dry run. The card is not among the flags, so all cards share a trace."""
     run = complete(parse(Train, '', [*flags.split(), '--dry_run', str(gpus)], 'benchmark.py'), None)
     estimate = Estimate.of(run, build_model, build_optimizer)
     if estimate.microbatch_on(CARDS[card]) is None:
-        sys.exit(f'{short_name(card)} has no room for a step of {flags}; give a GPU with more memory')
+        sys.exit(f'{short_name(card)} has too little memory for a step with {flags}; give a GPU with more memory')
     return Forecast.of(estimate, CARDS[card]).record
 
 
 def measured(key: str) -> str:
-    """Return the measured factor of a step, and in brackets the forecast for the same two runs."""
+    """Return the measured speedup of a step, and in brackets the forecast speedup for the same two runs."""
     runs = pd.read_json('results/1xH100-torch-2.11.jsonl', lines=True).query('drift > -0.1')
     pair = pd.concat(map(runs.query, PAIRS[key]))
-    flags = pair['command'].str.replace('benchmark.py', '--channels_last')  # the default of that day
+    flags = pair['command'].str.replace('benchmark.py', '--channels_last')  # the default at that time
     forecasts = [forecast(each, 1, 'NVIDIA H100 80GB HBM3')['images_per_sec'] for each in flags]
     return '{:.2f} ({:.2f})'.format(*(after / before for before, after in (pair['images_per_sec'], forecasts)))
 
 
 def steps_of(cards: list[str]) -> pd.DataFrame:
-    """Return a row for each step; the last ones are cards, such as 'H100-80GB' or 'H200=3.2', and the price."""
+    """Return a row for each step: STEPS, then a step per card, such as 'H100-80GB' or 'H200=3.2', and the price."""
+    # Read the prices. The last step goes from $2 to the price of the last card, so that card needs a price.
     flags = ['@recipes/prices-on-demand.txt', *(card for card in cards if '=' in card)]
     prices = parse(Train, __doc__, ['--dry_run', *flags], 'benchmarks.savings').dollars_per_gpu_hour
     prices = (('A100-40GB', price_of('NVIDIA A100-SXM4-80GB', prices)), *prices)  # no cloud lists the 40GB any more
@@ -84,6 +87,9 @@ def steps_of(cards: list[str]) -> pd.DataFrame:
         sys.exit(f'{cards[-1]} is in no price list here; give {cards[-1]}=DOLLARS')
     steps = [*STEPS, *(('card', gpu, f'on {short_name(gpu)}') for gpu in gpus),
              ('prices', prices, f'at ${price_of(gpus[-1], prices):.2f} an hour, not $2')]
+
+    # Each plan is the previous one with one more change. Compare its cost with the previous plan's, and show what the
+    # change does alone, on 8 GPUs in 2022, and what today's plan would cost without it.
     plans = [*accumulate(steps, lambda plan, step: plan._replace(**{step[0]: step[1]}), initial=Plan())]
     rows = []
     for (key, _, words), (before, after) in zip(steps, pairwise(plans), strict=True):

@@ -1,11 +1,12 @@
-"""Time a full SD2-base training step on the CPU (64 px, batch 4, microbatch 2, fp32, EMA) by two recipes.
+"""Compare the time of a full SD2-base training step with the original's, on the CPU at 64 px, batch 4, microbatch 2.
 
-    python -m benchmarks.step [ROUNDS]     # needs 22 GB; about 3 minutes a round
+    python -m benchmarks.step [ROUNDS]     # needs 22 GB; about 3 minutes per round
 
-The original's recipe is AdamW over all parameters, not fused, and Composer's own EMA. The other is this repository's.
-They take turns, each in a process of its own since two full models do not fit; the ratio comes last.
+Both recipes train in fp32 with EMA. The original's recipe has AdamW over all parameters, not fused, and Composer's own
+EMA. The two recipes take turns in separate processes, because two full models do not fit into memory. The ratio comes
+last.
 
-docs/speed.md has the ratio of 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
+docs/speed.md has the ratio from 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
 """
 import json
 import statistics
@@ -17,7 +18,7 @@ FLAGS = ['--use_synth_data', '--use_ema', '--image_size', '64', '--batch_size', 
 
 
 def run(recipe: str, flags: list[str]) -> None:
-    """Train by a recipe in this process, which prints its record."""
+    """Train with a recipe in this process. It prints the record."""
     import composer.algorithms
     import torch
 
@@ -30,7 +31,7 @@ def run(recipe: str, flags: list[str]) -> None:
 
 
 def measure(recipe: str) -> dict:
-    """Train by a recipe in a process of its own; return the record."""
+    """Train with a recipe in a separate process; return the record."""
     command = [sys.executable, '-m', 'benchmarks.step', recipe, *FLAGS]
     child = subprocess.run(command, capture_output=True, text=True)
     if child.returncode:
@@ -40,18 +41,18 @@ def measure(recipe: str) -> dict:
 
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    # the records of both recipes, in turn
+    # Measure both recipes in turn, because the speed of a machine can drift.
     records = {recipe: [] for recipe in ('original', 'here')}
     for _ in range(rounds):
         for recipe in records:
             records[recipe].append(measure(recipe))
 
-    # the medians and their ratio
+    # Print the medians and their ratio.
     medians = {}
     for recipe, found in records.items():
         medians[recipe] = statistics.median(record['batch_seconds_median'] for record in found)
         peak = max(record['peak_memory_gib'] for record in found)
-        print(f'{recipe:<9} {medians[recipe]:6.2f} s a step, peak memory {peak:5.2f} GiB')
+        print(f'{recipe:<9} {medians[recipe]:6.2f} s per step, peak memory {peak:5.2f} GiB')
     print(f'step ratio {medians["original"] / medians["here"]:.2f}')
 
 

@@ -1,4 +1,4 @@
-"""Draw the waterfall chart of benchmarks/savings.py."""
+"""Draw the waterfall chart for benchmarks/savings.py."""
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -7,16 +7,17 @@ PUBLISHED = '#1f3b73'
 FORECAST = '#6aa8e0'
 SAVED = '#e3e8f0'
 ADDED = '#d9730d'
-TEXT = 15  # points, in a picture that is shown at half its size
+TEXT = 15  # points; the page shows the chart at half its size
 
 
 def draw(path: str, rows: pd.DataFrame) -> None:
-    """Write a bar for each step: its length is what the training then costs, and its pale end what the step saves.
+    """Write a chart with a bar for each step: the cost of the training after the step, and in pale what the step saves.
 
     Args:
-        path: of the picture.
+        path: file of the chart.
         rows: the steps. The first two are published, and all others are forecasts.
     """
+    # Draw the bars, each with its cost and the ratio to the bar above it.
     figure = Figure(figsize=(11, 2 + 0.52 * len(rows)), layout='constrained')
     axes = figure.subplots()
     first, last = rows['dollars'].iloc[[0, -1]]
@@ -36,7 +37,7 @@ def draw(path: str, rows: pd.DataFrame) -> None:
         axes.text(max(before, after), position, text, va='center', fontsize=TEXT, fontweight=weight)
         before = after
 
-    # words in place of axes
+    # Label the bars with the steps, and hide the axes.
     axes.set_yticks(rows.index, rows['step'].str.replace('$', r'\$'), fontsize=TEXT)
     axes.tick_params(left=False, bottom=False, labelbottom=False)
     axes.invert_yaxis()

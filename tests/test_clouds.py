@@ -16,7 +16,7 @@ from composer.cli import launcher
 from mcli import RunConfig
 from mcli.models.run_config import FinalRunConfig
 
-from benchmarks.proof.__main__ import Machine, smoke_steps
+from benchmarks.smoke import Machine, smoke_runs
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from tests.runs import ROOT, calls_of, write_noting_programs
@@ -64,8 +64,8 @@ def test_without_a_remote_make_smoke_runs_on_all_nodes_together(tmp_path, monkey
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(ROOT)
     runs = calls_of(tmp_path, 'composer')
-    steps = smoke_steps(Machine(8 * nodes, 'H100', 79.2, False))
-    for arguments, program in zip(runs, steps.values(), strict=True):
+    expected = smoke_runs(Machine(8 * nodes, 'H100', 79.2, False))
+    for arguments, program in zip(runs, expected.values(), strict=True):
         assert launched(monkeypatch, arguments).world_size == 8 * nodes
         assert flags_of(arguments) == parse(Train, '', list(program[1:]))
     ports = {launched(monkeypatch, arguments).master_port for arguments in runs}

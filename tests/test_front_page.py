@@ -1,4 +1,4 @@
-"""README.md: its tables are what the commands that it names print today."""
+"""README.md: its tables and figures agree with the output of its commands."""
 import json
 import re
 import shlex
@@ -38,11 +38,11 @@ CARDS = {'24 GB': 'RTX4090', '40 GB': 'A100-SXM4-40GB', '48 GB': 'L40S', '80 GB'
 
 
 def program(command: str) -> list[str]:
-    """Return the arguments of a command of the page that may go over several lines."""
+    """Return the arguments of a command on the page, which may span several lines."""
     return shlex.split(command.replace('\\\n', ' '))[2:]
 
 
-def test_the_costs_are_those_that_the_command_below_them_prints(monkeypatch, capsys, tmp_path):
+def test_the_costs_agree_with_the_command_below_them(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)
     command = re.search(r'^python report.py docs/plan.jsonl .*?[^\\]$', COSTS, re.MULTILINE | re.DOTALL)[0]
     argv = program(command.replace('plan.png', str(tmp_path / 'plan.png')))
@@ -59,7 +59,7 @@ def test_the_costs_are_those_that_the_command_below_them_prints(monkeypatch, cap
     assert not expected['on-demand']  # every card of the plan is in the table
 
 
-def test_what_it_takes_without_the_compiler_is_what_its_plan_says(monkeypatch, capsys):
+def test_days_and_dollars_without_the_compiler_agree_with_the_eager_plan(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     report.main(['docs/plan-eager.jsonl', '@recipes/plan.txt', '@recipes/prices-on-demand.txt'])
     [plans] = tables(capsys.readouterr().out)
@@ -72,12 +72,12 @@ def test_what_it_takes_without_the_compiler_is_what_its_plan_says(monkeypatch, c
             f'{trained:.2f}.') in ' '.join((ROOT / 'docs/planning.md').read_text().split())
 
 
-def test_the_measured_speeds_are_what_the_records_say():
+def test_the_measured_speeds_agree_with_the_records():
     shown, = (tables(PAGE.partition('## Measured so far')[2])[:1])
     assert shown == tables(measured_table(ROOT / 'results'))[0]
 
 
-def test_the_summary_is_that_of_a_run_on_a_gpu():
+def test_the_summary_agrees_with_the_record_of_a_run_on_a_gpu():
     lines = (ROOT / 'results/1xH100-torch-2.11.jsonl').read_text().splitlines()
     [record] = [record for record in map(json.loads, lines) if record.get('compile')]
     flags = {field.name: record[field.name] for field in fields(Train) if field.name in record}
@@ -86,7 +86,7 @@ def test_the_summary_is_that_of_a_run_on_a_gpu():
     assert set(shown.splitlines()) <= set(run_summary(record, settings).splitlines())
 
 
-def test_the_published_rows_are_those_of_the_report(monkeypatch, capsys):
+def test_the_published_rows_agree_with_the_report(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     report.main(['published.csv'])
     rows = {row['GPUs']: row for row in tables(capsys.readouterr().out)[0] if row['device'] == 'A100 40GB'}
@@ -94,7 +94,7 @@ def test_the_published_rows_are_those_of_the_report(monkeypatch, capsys):
         assert figures == [rows[gpus][key] for key in ('images/s', 'days', 'cost')]
 
 
-def test_the_fraction_of_the_forecast_that_a_budget_needs_follows_from_the_plan(monkeypatch, capsys):
+def test_the_speed_that_a_budget_needs_agrees_with_the_plan(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     report.main(['docs/plan.jsonl', '@recipes/plan.txt', '@recipes/prices-on-demand.txt', '--max_dollars', '16000'])
     text = ' '.join(capsys.readouterr().out.split())
@@ -102,7 +102,7 @@ def test_the_fraction_of_the_forecast_that_a_budget_needs_follows_from_the_plan(
     assert f'For 8 H100 you need at least {needed} of the forecast speed' in ' '.join(PAGE.split())
 
 
-def test_fine_tuning_is_the_command_that_convert_prints():
+def test_the_fine_tuning_command_is_the_one_that_convert_prints():
     command = training_command('photos-mds', 3000, 'sd15', True)
     [shown] = [program(line) for line in re.findall(r'^composer (?:[^\n]*\\\n)*[^\n]*$', PAGE, re.MULTILINE)
                if 'sd15' in line]
@@ -112,19 +112,19 @@ def test_fine_tuning_is_the_command_that_convert_prints():
 
 
 @pytest.mark.long
-def test_the_time_of_fine_tuning_is_that_of_a_dry_run():
+def test_the_time_for_fine_tuning_agrees_with_a_dry_run():
     [forecast] = benchmark.main(['--dry_run', '1', '--gpu', 'H100-80GB', '--batch_size', str(FINE_TUNING_BATCH)])
     assert forecast['images_per_sec'] == pytest.approx(IMAGES_PER_SEC, rel=0.01)
 
 
 @pytest.fixture(autouse=True)
 def no_changes(monkeypatch):
-    """Dry runs without what one change would do, for which the model is traced anew four times."""
+    """Skip the table of single changes in dry runs, because it traces the model four more times."""
     monkeypatch.setattr(sdbench.forecast.dry_run, 'with_one_change', lambda settings: {'none': settings})
 
 
 @pytest.mark.long
-def test_the_largest_microbatches_are_those_of_dry_runs():
+def test_the_largest_microbatches_agree_with_dry_runs():
     [rows] = tables(MEMORY.partition('*On latents*')[0])
     assert len(rows) == len(CARDS)
     runs = {'with EMA': ['--use_ema'], 'without': [], 'with EMA, on latents': ['--use_ema', '--use_synth_latents']}
@@ -138,7 +138,7 @@ def test_the_largest_microbatches_are_those_of_dry_runs():
 
 @pytest.mark.long
 @pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions have other kernels')
-def test_the_dry_run_prints_what_the_page_shows(capsys):
+def test_the_dry_run_on_the_page_is_up_to_date(capsys):
     command, shown = re.search(r'^(python benchmark.py --dry_run [^\n]*)\n```\n```\n(.*?)```', PAGE,
                                re.MULTILINE | re.DOTALL).groups()
     benchmark.main(program(command))
@@ -147,7 +147,7 @@ def test_the_dry_run_prints_what_the_page_shows(capsys):
 
 @pytest.mark.long
 @pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions compile to other kernels')
-def test_the_forecasts_of_the_front_page_are_what_their_commands_say_today(monkeypatch, tmp_path):
+def test_the_forecasts_behind_the_costs_are_up_to_date(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     records = map(json.loads, Path('docs/plan.jsonl').read_text().splitlines())
     kept = [record for record in records if record['image_size'] == 512 and record['use_synth_latents']]
@@ -161,15 +161,15 @@ def test_the_forecasts_of_the_front_page_are_what_their_commands_say_today(monke
 
 @pytest.mark.long
 @pytest.mark.parametrize('gpu', ['H100', 'H200'])
-def test_runs_that_were_measured_on_one_gpu_are_forecast_within_the_largest_error(monkeypatch, gpu):
-    monkeypatch.chdir(ROOT)  # commands name files in recipes/
+def test_measured_runs_on_one_gpu_are_forecast_within_the_largest_error(monkeypatch, gpu):
+    monkeypatch.chdir(ROOT)  # the commands name files in recipes/ by relative paths
     records = map(json.loads, Path(f'results/1x{gpu}-torch-2.11.jsonl').read_text().splitlines())
     measured = [record for record in records if record['stage'] == 'train' and abs(record['drift']) < 0.1
-                and 'device_train_microbatch_size' not in record['by_default']]  # a forecast would find a smaller one
+                and 'device_train_microbatch_size' not in record['by_default']]  # a forecast would choose a smaller one
     assert len(measured) == 5
     for record in measured:
         argv = [*shlex.split(record['command'])[1:], '--channels_last' if record['channels_last'] else
-                '--no-channels_last']  # the default was another one
+                '--no-channels_last']  # the default was different at that time
         [forecast] = benchmark.main([*argv, '--dry_run', '1', '--gpu', record['device'], '--results', '-'])
         assert forecast['images_per_sec'] == pytest.approx(record['images_per_sec'], rel=LARGEST_ERROR)
         assert forecast['peak_memory_gib'] / (1 + UNCOUNTED_SHARE) == pytest.approx(
@@ -178,7 +178,7 @@ def test_runs_that_were_measured_on_one_gpu_are_forecast_within_the_largest_erro
 
 @pytest.mark.long
 @pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions trace other operators')
-def test_the_error_beside_each_published_row_is_that_of_its_forecast():
+def test_the_forecast_error_in_each_published_row_agrees_with_its_forecast():
     rows = read_points()
     published = rows[rows['device'].eq('A100-SXM4-40GB') & rows['by'].eq('mosaicml/diffusion-benchmark')]
     errors = predict(published, Fitted(CONSTANTS, IN_A_GRAPH)) / published['measured'] - 1

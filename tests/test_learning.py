@@ -2,7 +2,7 @@
 import pytest
 
 from benchmark import main
-from benchmarks.learn import UNET, captions_of, draw, share_of_right_pictures, write_latents, write_model
+from benchmarks.learn import UNET, captions_of, fractions_right, generate, write_latents, write_model
 from export import main as export
 
 JITTER = 0.3  # standard deviation of each pixel, which generated images must have as well
@@ -22,8 +22,8 @@ def test_a_model_that_was_trained_resumed_and_exported_generates_what_its_captio
     assert record['first_batch'] == 200
     for kind in ('raw', 'EMA'):
         export([kept, str(tmp_path / kind), *(['--raw_weights'] if kind == 'raw' else [])])
-        images = draw(tmp_path / kind, captions, each=16, guidance=1)
-        verdict = share_of_right_pictures(images, captions, near=1.5 * JITTER)
+        images = generate(tmp_path / kind, captions, each=16, guidance=1)
+        verdict = fractions_right(images, captions, near=1.5 * JITTER)
         assert 'cannot decode' not in capfd.readouterr().err
         assert verdict['right'] > 0.7, (kind, verdict)
         assert 0.93 < verdict['distance'] / JITTER < 1.25, (kind, verdict)

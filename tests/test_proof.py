@@ -1,8 +1,9 @@
-"""`make proof`: every step is one that runs, none that has a record is repeated, and the page says what it must."""
+"""`make smoke` and `make proof`: every command is valid, and results are kept and judged."""
 import json
 import math
 import shlex
 import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -10,8 +11,10 @@ import torch
 from composer.utils import dist
 
 import benchmark
+from benchmarks import smoke
 from benchmarks.proof import __main__ as proof
-from benchmarks.proof.__main__ import Machine, all_steps, check, prove
+from benchmarks.proof.__main__ import Step, all_steps, prove
+from benchmarks.smoke import Machine
 from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
@@ -28,51 +31,116 @@ MACHINES = [ONE, EIGHT, Machine(1, 'NVIDIA A10', 22.1, False), Machine(2, A100, 
 
 
 @pytest.mark.parametrize('machine', MACHINES, ids=str)
-def test_every_measurement_is_one_of_its_own_that_the_benchmark_takes(as_on_a_gpu, monkeypatch, machine):
+def test_every_measurement_has_valid_flags_and_no_two_are_the_same(as_on_a_gpu, monkeypatch, machine):
     as_on_a_gpu(count=machine.gpus, name=machine.device)
     monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: 91501)
     monkeypatch.setattr(dist, 'get_world_size', lambda: max(1, machine.gpus))
     monkeypatch.setattr(dist, 'all_gather_object', lambda mine: [mine])
     monkeypatch.setenv('WORLD_SIZE', str(max(1, machine.gpus)))
     monkeypatch.chdir(ROOT)
-    flags_of_runs = [program[1:] for program in all_steps(machine).values() if program[0] == 'benchmark.py']
-    measured = [complete(parse(Train, '', list(flags)), None) for flags in flags_of_runs]
-    assert len(set(map(repr, measured))) == len(measured)
+    steps = [step for step in all_steps(machine, 'results.jsonl').values() if step.is_measurement]
+    measured = [complete(parse(Train, '', list(step.program[1:])), None) for step in steps]
+    assert len(set(map(repr, measured))) == len(measured) > 2
 
 
-@pytest.mark.long
-def test_a_proof_goes_on_where_it_was_and_its_page_names_what_failed_and_what_was_not_run(tmp_path, monkeypatch):
-    pytest.importorskip('itables', reason='needs itables: pip install itables')
-    wrong_size = ('benchmark.py', '--use_synth_data', '--image_size', '63')
-    hangs = ('-c', 'import time; time.sleep(1000)')
-    steps = {'hangs': hangs, 'wrong size': wrong_size, 'later': check('life')}
-    monkeypatch.setattr(proof, 'all_steps', lambda machine: dict(steps))
-    monkeypatch.setattr(proof, 'LIMIT', 1)
-    prove(tmp_path, CPU, minutes=0.01)  # so that no second step begins
-    records = (tmp_path / 'records.jsonl').read_text()
-    assert [json.loads(line)['step'] for line in records.splitlines()] == ['hangs']
-    page = (tmp_path / 'proof.html').read_text()
-    assert 'no end within 1 s' in page
-    assert 'Not run yet: wrong size, later.' in page
+def python(code: str, shows: str, fails: bool = False) -> Step:
+    return Step(('-c', code), shows, fails)
+
+
+def results_in(folder) -> dict[str, dict]:
+    lines = map(json.loads, (folder / 'records.jsonl').read_text().splitlines())
+    return {record['step']: record for record in lines if record['stage'] == 'proof'}
+
+
+def test_a_proof_continues_with_the_missing_steps_and_prints_all_results(tmp_path, monkeypatch, capsys):
+    steps = {'hangs': python('import time; time.sleep(1000)', ''),
+             'works': python('print("seen  1"); print(2)', '^seen')}
+    monkeypatch.setattr(proof, 'all_steps', lambda machine, results: steps)
+    monkeypatch.setattr(proof, 'LIMIT', 0.2)
+    prove(tmp_path, CPU, minutes=0.001)  # the first step takes longer than that
+    assert 'Not run yet: works' in capsys.readouterr().out
+    [hangs] = results_in(tmp_path).values()
+    assert (hangs['holds'], hangs['result']) == (False, 'no end within 0.2 s')
 
     monkeypatch.setattr(proof, 'LIMIT', 600)
-    del steps['later']
     prove(tmp_path, CPU, math.inf)
-    added = (tmp_path / 'records.jsonl').read_text().removeprefix(records)
-    assert [json.loads(line)['step'] for line in added.splitlines()] == ['wrong size']
-    page = (tmp_path / 'proof.html').read_text()
-    assert 'benchmark.py: error: argument --image_size: 63 is not a multiple of 8' in page
-    assert 'Not run yet' not in page
+    results = results_in(tmp_path)
+    assert [*results] == ['hangs', 'works']
+    assert (results['works']['holds'], results['works']['result']) == (True, 'seen 1')
+    assert results['hangs'] == hangs  # it did not run again
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(',')[0] for line in lines[:2]] == ['ok      works', 'FAILED  hangs']
 
-    with pytest.raises(ValueError, match='the proof of machine 0 x CPU, and here is machine 1 x'):
+
+@pytest.mark.parametrize('step, holds, result', [
+    (python('print("seen"); exit(1)', 'seen'), False, 'exit status 1: seen'),
+    (python('print("other")', 'seen'), False, 'exit status 0'),
+    (python('exit("x.py: error: seen")', 'seen', fails=True), True, 'x.py: error: seen'),
+    (python('print("seen")', 'seen', fails=True), False, 'exit status 0: seen'),
+    (python('exit("x.py: error: other")', 'seen', fails=True), False, 'exit status 1: x.py: error: other')], ids=str)
+def test_a_step_holds_if_it_shows_what_it_must_and_ends_as_it_must(tmp_path, step, holds, result):
+    assert proof.run_step(step, CPU, tmp_path / 'records.jsonl', tmp_path / 'log') == (holds, result)
+
+
+@pytest.mark.parametrize('speed, holds', [(100, True), (70, False), (130, False)])
+def test_a_measurement_far_from_its_forecast_does_not_hold(tmp_path, monkeypatch, speed, holds):
+    results = tmp_path / 'records.jsonl'
+
+    def run(command, log) -> int:
+        images_per_sec = 100 if '--dry_run' in command else speed
+        record = {'stage': 'train', 'status': 'complete', 'device': A100, 'num_devices': 1, 'image_size': 512,
+                  'images_per_sec': images_per_sec}
+        append_line(json.dumps(record), str(results))
+        log.write_text(f'images/s        {images_per_sec}\n')
+        return 0
+
+    monkeypatch.setattr(proof, 'run', run)
+    step = proof.measuring('--batch_size', '64')
+    expected = f'images/s {speed}; {speed / 100:.2f} times the forecast'
+    assert proof.run_step(step, ONE, results, tmp_path / 'log') == (holds, expected)
+
+
+def test_results_from_another_machine_or_commit_are_not_mixed(tmp_path, monkeypatch):
+    monkeypatch.setattr(proof, 'all_steps', lambda machine, results: {'works': python('', '')})
+    prove(tmp_path, CPU, math.inf)
+    with pytest.raises(ValueError, match='has results with machine 0 x CPU, but this is machine 1 x .*; give a new'):
         prove(tmp_path, ONE, math.inf)
     monkeypatch.setattr(proof, 'git_commit', lambda: 'abc')
-    with pytest.raises(ValueError, match='the proof of commit .*, and here is commit abc; give a new one'):
+    with pytest.raises(ValueError, match='has results with commit .*, but this is commit abc; give a new FOLDER'):
         prove(tmp_path, CPU, math.inf)
 
 
-def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_plan(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(proof, 'RESULTS', tmp_path / 'results.jsonl')
+@pytest.mark.long
+def test_the_page_of_a_proof_has_its_measurements(tmp_path, monkeypatch, capsys):
+    pytest.importorskip('itables', reason='needs itables: pip install itables')
+    flags = ['--model_name', SMALLEST, '--image_size', '16', '--batch_size', '4', '--measure_batches', '3']
+    wrong_size = proof.refusing('63 is not a multiple of 8', '--image_size', '63')
+    steps = {'speed': proof.measuring(*flags), 'wrong size': wrong_size}
+    monkeypatch.setattr(proof, 'all_steps', lambda machine, results: steps)
+    prove(tmp_path, CPU, math.inf)
+    printed = capsys.readouterr().out
+    assert 'FAILED' not in printed
+    assert 'error: argument --image_size: 63 is not a multiple of 8' in printed
+    measured = read_all([str(tmp_path / 'records.jsonl')])
+    assert len(measured) == 1
+    assert SMALLEST in (tmp_path / 'proof.html').read_text()
+
+
+@pytest.mark.long
+def test_the_checks_of_a_proof_hold_on_a_cpu(tmp_path):
+    steps = all_steps(CPU, str(tmp_path / 'records.jsonl'))
+    for name in ('machine', 'resume', 'loader', 'NaN'):
+        holds, result = proof.run_step(steps[name], CPU, tmp_path / 'records.jsonl', tmp_path / name)
+        assert holds, (result, (tmp_path / name).read_text())
+    step = steps['EMA update']._replace(shows='^update ratio')  # whatever the ratio, which depends on the load
+    assert proof.run_step(step, CPU, tmp_path / 'records.jsonl', tmp_path / 'log')[0]
+    stages = [json.loads(line)['stage'] for line in (tmp_path / 'records.jsonl').read_text().splitlines()]
+    assert stages == ['loader', 'train']
+
+
+def test_smoke_on_a_gpu_appends_a_forecast_for_each_run_and_together_they_correct_a_plan(tmp_path, monkeypatch, capfd):
+    results = tmp_path / 'results.jsonl'
+    monkeypatch.setattr(smoke, 'RESULTS', results)
     flags = ['--use_synth_data', '--model_name', SMALLEST, '--image_size', '16', '--batch_size', '64']
     [found] = benchmark.main([*flags, '--dry_run', '8', '--gpu', A100])
 
@@ -83,22 +151,22 @@ def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_
             pages.append(command[2:])
         elif '--dry_run' in command:
             benchmark.main(command[command.index('benchmark.py') + 1:])
-        else:
+        elif command[0] == sys.executable:
             command = f'benchmark.py {shlex.join(flags)} --device_train_microbatch_size auto --results results.jsonl'
             measured = found | {'status': 'complete', 'device_train_microbatch_size': 1, 'command': command}
-            append_line(json.dumps(measured), str(proof.RESULTS))
-        return subprocess.CompletedProcess(command, 0, '')  # of git as well
+            append_line(json.dumps(measured), str(results))
+        return subprocess.CompletedProcess(command, 0, '')  # also for git
 
-    monkeypatch.setattr(proof.subprocess, 'run', run)
+    monkeypatch.setattr(smoke.subprocess, 'run', run)
     monkeypatch.setattr('sdbench.forecast.dry_run.with_one_change', lambda settings: {'none': settings})
-    assert proof.smoke(Machine(8, A100, 39.4, False)) == 0
-    rows = pd.DataFrame(read_all([str(tmp_path / 'results.jsonl')]))
+    assert smoke.smoke(Machine(8, A100, 39.4, False)) == 0
+    rows = pd.DataFrame(read_all([str(results)]))
     corrections, _ = find_corrections(rows, {*zip(rows['device'], rows['compile'], strict=True)})
     assert len(corrections) == 1
-    assert pages == [[str(tmp_path / 'results.jsonl'), '--html', str(tmp_path / 'results.html')]]
+    assert pages == [[str(results), '--html', str(tmp_path / 'results.html')]]
 
-    # a forecast that fails is a failure of the command
+    # If a forecast fails, the command fails.
     status = {'--dry_run': 2}
-    monkeypatch.setattr(proof.subprocess, 'run', lambda command, **_: subprocess.CompletedProcess(
+    monkeypatch.setattr(smoke.subprocess, 'run', lambda command, **_: subprocess.CompletedProcess(
         command, max(status.get(word, 0) for word in command), ''))
-    assert proof.smoke(Machine(8, A100, 39.4, False)) == 1
+    assert smoke.smoke(Machine(8, A100, 39.4, False)) == 1

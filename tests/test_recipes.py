@@ -1,4 +1,4 @@
-"""The recipes: the whole training and its two phases, and the libraries that the fastest was written for."""
+"""The recipes: the whole training, its two phases, and the recipes for speed."""
 import json
 import os
 import signal
@@ -28,7 +28,7 @@ def parsed(*argv) -> Train:
 
 
 @pytest.mark.parametrize('phase, size, steps', [(1, 256, 550_000), (2, 512, 850_000)])
-def test_a_recipe_has_the_numbers_of_the_model_card_and_of_the_plan_in_the_pages(phase, size, steps):
+def test_the_recipe_of_a_phase_agrees_with_the_model_card_and_with_the_plan_on_the_page(phase, size, steps):
     args = parsed(f'@{PHASES[phase]}', '--use_synth_data', '--save_folder', 'kept')
     assert (args.image_size, args.batch_size, args.max_duration) == (size, 2048, f'{steps}ba')
     assert (args.learning_rate, args.lr_warmup, args.caption_drop) == (1e-4, '10000ba', 0.1)
@@ -38,7 +38,7 @@ def test_a_recipe_has_the_numbers_of_the_model_card_and_of_the_plan_in_the_pages
 
 
 def commands_of(folder: Path, *argv: str, **variables: str) -> list:
-    """Return the settings of each command of the whole training, where no program does more than note its call."""
+    """Return the settings of each command of the whole training, whose programs only note their calls."""
     write_noting_programs(folder, 'python', 'composer')
     environment = {'PATH': f'{folder}:{os.defpath}', 'OUT': f'{folder}/out', **variables}
     subprocess.run(['sh', WHOLE, *argv], cwd=ROOT, env=environment, check=True, capture_output=True)
@@ -48,7 +48,7 @@ def commands_of(folder: Path, *argv: str, **variables: str) -> list:
     return commands
 
 
-def test_each_command_of_the_whole_training_reads_what_the_one_before_it_has_written(tmp_path, monkeypatch):
+def test_each_command_of_the_whole_training_reads_the_output_of_earlier_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     networks, convert, samples, one, two, export, evaluate = commands_of(
         tmp_path, MODEL='sd2', SOURCE='my photos', WORK='s3://b/sd2')
@@ -65,7 +65,7 @@ def test_each_command_of_the_whole_training_reads_what_the_one_before_it_has_wri
     assert len({convert.out, one.save_folder, two.save_folder}) == 3
 
 
-def test_on_latents_each_phase_of_the_whole_training_has_those_of_its_size(tmp_path, monkeypatch):
+def test_each_phase_on_latents_reads_latents_of_its_image_size(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     _, convert, neither, samples, large, first, second, one, two, _, evaluate = commands_of(
         tmp_path, MODEL='sd2', LATENTS='1', SOURCE_2='large photos', EVAL='other photos',
@@ -86,7 +86,7 @@ def test_on_latents_each_phase_of_the_whole_training_has_those_of_its_size(tmp_p
     (['plan'], {'GPUS': '8 48'}, '--batch_size 2048 is not divisible by 48 devices; use 2016'),
     (['plan'], {'PRICES': '@none.txt'}, '@none.txt cannot be read (No such file or directory)'),
     (['plans'], {'MODEL': 'x'}, 'sh recipes/stable-diffusion-2.sh plan ')])
-def test_the_whole_training_does_nothing_without_a_model_or_for_what_it_does_not_know(words, variables, said):
+def test_the_whole_training_refuses_missing_or_wrong_variables_in_one_line(words, variables, said):
     variables = variables | {'PATH': f'{os.path.dirname(sys.executable)}:{os.defpath}'}
     done = subprocess.run(['sh', WHOLE, *words], cwd=ROOT, env=variables, text=True, capture_output=True)
     assert done.returncode != 0
@@ -94,7 +94,7 @@ def test_the_whole_training_does_nothing_without_a_model_or_for_what_it_does_not
     assert done.stderr.count('error') + done.stderr.count('is empty') <= 1
 
 
-def test_the_plan_of_the_whole_training_forecasts_its_phases_and_plans_by_their_records(tmp_path, monkeypatch):
+def test_the_plan_of_the_whole_training_uses_the_forecasts_of_its_phases(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     variables = {'MODEL': 'my model', 'PLAN': f'{tmp_path}/my plan.jsonl', 'LATENTS': '1', 'GPU': 'A100 H100-80GB',
                  'PRICES': '@recipes/prices-spot.txt H200=9', 'PHASE_FLAGS': '--batch_size 1024'}
@@ -104,12 +104,12 @@ def test_the_plan_of_the_whole_training_forecasts_its_phases_and_plans_by_their_
         assert (forecast.dry_run, forecast.gpu, forecast.use_synth_latents) == ((8,), ('A100', 'H100-80GB'), True)
         assert (forecast.image_size, forecast.batch_size) == (size, 1024)
     assert report.records == (variables['PLAN'],)
-    of_the_front_page = parse(Report, '', ['plan.jsonl', '@recipes/plan.txt'])
-    assert (report.phase, report.encode) == (of_the_front_page.phase, of_the_front_page.encode)
+    readme_plan = parse(Report, '', ['plan.jsonl', '@recipes/plan.txt'])
+    assert (report.phase, report.encode) == (readme_plan.phase, readme_plan.encode)
     assert report.hours_between_preemptions == 6
 
 
-def test_the_whole_training_ends_with_the_first_command_that_fails(tmp_path):
+def test_the_whole_training_stops_at_the_first_command_that_fails(tmp_path):
     (tmp_path / 'python').write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/calls; test "$1" != benchmark.py\n')
     (tmp_path / 'python').chmod(0o755)
     variables = {'PATH': f'{tmp_path}:{os.defpath}', 'MODEL': 'tiny', 'LAUNCH': 'python'}
@@ -118,8 +118,7 @@ def test_the_whole_training_ends_with_the_first_command_that_fails(tmp_path):
 
 
 @pytest.mark.long
-def test_the_whole_training_goes_on_where_it_was_stopped_and_ends_in_a_pipeline_with_scores(tmp_path, monkeypatch,
-                                                                                            capfd):
+def test_an_interrupted_whole_training_continues_and_ends_with_a_pipeline_and_its_scores(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)
     commands_of(tmp_path, MODEL='tiny', SOURCE=str(write_photos(tmp_path / 'photos', 40)), WORK=f'{tmp_path}/work',
                 RESULTS=f'{tmp_path}/results.jsonl', LAUNCH='python', SIZE_1='32', SIZE_2='64', STEPS_1='6',
@@ -133,7 +132,7 @@ def test_the_whole_training_goes_on_where_it_was_stopped_and_ends_in_a_pipeline_
         main(phase_1, [Signalled(signal.SIGINT)])
     capfd.readouterr()
 
-    # The same again: what was done is not done again.
+    # Run all commands again. Finished work must not be repeated.
     for program, *argv in calls:
         import_module(program.removesuffix('.py')).main(argv)
     assert capfd.readouterr().out.count('done already') == 1  # the shards
@@ -150,7 +149,7 @@ def test_the_whole_training_goes_on_where_it_was_stopped_and_ends_in_a_pipeline_
 
 @pytest.mark.parametrize('recipe, flags', [
     ('fastest', ['--no-compile']), ('original', ['--precision', 'fp32'])])
-def test_a_recipe_of_speed_can_be_tried_on_a_cpu(recipe, flags):
+def test_the_recipes_for_speed_also_run_on_a_cpu(recipe, flags):
     path = ROOT / 'recipes' / f'{recipe}.txt'
     record = main([f'@{path}', *flags, '--use_synth_data', *TINY])
     assert record['status'] == 'complete'

@@ -1,4 +1,4 @@
-"""docs/savings.md: the figures in its table and in its sentences are what benchmarks/savings.py and the records say."""
+"""docs/savings.md: the figures in its table and its sentences agree with benchmarks/savings.py and the records."""
 import json
 import math
 
@@ -20,11 +20,11 @@ HEADINGS = {'times less': 'vs. row above', 'alone': 'on its own in 2022', 'witho
 
 @pytest.fixture(autouse=True)
 def in_this_repository(monkeypatch):
-    """Commands name files in recipes/."""
+    """The commands name files in recipes/ by relative paths."""
     monkeypatch.chdir(ROOT)
 
 
-def test_the_first_rows_are_published_and_the_last_ones_are_those_of_the_plan(capsys):
+def test_the_first_rows_agree_with_the_published_table_and_the_last_ones_with_the_plan(capsys):
     report.main(['published.csv'])
     published = {row['GPUs']: row for row in tables(capsys.readouterr().out)[0] if row['device'] == 'A100 40GB'}
     report.main(['docs/plan.jsonl', '@recipes/plan.txt', '@recipes/prices-on-demand.txt'])
@@ -38,7 +38,7 @@ def test_the_first_rows_are_published_and_the_last_ones_are_those_of_the_plan(ca
     assert f'eight H100 would cost {plans["8 x H100 80GB"]["cost"]}' in SENTENCES
 
 
-def test_the_measured_speeds_are_those_of_the_records():
+def test_the_measured_speeds_in_sentences_agree_with_the_records():
     records = map(json.loads, (ROOT / 'results/1xH100-torch-2.11.jsonl').read_text().splitlines())
     speeds = [f'{record["images_per_sec"]:.1f}' for record in records if record['stage'] == 'train']
     slow, _, original, fastest, _, defaults = speeds
@@ -53,15 +53,15 @@ def test_the_measured_speeds_are_those_of_the_records():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions have other kernels')
-def test_every_step_is_what_the_command_computes_today():
+@pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='another version of torch has other kernels')
+def test_every_row_agrees_with_the_output_of_the_command():
     steps = steps_of(['A100-80GB', 'H100-80GB', 'B200'])
     shown = {'GPU-hours': ',.0f', 'dollars': ',.0f', 'times less': '.2f', 'alone': '.2f', 'without it': '.2f'}
     for row, step in zip(TABLE, steps.to_dict('records'), strict=True):
         figures = {HEADINGS.get(key, key): format(step[key], form) for key, form in shown.items()}
         assert row == {'step': step['step'], **figures, MEASURED: step[MEASURED], 'text': ''}
 
-    # the sentences
+    # Sentences that follow from the rows
     first, one_machine, *_ = steps['GPU-hours']
     saved = steps['times less']
     gpus, price, times = math.prod(saved[6:9]), 1 / saved[9], steps['dollars'][0] / steps['dollars'][9]

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, and is stored with what it prints and draws today."""
+"""The notebook runs from its first cell to its last, and its stored outputs are up to date."""
 import json
 import re
 import subprocess
@@ -13,14 +13,13 @@ from tests.forked_runs import run_program, script
 from tests.runs import ROOT
 
 NOTEBOOK = ROOT / 'docs' / 'walk.ipynb'
-FEWER = {'600ba': '40ba', '150ba': '10ba', '40ba': '2ba', '120ba': '30ba'}  # batches than in the notebook
+FEWER = {'600ba': '40ba', '150ba': '10ba', '40ba': '2ba', '120ba': '30ba'}  # batches, to save time
 
 
 def lines_shown(cell: dict) -> list[str]:
-    """Return the sorted lines that a cell prints, without the numbers, names and places that differ from run to run.
+    """Return the sorted lines that a cell prints, without the numbers, names and paths that differ between runs.
 
-    Lines of progress, rows of tables and the notes on these are left out: how many there are, and which columns,
-    follows from the speed.
+    It omits progress lines, table rows and notes on tables, because their number and columns depend on the speed.
     """
     printed = ''.join(''.join(output['text']) for output in cell['outputs'] if output['output_type'] == 'stream')
     printed = re.sub(r'All rows: .*?(?=\n\n|\Z)', lambda found: ' '.join(found[0].split()), printed, flags=re.DOTALL)
@@ -31,21 +30,21 @@ def lines_shown(cell: dict) -> list[str]:
         line = re.sub(r'/\S*/walk-\w+/', '', line)
         line = re.sub(r'(device|on \d+ x) [^,]+', r'\1 CPU', line)
         line = re.sub(r'git_commit \S+', 'git_commit', line)
-        line = re.sub(r'-[0-9a-f]{12}\b', '', line)  # the id of a training
+        line = re.sub(r'-[0-9a-f]{12}\b', '', line)  # a training id
         lines.append(re.sub(r'\d[\d.,e-]*', '#', line))
-    return sorted(lines)  # `run_forked` has the standard error after the standard output
+    return sorted(lines)  # `run_forked` returns standard error after standard output
 
 
 @pytest.mark.long
-def test_the_notebook_shows_what_its_cells_print_and_draw_today(server, tmp_path, monkeypatch):
+def test_the_stored_outputs_of_the_notebook_are_up_to_date(server, tmp_path, monkeypatch):
     def run_forked(command: list, cwd: Path, env: dict[str, str], **_) -> subprocess.CompletedProcess:
-        """Run a program as `subprocess.run` does, in a process that has imported it already."""
+        """Run a program like `subprocess.run`, but in a process that has already imported it."""
         code, output, errors = run_program(server, cwd, script, command[1:], **env)
         return subprocess.CompletedProcess(command, code, output + errors)
 
     monkeypatch.setattr(subprocess, 'run', run_forked)
     monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
-    monkeypatch.setattr(plt, 'show', plt.show)  # which is another one while cells run
+    monkeypatch.setattr(plt, 'show', plt.show)  # restores it, because running cells replaces it
     monkeypatch.chdir(NOTEBOOK.parent)
     stored = [cell for cell in json.loads(NOTEBOOK.read_text())['cells'] if cell['cell_type'] == 'code']
     cells = []

@@ -1,12 +1,14 @@
-"""Fit the constants of the forecast to published speeds, and show how far it is off where it has seen nothing.
+"""Fit the constants of the forecast to published speeds, and show its errors on speeds that were not used to fit it.
 
     python -m benchmarks.forecast [PICTURE]     # such as docs/forecast.png; a minute or two, no GPU
 
-It traces a step of Stable Diffusion 2 as each source ran it, and fits the constants of sdbench/forecast/speed.py to
-eager and compiled steps together. It fits them once more without each source, which is whoever measured, and prints
-every point with both predictions, and the constants, which are those in the code. The points are in published.csv (the
-original's program) and in published_speeds.csv (the same at more microbatches, and others' programs for the same work);
-those of judged_speeds.csv are not fitted.
+It traces a step of Stable Diffusion 2 as each source ran it, and fits the constants in sdbench/forecast/speed.py to
+eager and compiled steps together. Then it leaves out each source in turn, fits the constants to all other sources, and
+predicts the speeds of the source that it left out. It prints every point with both predictions, and whether the
+constants agree with the code.
+
+The points that are fitted are in published.csv (the original's program) and published_speeds.csv (the same at more
+microbatches, and other programs for the same work). The points in judged_speeds.csv only test the result.
 """
 import sys
 
@@ -18,9 +20,9 @@ from sdbench.forecast.speed import COMPILED, CONSTANTS, IN_A_GRAPH, TESTED
 
 
 def table(points: pd.DataFrame) -> str:
-    """Return points as text: who measured what on which GPUs, and what is predicted."""
+    """Return points as a table of text with their sources, GPUs, measured speeds and forecasts."""
     columns = {'by': 'source', 'device': 'GPU', 'num_devices': 'GPUs', 'device_train_microbatch_size': 'microbatch',
-               'use_ema': 'EMA', 'compile': 'compiled', 'measured': 'images/s each', 'predicted': 'forecast',
+               'use_ema': 'EMA', 'compile': 'compiled', 'measured': 'images/s per GPU', 'predicted': 'forecast',
                'error': 'error', 'unseen': 'without source', 'unseen_error': 'its error'}
     formats = {'num_devices': '{:.0f}', 'device_train_microbatch_size': '{:.0f}', 'measured': '{:.2f}',
                'predicted': '{:.2f}', 'unseen': '{:.2f}', 'error': '{:+.1%}', 'unseen_error': '{:+.1%}'}
@@ -33,12 +35,12 @@ def table(points: pd.DataFrame) -> str:
 
 
 def errors_in_words(errors: pd.Series) -> str:
-    """Return the mean and the largest of relative errors."""
+    """Return the mean and the largest of relative errors as text."""
     return f'mean error {errors.abs().mean():.1%}, worst {errors.abs().max():.1%}'
 
 
 def print_points_that_are_not_fitted(points: pd.DataFrame, fitted: Fitted) -> None:
-    """Print why points are not fitted, and how far the forecast is off there."""
+    """Print the points that are not fitted, with the reason and the errors of the forecast."""
     for reason, others in points[points['left_out'] != ''].groupby('left_out'):
         others = others.assign(predicted=predict(others, fitted))
         others['error'] = others['predicted'] / others['measured'] - 1
@@ -51,21 +53,21 @@ def main() -> None:
     judged, fitted = judge(points)
     is_eager = judged['compile'] == 'no'
 
-    # the points, and their errors
+    # Print the points that are fitted, and their errors.
     print(table(judged))
     for kind, some in (('eager', judged[is_eager]), ('compiled', judged[~is_eager])):
         print(f'{len(some)} {kind} points of {some["device"].nunique()} GPUs')
         print(f'  fitted to all: {errors_in_words(some["error"])}')
-        print(f'  without its source: {errors_in_words(some["unseen_error"])}')
+        print(f'  fitted without their source: {errors_in_words(some["unseen_error"])}')
     launched = predict(judged[~is_eager], Fitted(CONSTANTS, COMPILED)) / judged[~is_eager]['measured'] - 1
     print(f'  if each kernel were launched as in an eager step: {errors_in_words(launched)}')
     print_points_that_are_not_fitted(points, fitted)
 
-    # what stands in the code
+    # Compare the constants with the code, because a fit does not change the code.
     print()
-    stands = {'CONSTANTS': (fitted.eager, CONSTANTS), 'IN_A_GRAPH': (fitted.in_a_graph, IN_A_GRAPH),
-              'TESTED': (tested_layouts(points), TESTED)}
-    for name, (found, in_code) in stands.items():
+    constants = {'CONSTANTS': (fitted.eager, CONSTANTS), 'IN_A_GRAPH': (fitted.in_a_graph, IN_A_GRAPH),
+                 'TESTED': (tested_layouts(points), TESTED)}
+    for name, (found, in_code) in constants.items():
         print(f'{name} {found}: {"as in the code" if found == in_code else f"the code has {in_code}"}')
     if len(sys.argv) > 1:
         from benchmarks.forecast.picture import draw

@@ -1,4 +1,4 @@
-"""Fit the constants of the forecast to published speeds, to all and to all but those of each source."""
+"""Fit the constants of the forecast to published speeds, of all sources and without each source in turn."""
 import math
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,33 +14,34 @@ from sdbench.gpus import Card
 
 
 class Fitted(NamedTuple):
-    """The constants of all points: of eager steps, and of compiled ones, which all ran within a CUDA graph.
+    """The fitted constants for eager steps, and for compiled steps, which all ran in a CUDA graph.
 
-    The latter differ in two things: nothing is launched, and what is bound by memory is bound by the memory alone.
+    Compiled steps have another time per kernel, because a graph launches nothing, and no limit on the bytes per clock
+    cycle of a multiprocessor.
     """
     eager: Constants
     in_a_graph: Constants
 
 
-# From which the search starts: shares of peak and bandwidth, bytes a cycle, seconds of a kernel launched and in a graph
+# Start of the search: fractions of peak and bandwidth, bytes per cycle, seconds per kernel when eager and in a graph
 START = (0.5, 1.0, 10.0, 1e-5, 3e-6)
 
 
 def fitted_of(values: tuple[float, ...]) -> Fitted:
-    """Return the constants for values in the order of START."""
+    """Return the constants from values in the order of START."""
     *eager, seconds_in_a_graph = values
     eager = Constants(*eager)
     return Fitted(eager, replace(eager, bytes_a_cycle=math.inf, seconds_a_kernel=seconds_in_a_graph))
 
 
 def steps_of(points: pd.DataFrame) -> list[tuple[Card, StepWork, BatchSplit, bool]]:
-    """Return the steps whose speeds the points are, and whether each is eager."""
+    """Return for each point the card, the work, how its batch was split, and whether the step is eager."""
     return [(card_of(point), work_of(point), layout_of(point), point['compile'] == 'no')
             for _, point in points.iterrows()]
 
 
 def speeds_of(steps: list[tuple[Card, StepWork, BatchSplit, bool]], fitted: Fitted) -> np.ndarray:
-    """Return images/s per GPU (steps,)."""
+    """Return the forecast images/s per GPU of steps, (steps,)."""
     speeds = []
     for card, work, layout, is_eager in steps:
         constants = fitted.eager if is_eager else fitted.in_a_graph
@@ -49,18 +50,18 @@ def speeds_of(steps: list[tuple[Card, StepWork, BatchSplit, bool]], fitted: Fitt
 
 
 def predict(points: pd.DataFrame, fitted: Fitted) -> np.ndarray:
-    """Return images/s per GPU (points,)."""
+    """Return the forecast images/s per GPU of points, (points,)."""
     return speeds_of(steps_of(points), fitted)
 
 
 def fit(points: pd.DataFrame, start: np.ndarray | tuple = START) -> np.ndarray:
-    """Return the values whose predictions are nearest, in the order of START.
+    """Return the values, in the order of START, with the smallest sum of squared errors.
 
-    It is by least squares of the logarithms: relative errors count alike.
+    Errors are differences of logarithms, so relative errors count equally for slow and fast points.
 
     Args:
-        points: that are met.
-        start: from which the search starts.
+        points: the points to fit.
+        start: values at the start of the search.
     """
     steps = steps_of(points)
     measured = points['measured'].to_numpy()
@@ -72,10 +73,11 @@ def fit(points: pd.DataFrame, start: np.ndarray | tuple = START) -> np.ndarray:
 
 
 def judge(points: pd.DataFrame) -> tuple[pd.DataFrame, Fitted]:
-    """Fit the constants to all points that are not left out, and to all but those of each source in turn.
+    """Fit the constants to all points without a reason in `left_out`, and then without each source in turn.
 
-    Returns these points, with `predicted` by all of them and `unseen`, by those of other sources, and the errors of
-    both; and the constants that are fitted to all, rounded as they stand in the code.
+    Returns these points with the columns `predicted`, by constants from all points, `unseen`, by constants from the
+    points of other sources, and the errors of both predictions. Also returns the constants from all points, rounded
+    as in the code.
     """
     points = points[points['left_out'] == '']
     nearest = fit(points)

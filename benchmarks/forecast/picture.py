@@ -1,4 +1,4 @@
-"""Draw the published speeds beside their forecasts."""
+"""Draw the published speeds and their forecasts."""
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -14,25 +14,27 @@ SPEEDS = [5, 10, 20, 40, 80, 160, 320]
 
 
 def draw(points: pd.DataFrame, fitted: Fitted, path: str) -> None:
-    """Write a picture: left the speed over the microbatch, right what is predicted without a source.
+    """Write a picture with the speed over the microbatch on the left and forecast over measured speeds on the right.
 
     Args:
-        points: with their predictions.
+        points: the points with their predictions.
         fitted: the constants.
-        path: of the picture.
+        path: file of the picture.
     """
-    # a color for each card, a marker and a kind of line for each program
-    points = points.assign(program=points['by'].str.split(',').str[0])  # MLPerf's submitters ran one
+    # Each card has a color, and each program has a marker and a line style.
+    points = points.assign(program=points['by'].str.split(',').str[0])  # MLPerf's submitters ran the same one
     devices = sorted(points['device'].unique())
     colors = dict(zip(devices, ('C0', 'C1', 'C2', 'C3', 'C4', 'C5'), strict=True))
     markers = dict(zip(points['program'].unique(), 'os^Dv', strict=True))
     styles = dict(zip(points['program'].unique(), ('-', '--', '-.', ':', (0, (6, 1))), strict=True))
 
+    # On the left, draw a line of forecasts and the points of comparable runs for each program and card. On the right,
+    # draw all of its points.
     figure = Figure(figsize=(11, 6.4), layout='constrained')
     over_microbatch, unseen = figure.subplots(1, 2)
     handles = []
     for (program, device), runs in points.groupby(['program', 'device'], sort=False):
-        first = most_alike(runs)
+        first = comparable_runs(runs)
         [line] = over_microbatch.plot(*speeds_over_microbatch(first.iloc[0], fitted), color=colors[device],
                                       linestyle=styles[program], linewidth=1.2)
         [dots] = over_microbatch.plot(first['device_train_microbatch_size'], first['measured'], markers[program],
@@ -43,6 +45,7 @@ def draw(points: pd.DataFrame, fitted: Fitted, path: str) -> None:
         handles.append(((line, dots), label))
         unseen.plot(runs['measured'], runs['unseen'], markers[program], color=colors[device])
 
+    # Set up the axes and the legend.
     over_microbatch.set(xscale='log', yscale='log', xlabel='microbatch', ylabel='images/s per GPU',
                         title='Measured (points) and forecast (lines)')
     set_ticks(over_microbatch.xaxis, MICROBATCHES)
@@ -56,15 +59,15 @@ def draw(points: pd.DataFrame, fitted: Fitted, path: str) -> None:
     figure.savefig(path, dpi=140)
 
 
-def most_alike(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs of a program that one line stands for: of the size and as many GPUs as most have, and one EMA."""
+def comparable_runs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs that fit on one line: the most frequent image size and GPU count, and with EMA or without."""
     for key in ('image_size', 'num_devices'):
         runs = runs[runs[key] == runs[key].mode().iloc[0]]
     return runs[runs['use_ema'] == runs['use_ema'].iloc[0]]
 
 
 def speeds_over_microbatch(point: pd.Series, fitted: Fitted) -> tuple[np.ndarray, list[float]]:
-    """Return microbatches, and the images/s per GPU that a point's run is forecast at with each."""
+    """Return microbatch sizes, and the forecast images/s per GPU of a point's run with each of them."""
     constants = fitted.eager if point['compile'] == 'no' else fitted.in_a_graph
     layout = layout_of(point)
     microbatches = 16 if layout.microbatches > 1 else 1
@@ -78,16 +81,17 @@ def speeds_over_microbatch(point: pd.Series, fitted: Fitted) -> tuple[np.ndarray
 
 
 def shade(axes: Axes, worst: float) -> None:
-    """Set up the picture of forecasts over measurements, with a band of the worst error around equality."""
+    """Set up the axes of forecast over measured speeds, with a band for the largest error around equality."""
     limits = np.array([SPEEDS[0] * 0.8, SPEEDS[-1] * 1.1])
     axes.plot(limits, limits, color='black', linewidth=1)
     axes.fill_between(limits, limits / (1 + worst), limits * (1 + worst), color='black', alpha=0.08)
     axes.set(xscale='log', yscale='log', xlim=limits, ylim=limits, xlabel='measured images/s per GPU',
-             ylabel='forecast without its source', title=f'Each source left out in turn; the band is {worst:.0%}')
+             ylabel='forecast, fitted without its source',
+             title=f'Each source left out in turn; the band is {worst:.0%}')
     for axis in (axes.xaxis, axes.yaxis):
         set_ticks(axis, SPEEDS)
 
 
 def set_ticks(axis, values: list[int]) -> None:
-    """Label an axis at these values."""
+    """Put ticks with labels at these values of an axis."""
     axis.set_ticks(values, [str(value) for value in values])

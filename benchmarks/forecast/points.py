@@ -1,4 +1,4 @@
-"""The published speeds: what each source ran, who measured, and which are fitted."""
+"""Read the published speeds: the run of each source, who measured it, and whether it is fitted."""
 from pathlib import Path
 
 import pandas as pd
@@ -7,22 +7,23 @@ from sdbench.forecast.speed import IN_GRAPHS
 from sdbench.gpus import CARDS, Card
 
 ROOT = Path(__file__).parents[2]
-# What published.csv does not say of the original's program, since it had no such flags
+# Settings of the original's program that published.csv does not state, because the program had no such flags
 ORIGINAL = {'precision': 'amp_fp16', 'encoder_precision': 'fp32', 'half_precision_norms': 'no', 'compile': 'no'}
-UNSTATED_DEVICES = 4  # of milabench's runs on several GPUs, by their speed over that of one
-# Of mosaicml/diffusion at 256 pixels on 8 to 64 GPUs. Its run file has 16, which is all that each of 128 GPUs has in a
-# step, and there a GPU trains 90.6 images/s where it trains 127.5 to 137.5 on fewer.
+UNSTATED_DEVICES = 4  # GPU count of milabench's runs on several GPUs, inferred from their speed compared with one GPU
+# Microbatch of mosaicml/diffusion at 256 px on 8 to 64 GPUs. The run file says 16, but that is the whole batch per GPU
+# on 128 GPUs, where a GPU trains on 90.6 images/s. On fewer GPUs it trains on 127.5 to 137.5 images/s.
 UNSTATED_MICROBATCH = 32
-# Points of judged_speeds.csv: those on several machines that came after the constants
-JUDGED = 'they judge constants that have not seen them'
-NO_DEVICES = f'the number of GPUs is not stated, and taken for {UNSTATED_DEVICES}'
-NO_MICROBATCH = f'the microbatch is not stated, and taken for {UNSTATED_MICROBATCH}'
+# The points in judged_speeds.csv, on several machines, were published after the fit.
+JUDGED = 'they test constants that were fitted without them'
+NO_DEVICES = f'the GPU count is not stated, and assumed to be {UNSTATED_DEVICES}'
+NO_MICROBATCH = f'the microbatch is not stated, and assumed to be {UNSTATED_MICROBATCH}'
 
 
 def read_points() -> pd.DataFrame:
     """Read all published points.
 
-    Columns are added: `by`, who measured; `measured`, images/s per GPU; `left_out`, why it is not fitted, or ''.
+    It adds the columns `by`, who measured; `measured`, images/s per GPU; and `left_out`, why the point is not fitted,
+    '' for a point that is.
     """
     published = pd.read_csv(ROOT / 'published.csv').assign(**ORIGINAL)
     published = published[published['extrapolated'] == 'no']
@@ -31,7 +32,7 @@ def read_points() -> pd.DataFrame:
     points = pd.concat([published, others, judged], ignore_index=True).fillna({'left_out': ''})
     points['by'] = [who_measured(source) for source in points['source']]
 
-    # what a source leaves open. Of several GPUs each of whose steps is one microbatch
+    # Fill in what a source does not state. In runs without a GPU count, each GPU has one microbatch per step.
     unstated = points['num_devices'].isna()
     points.loc[unstated, 'left_out'] = NO_DEVICES
     points.loc[unstated, 'num_devices'] = UNSTATED_DEVICES
@@ -44,32 +45,32 @@ def read_points() -> pd.DataFrame:
 
 
 def who_measured(source: str) -> str:
-    """Return the repository of a source; of MLPerf's results, which many submit to, the submitter."""
+    """Return who measured: the repository of a source, or the submitter of a result of MLPerf."""
     repository, name, *_ = source.split()
     return f'MLPerf, {name}' if repository.startswith('mlcommons') else repository
 
 
 def card_of(point: pd.Series) -> Card:
-    """Return the card of a point."""
+    """Return the card on which a point was measured."""
     return CARDS[f'NVIDIA {point["device"]}']
 
 
 def tested_layouts(points: pd.DataFrame) -> dict[bool | str, dict[tuple[str, int, bool], list[tuple[int, int]]]]:
-    """Return TESTED of forecast/speed.py: GPUs and images a step on each, of the points that no other one covers.
+    """Return TESTED of forecast/speed.py: GPU count and images per GPU of the points that no other point covers.
 
-    A point counts whose source says how it ran, whether it is fitted or judges.
+    All points count whose source states how they ran, whether they are fitted or only test the fit.
     """
     points = points[points['left_out'].isin(['', JUDGED])]
-    tested = {False: {}, IN_GRAPHS: {}}  # in which all compiled ones ran
+    tested = {False: {}, IN_GRAPHS: {}}  # all published compiled steps ran in CUDA graphs
     of_compile = points['compile'].map(lambda compile: False if compile == 'no' else IN_GRAPHS)
     for (mode, device, image_size, encoders), runs in points.groupby([of_compile, 'device', 'image_size', 'encoders']):
         images = (runs['batch_size'] / runs['num_devices']).astype(int)
         layouts = sorted(set(zip(runs['num_devices'].astype(int), images, strict=True)))
         edges = []
         for devices, fewest in layouts:
-            covered = [other for other in layouts
-                       if other != (devices, fewest) and other[0] >= devices and other[1] <= fewest]
-            if not covered:
+            covering = [other for other in layouts
+                        if other != (devices, fewest) and other[0] >= devices and other[1] <= fewest]
+            if not covering:
                 edges.append((devices, fewest))
         tested[mode][f'NVIDIA {device}', image_size, encoders != 'in_loop'] = edges
     return tested

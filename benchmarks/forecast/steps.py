@@ -1,4 +1,4 @@
-"""The work of the steps whose speed was published, each traced as its source ran it."""
+"""Trace the work of the steps whose speed was published, each as its source ran it."""
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -13,22 +13,22 @@ from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.forecast.compiling import compiled
-from sdbench.forecast.count import AVERAGE, UPDATE
+from sdbench.forecast.count import EMA_UPDATE, OPTIMIZER
 from sdbench.forecast.speed import BatchSplit, StepWork, Work
 from sdbench.forecast.trace import build_on_meta, trace_step, work_by_kind, work_of_update
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.models.loading import AUTOCAST_DTYPES
 
-LOOPED_OPTIMIZER = 'mosaicml/diffusion-benchmark'  # torch 1 updated each weight by kernels of its own
-# FSDP: each GPU updates a share of the weights, too little to count. What it exchanges is counted as that of DDP.
+LOOPED_OPTIMIZER = 'mosaicml/diffusion-benchmark'  # torch 1 launched separate kernels for the update of each weight
+# FSDP: each GPU updates a fraction of the weights, which is too little to count. Its communication counts as DDP's.
 SHARDED_OPTIMIZER = 'mosaicml/diffusion'
-# What MLPerf's fused Adam moves for a weight: it reads a gradient in half precision and float32 copies of the weight
-# and two moments, and writes those three and the weight in half precision
+# Bytes that MLPerf's fused Adam moves per weight: it reads a gradient in half precision and float32 copies of the
+# weight and of two moments, and writes these three copies and the weight in half precision.
 BYTES_OF_FUSED_ADAM = 2 + 3 * 4 + 3 * 4 + 2
 
 
 class Run(NamedTuple):
-    """What a source says of how it ran: the program, and the columns of published_speeds.csv."""
+    """How a source ran: the program, and columns of published_speeds.csv."""
     program: str
     image_size: int
     encoders: str
@@ -42,13 +42,13 @@ class Run(NamedTuple):
 def work_of(point: pd.Series) -> StepWork:
     """Return the work of a step as a point's source ran it."""
     encoder_precision = point['encoder_precision'] if isinstance(point['encoder_precision'], str) else None
-    program = point['by'].split(',')[0]  # MLPerf's submitters ran one
+    program = point['by'].split(',')[0]  # MLPerf's submitters ran the same one
     return trace(Run(program, int(point['image_size']), point['encoders'], point['precision'], encoder_precision,
                      point['half_precision_norms'] == 'yes', point['use_ema'] == 'yes', point['compile'] != 'no'))
 
 
 def layout_of(point: pd.Series) -> BatchSplit:
-    """Return how a point's source spread its batch."""
+    """Return how a point's source split its batch over GPUs and microbatches."""
     devices = int(point['num_devices'])
     images = int(point['batch_size'] / devices)
     return BatchSplit(int(point['device_train_microbatch_size']), images, devices)
@@ -56,19 +56,21 @@ def layout_of(point: pd.Series) -> BatchSplit:
 
 @cache
 def trace(run: Run) -> StepWork:
-    """Trace a step, with its update."""
-    # runs that differ in their update alone share all else
+    """Return the work of a step with its update. Runs that differ only in the update share a trace."""
     model, work = trace_without_update(run._replace(program='', use_ema=False))
     if not run.compile:
         return work._replace(update=their_update(model, run.program, run.use_ema))
     weights = sum(weight.numel() for weight in model.unet.parameters())
-    return work._replace(update=work_by_kind([(UPDATE, 0, 0, BYTES_OF_FUSED_ADAM * weights, 1)]))
+    return work._replace(update=work_by_kind([(OPTIMIZER, 0, 0, BYTES_OF_FUSED_ADAM * weights, 1)]))
 
 
 @cache
 def trace_without_update(run: Run) -> tuple[ComposerModel, StepWork]:
-    """Trace a step: eager ones had their images in channels first, compiled ones in channels_last."""
-    # the flags of this repository that are nearest
+    """Trace a step without its update; return the model without memory and the work.
+
+    The sources ran eager steps in channels first and compiled steps in channels_last.
+    """
+    # Use the most similar flags of this repository.
     precision = 'amp_fp16' if run.precision == 'fp16' else run.precision
     argv = ['--dry_run', '1', '--image_size', str(run.image_size), '--precision', precision]
     argv.append('--channels_last' if run.compile else '--no-channels_last')
@@ -79,12 +81,12 @@ def trace_without_update(run: Run) -> tuple[ComposerModel, StepWork]:
     settings = complete(parse(Train, '', argv, 'benchmark.py'), None)
     outline = build_on_meta(settings, build_model)
 
-    # what no flag has
+    # Change the model where this repository has no such flag.
     if run.encoders == 'none':
         outline.vae = None
         take_text_as_encoded(outline)
     if run.precision == 'fp16':
-        # autocast then casts neither the weights nor their gradients; diffusers' own `to` warns
+        # Autocast then casts neither weights nor gradients. The `to` of diffusers would print a warning.
         torch.nn.Module.to(outline.unet, AUTOCAST_DTYPES[precision])
 
     memory, work = trace_step(outline, precision)
@@ -94,21 +96,22 @@ def trace_without_update(run: Run) -> tuple[ComposerModel, StepWork]:
 
 
 def take_text_as_encoded(model: ComposerModel) -> None:
-    """Let a model take the states of its text encoder from somewhere, at no cost."""
+    """Replace a model's text encoder by stored text states, which cost nothing."""
     width = model.text_encoder.config.hidden_size
     model.text_states = lambda caption: torch.empty(len(caption), CAPTION_LENGTH, width)
 
 
 def their_update(model: ComposerModel, program: str, use_ema: bool) -> Work:
-    """Return the work of AdamW of the time, and of Composer's average."""
+    """Return the work of AdamW as the program of that time ran it, and of Composer's EMA."""
     if program == SHARDED_OPTIMIZER:
         return {}
     optimizer = torch.optim.AdamW(model.unet.parameters(), foreach=program != LOOPED_OPTIMIZER)
-    work = work_of_update({UPDATE: optimizer.step})
-    return work | their_average(model) if use_ema else work
+    work = work_of_update({OPTIMIZER: optimizer.step})
+    return work | composers_ema(model) if use_ema else work
 
 
 @cache
-def their_average(model: ComposerModel) -> Work:
-    """Return the work of Composer's average, which took the frozen encoders along."""
-    return work_of_update({AVERAGE: lambda: composers_compute_ema(model, model, 0.999)})  # of itself: the same work
+def composers_ema(model: ComposerModel) -> Work:
+    """Return the work of Composer's EMA, which averaged the frozen encoders, too."""
+    # An EMA of the model with itself takes the same work.
+    return work_of_update({EMA_UPDATE: lambda: composers_compute_ema(model, model, 0.999)})

@@ -1,50 +1,39 @@
-"""Measure on the GPUs of this machine speed, memory, exactness, a training's life, and how well they were forecast.
+"""Measure the GPUs of this machine and check what a training relies on: speed, memory, exactness, resumes, the loader.
 
-    python -m benchmarks.proof results/8xH100                # or make proof: half an hour on an H100
+    python -m benchmarks.proof results/8xH100                # or make proof; half an hour on an H100
     python -m benchmarks.proof results/8xH100 --minutes 5    # only the first steps, which tell the most
-    python -m benchmarks.proof --smoke                       # make smoke: two runs, appended to results.jsonl
 
-Each step is a process of its own with a limit of time, and its result is appended to FOLDER/records.jsonl at once. The
-same command goes on with the steps that have none; another commit or other libraries need another FOLDER. At the end
-FOLDER/proof.html has a table of each part, and FOLDER is what to send in. Without a GPU, or with --tiny, the tiny model
-takes the place of Stable Diffusion 2.
+Each step is a command that must show something. Its output is kept in FOLDER/logs. Its result is appended to
+FOLDER/records.jsonl as soon as it ends, so the same command continues with the steps that have no result yet. At the
+end it prints all results, and report.py writes FOLDER/proof.html from the measurements. A FOLDER holds the results of
+one machine with one commit and one set of libraries. Without a GPU, or with --tiny, the steps train the tiny model
+instead of Stable Diffusion 2.
 """
 import argparse
 import json
 import math
 import os
-import shlex
+import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.proof.page import write_proof
+from benchmarks.smoke import ORIGINAL_GIB, ROOT, Machine, find_machine, measurement, smoke_runs
 from sdbench.errors import UserError
 from sdbench.flags.train import SD2_BASE
 from sdbench.gpus import CARDS
 from sdbench.process import begin, one_line_errors
 from sdbench.records.setup import forecast_command
-from sdbench.records.summary import PLAN_COMMAND
 from sdbench.records.versions import git_commit, package_versions
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / 'results.jsonl'  # of make smoke
-LEAST_GIB = 30  # of a GPU that runs the recipes as they are: the original's microbatch of 4 takes 24
-SMALLEST = ['--device_train_microbatch_size', '1', '--no-use_ema']  # several GPUs of 24 GB have no room for the average
-TINY = ['--model_name', 'tiny', '--image_size', '64']
-# asked in another process, since one that has asked holds memory of the GPU
-PROBE = """
-import json, torch
-gpus = torch.cuda.device_count()
-properties = torch.cuda.get_device_properties(0) if gpus else None
-print(json.dumps([gpus, properties.name if gpus else 'CPU', properties.total_memory / 2 ** 30 if gpus else 0]))
-"""
-LIMIT = 1200  # seconds after which a step is ended; the longest takes 200 on an H100
-# Each switch of speed alone, with what follows from it, and the defaults that they are compared with
+LIMIT = 1200  # seconds after which a step is killed; the longest one takes 200 on an H100
+FAR = 1.25    # a speed this many times its forecast, or its forecast this many times the speed, needs an explanation
+CHECK = ('-m', 'benchmarks.proof.checks')
+# Each speed switch alone, to be compared with the defaults
 ONE_SWITCH = {
     'defaults': [],
     'channels last': ['--channels_last'],
@@ -57,274 +46,209 @@ ONE_SWITCH = {
     'float32 encoders': ['--encoder_precision', 'fp32'],
     'plain optimizer': ['--no-fused_optimizer'],
 }
-Steps = dict[str, tuple[str, ...]]  # by name what runs: a script, on all devices, or `-m` and a module; and its flags
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Where the steps run.
+class Step(NamedTuple):
+    """A command with the line that its output must show.
 
     Attributes:
-        gpus: how many; 0: a CPU.
-        device: name of the first GPU, or CPU.
-        gib: memory of the first GPU.
-        tiny: the tiny model takes the place of Stable Diffusion 2.
+        program: a script of this repository, or `-m` and a module, and its flags.
+        shows: regular expression that a line of its output must match; the result quotes the last such line.
+        fails: whether the command must end with an error instead of exit status 0.
     """
-    gpus: int
-    device: str
-    gib: float
-    tiny: bool
+    program: tuple[str, ...]
+    shows: str
+    fails: bool = False
 
-    def launch(self, *program: str) -> list[str]:
-        """Return the command that runs a script, or `-m` and a module, on all devices.
-
-        One device needs no launcher, which would import all twice.
-        """
-        if self.gpus > 1:
-            return [sys.executable, '-m', 'composer.cli.launcher', '-n', str(self.gpus), *program]
-        return [sys.executable, *program]
-
-    def batch_flags(self, device_batch_size: int) -> list[str]:
-        """Return the flags of the model and of a batch of so many images on each device; of the tiny model it is 4."""
-        devices = max(1, self.gpus)
-        if self.tiny:
-            return [*TINY, '--batch_size', str(4 * devices)]
-        return ['--batch_size', str(device_batch_size * devices)]
+    @property
+    def is_measurement(self) -> bool:
+        """Tell whether the step measures a training, whose record belongs into the results."""
+        return self.program[0] == 'benchmark.py' and not self.fails
 
 
-def speed(*flags: str) -> tuple[str, ...]:
-    """Return a measurement with the average, unless the flags say otherwise, and without data."""
-    source = () if '--use_synth_latents' in flags else ('--use_synth_data',)
-    return 'benchmark.py', *source, '--use_ema', *flags
+def measuring(*flags: str) -> Step:
+    """Return a step that measures a training on synthetic data."""
+    return Step(measurement(*flags), r'^images/s ')
 
 
-def check(work: str, *flags: str) -> tuple[str, ...]:
-    """Return the call of a function of benchmarks/proof/steps.py."""
-    return '-m', 'benchmarks.proof.steps', work, *flags
+def refusing(reason: str, *flags: str) -> Step:
+    """Return a step whose training must end with one line that says the reason."""
+    program = ('benchmark.py', '--use_synth_data', *flags, '--results', os.devnull)
+    return Step(program, f'^benchmark.py: error: .*{reason}', fails=True)
 
 
-def smoke_steps(machine: Machine) -> Steps:
-    """Return the steps of the two recipes on GPUs, with 64 images on each; of the tiny model's defaults on a CPU."""
-    flags = machine.batch_flags(64)
-    if machine.gpus == 0:
-        return {'defaults': speed(*flags)}
-    if machine.gib < LEAST_GIB:
-        flags += SMALLEST
-    return {'original': speed('@recipes/original.txt', *flags), 'fastest': speed('@recipes/fastest.txt', *flags)}
+def all_steps(machine: Machine, results: str) -> dict[str, Step]:
+    """Return the steps of a proof by name, the most informative ones first. `results` is the file for records."""
+    steps = {'machine': Step((*CHECK, 'machine'), 'TFLOP/s')}
+    steps |= {name: Step(program, r'^images/s ') for name, program in smoke_runs(machine).items()}
+
+    # Checks. Most train the tiny model, because they are about the program and not about its size.
+    tiny = replace(machine, tiny=True).batch_flags(4)
+    steps['exactness'] = Step(('-m', 'benchmarks.proof.exactness'), '^thirty steps')
+    steps['resume'] = Step((*CHECK, 'resume', *tiny), '^after a kill')
+    steps['NaN'] = refusing('not finite', *tiny, '--learning_rate', '1e38')
+    if machine.gpus:
+        too_large = ['--batch_size', str(512 * machine.gpus), '--device_train_microbatch_size', '512']
+        steps['out of memory'] = refusing('out of memory', *too_large, '--use_ema')
+    microbatch = '4' if machine.tiny or machine.gib < ORIGINAL_GIB else '16'
+    steps['loader'] = Step((*CHECK, 'loader', '--results', results, *machine.batch_flags(32),
+                            '--device_train_microbatch_size', microbatch), '^loader alone')
+    ema_update = ('-m', 'benchmarks.ema_update', 'tiny' if machine.tiny else SD2_BASE)
+    steps['EMA update'] = Step(ema_update, r'^update ratio [1-9]')  # faster than Composer's update
+
+    # Speeds
+    if machine.gpus:
+        return steps | speed_steps(machine)
+    flags = machine.batch_flags(4)
+    steps['latents'] = measuring(*flags, '--use_synth_latents')
+    steps['microbatch of 2'] = measuring(*flags, '--device_train_microbatch_size', '2')
+    return steps
 
 
-def speed_steps(machine: Machine) -> Steps:
-    """Return the steps of both recipes at each microbatch, and of each switch of speed alone at one, on GPUs."""
+def speed_steps(machine: Machine) -> dict[str, Step]:
+    """Return the steps that measure both recipes at each microbatch, and each speed switch alone at one microbatch."""
     sizes = [4, 8, 16, 32]
-    common = 8 if machine.gib < 60 else 16  # the microbatch at which switches are compared
+    common = 8 if machine.gib < 60 else 16  # the microbatch for comparing switches
     small = []
-    if machine.gib < LEAST_GIB:
+    if machine.gib < ORIGINAL_GIB:
         sizes, common, small = [1, 2], 1, ['--no-use_ema']
     if machine.tiny:
         sizes, common = [1, 2], 4
 
-    # each recipe at each microbatch
+    # Both recipes at each microbatch, the fastest without its compiler, which takes minutes for each microbatch
     flags = [*machine.batch_flags(32), *small, '--device_train_microbatch_size']
-    many = [*machine.batch_flags(128), *small, '--device_train_microbatch_size', 'auto']
+    large_batch = [*machine.batch_flags(128), *small, '--device_train_microbatch_size', 'auto']
     eager = ['@recipes/fastest.txt', '--no-compile']
-    steps = {'eager, largest': speed(*eager, *many),
-             'latents, eager, largest': speed(*eager, *many, '--use_synth_latents')}
+    steps = {'eager, largest': measuring(*eager, *large_batch),
+             'latents, eager, largest': measuring(*eager, *large_batch, '--use_synth_latents')}
     for size in sizes:
-        steps[f'eager, {size}'] = speed(*eager, *flags, str(size))
+        steps[f'eager, {size}'] = measuring(*eager, *flags, str(size))
     for size in sizes[1:]:
-        steps[f'original, {size}'] = speed('@recipes/original.txt', *flags, str(size))
-    steps['original, largest'] = speed('@recipes/original.txt', *many)
+        steps[f'original, {size}'] = measuring('@recipes/original.txt', *flags, str(size))
+    steps['original, largest'] = measuring('@recipes/original.txt', *large_batch)
 
-    # each switch alone
+    # Each switch alone
     for name, switches in ONE_SWITCH.items():
-        steps[name] = speed(*flags, str(common), *switches)
+        steps[name] = measuring(*flags, str(common), *switches)
     if machine.gpus > 1:
-        steps['bf16 exchange'] = speed(*flags, str(common), '--allreduce_precision', 'bf16')
+        steps['bf16 all-reduce'] = measuring(*flags, str(common), '--allreduce_precision', 'bf16')
     return steps
 
 
-def all_steps(machine: Machine) -> Steps:
-    """Return the steps of a proof, the most telling first."""
-    # what must hold
-    tiny = replace(machine, tiny=True).batch_flags(4)
-    checks = {'exactness': check('exactness'), 'life': check('life', *tiny), 'NaN': check('not_a_number', *tiny)}
-    if machine.gpus:
-        sizes = ('--batch_size', str(512 * machine.gpus), '--device_train_microbatch_size', '512')
-        checks['out of memory'] = check('out_of_memory', *sizes)
-    common = '4' if machine.tiny or machine.gib < LEAST_GIB else '16'
-    checks['loader'] = check('loader', *machine.batch_flags(32), '--device_train_microbatch_size', common)
-    checks['average'] = check('average', 'tiny' if machine.tiny else SD2_BASE)
-
-    # what is measured
-    if machine.gpus:
-        speeds = speed_steps(machine)
+def run_step(step: Step, machine: Machine, results: Path, log: Path) -> tuple[bool, str]:
+    """Run a step, and return whether it holds, and the line that it showed or how it failed."""
+    if step.is_measurement:
+        status = run([*machine.launch(*step.program), '--results', str(results)], log)
+    elif step.fails:
+        status = run(machine.launch(*step.program), log)
     else:
-        flags = machine.batch_flags(4)
-        speeds = {'latents': speed(*flags, '--use_synth_latents'),
-                  'microbatch of 2': speed(*flags, '--device_train_microbatch_size', '2')}
-    return {'identity': check('identity'), **smoke_steps(machine), **checks, **speeds}
+        status = run([sys.executable, *step.program], log)
+
+    # A step that failed in another way shows its last error.
+    lines = log.read_text(errors='replace').splitlines()
+    shown = [line for line in lines if re.search(step.shows, line)]
+    if status is None:
+        return False, f'no end within {LIMIT} s'
+    if not shown or (status != 0) != step.fails:
+        errors = [line for line in lines if 'error:' in line.lower()]
+        return False, ': '.join([f'exit status {status}', *[*errors, *shown][-1:]])
+    result = ' '.join(shown[-1].split())
+    if not step.is_measurement:
+        return True, result
+
+    # Compare a measurement with its forecast, which follows it in the results.
+    measured = read_lines(results)[-1]
+    if measured['device'] not in CARDS:
+        return True, result
+    if run([sys.executable, *forecast_command(measured, str(results))], log) != 0:
+        return False, f'{result}; its forecast failed'
+    ratio = measured['images_per_sec'] / read_lines(results)[-1]['images_per_sec']
+    return machine.tiny or 1 / FAR <= ratio <= FAR, f'{result}; {ratio:.2f} times the forecast'
 
 
-def find_machine(tiny: bool) -> Machine:
-    """Find the GPUs of this machine."""
-    answer = subprocess.run([sys.executable, '-c', PROBE], check=True, capture_output=True, text=True).stdout
-    gpus, device, gib = json.loads(answer.splitlines()[-1])
-    return Machine(gpus, device, gib, tiny or gpus == 0)
-
-
-def run_step(program: tuple[str, ...], machine: Machine) -> list[dict]:
-    """Run a step; return its records, the last of which says why it failed or was ended.
-
-    The forecast of a measurement follows it.
-    """
-    is_measurement = program[0] == 'benchmark.py'
-    with tempfile.TemporaryDirectory() as name:
-        out, log = Path(name, 'records.jsonl'), Path(name, 'log')
-        if is_measurement:
-            error = run([*machine.launch(*program), '--results', str(out)], log)
-        else:
-            error = run([sys.executable, *program, str(out)], log)
-
-        # what it has left, and its own line of an error
-        records = lines_of(out)
-        if error:
-            lines = log.read_text(errors='replace').splitlines()
-            said = [line for line in lines if 'error:' in line.lower()]
-            records.append({'stage': 'proof', 'status': 'failed', 'error': ': '.join([error, *said[-1:]])[:500],
-                            'output': '\n'.join(lines)[-3000:]})
-        elif is_measurement and records[0]['device'] in CARDS:
-            error = run([sys.executable, *forecast_command(records[0], str(out))], log)
-            records = lines_of(out)
-            if error:
-                records.append({'stage': 'proof', 'status': 'failed', 'error': f'the forecast of this run: {error}',
-                                'output': log.read_text(errors='replace')[-3000:]})
-    return records
-
-
-def run(command: list[str], log: Path) -> str:
-    """Run a command with a limit of time; return how it failed, or ''."""
-    with open(log, 'w') as file:
+def run(command: list[str], log: Path) -> int | None:
+    """Run a command, append its output to `log`, and return its exit status. After LIMIT it is killed: None."""
+    with open(log, 'a') as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            status = process.wait(LIMIT)
+            return process.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            return f'no end within {LIMIT} s'
+            return None
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks and workers, too
                 process.wait()
-    return f'exit status {status}' if status else ''
 
 
-def lines_of(path: Path) -> list[dict]:
-    """Read the records of a file, a line each; none where there is no file."""
+def read_lines(path: Path) -> list[dict]:
+    """Return the JSON objects in a file, one per line; none if there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def prove(folder: Path, machine: Machine, minutes: float) -> None:
-    """Run the steps without a record, as long as there are minutes to begin one, and write proof.html of all records.
+    """Run the steps that have no result yet, start none after `minutes`, print all results and write proof.html.
 
-    Raises UserError if the records are of another machine, commit or library: a page is of one of each.
+    Raises UserError if the results in `folder` are from another machine, commit or version of a library.
     """
-    # what an earlier call has appended
-    start = time.monotonic()
-    path = folder / 'records.jsonl'
-    records = lines_of(path)
+    path = (folder / 'records.jsonl').resolve()
+    results = {record['step']: record for record in read_lines(path) if record['stage'] == 'proof'}
     here = {'machine': f'{machine.gpus} x {machine.device}', 'model': 'tiny' if machine.tiny else SD2_BASE,
             'commit': git_commit(), 'python': sys.version.split()[0], **package_versions()}
-    for record in records:
+    for result in results.values():
         for what, now in here.items():
-            before = record.get('here', {}).get(what)
+            before = result['here'].get(what)
             if before != now:
-                raise UserError(f'FOLDER {folder} holds the proof of {what} {before}, and here is {what} {now}; '
-                                'give a new one')
+                raise UserError(f'FOLDER {folder} has results with {what} {before}, but this is {what} {now}; give a '
+                                'new FOLDER')
 
-    # the steps that it has not, one after another, and the page after each
-    folder.mkdir(parents=True, exist_ok=True)
-    missing = all_steps(machine)
-    for record in records:
-        missing.pop(record['step'], None)
-    command = shlex.join(['python', '-m', 'benchmarks.proof', *sys.argv[1:]])
-    write_proof(folder, records, missing, command)
+    # Run one step after another. The result is written last, so a step that was interrupted runs again.
+    start = time.monotonic()
+    logs = folder / 'logs'
+    logs.mkdir(parents=True, exist_ok=True)
+    steps = all_steps(machine, str(path))
+    missing = [name for name in steps if name not in results]
     while missing and time.monotonic() - start < 60 * minutes:
-        name = next(iter(missing))
+        name = missing.pop(0)
         began = time.monotonic()
-        found = run_step(missing.pop(name), machine)
-        about = {'step': name, 'step_seconds': round(time.monotonic() - began, 1), 'here': here}
-        new = [about | record for record in found]
+        log = logs / f'{name}.txt'
+        log.write_text('')  # without the output of an interrupted attempt
+        holds, text = run_step(steps[name], machine, path, log)
+        results[name] = {'stage': 'proof', 'step': name, 'holds': holds, 'result': text,
+                         'seconds': round(time.monotonic() - began, 1), 'here': here}
         with open(path, 'a') as file:
-            print(*map(json.dumps, new), sep='\n', file=file)
-        records += new
-        write_proof(folder, records, missing, command)
-        say(f'{name}: {new[-1].get("error") or "done"} in {about["step_seconds"]:.0f} s; {len(missing)} to go')
-    say(f'{folder}/proof.html has what holds; send in the folder {folder}')
+            print(json.dumps(results[name]), file=file)
+        print(result_line(results[name]), f'({len(missing)} to go)', file=sys.stderr, flush=True)
+
+    # Print the failed steps last, where they are seen.
+    for result in sorted(results.values(), key=lambda result: not result['holds']):
+        print(result_line(result))
+    if missing:
+        print(f'Not run yet: {", ".join(missing)}')
+    if any(record['stage'] != 'proof' for record in read_lines(path)):
+        report = [sys.executable, 'report.py', str(path), '--html', str(path.with_name('proof.html'))]
+        subprocess.run(report, cwd=ROOT, stdout=subprocess.DEVNULL)
+    print(f'To send in the results, make a pull request with the folder {folder}')
 
 
-def smoke(machine: Machine) -> int:
-    """Run the first steps of speed by benchmark.py itself, and print the ratio of two; return 1 if one failed, else 0.
-
-    For a GPU that the forecast knows, the forecast for each run is appended to results.jsonl after its record, because
-    a plan is corrected by both. A forecast that fails counts as a failure, too.
-    """
-    speeds = {}
-    forecasts_failed = False
-    steps = smoke_steps(machine)
-    for name, program in steps.items():
-        command = [*machine.launch(*program), '--results', str(RESULTS)]
-        print(shlex.join(command), flush=True)
-        if subprocess.run(command, cwd=ROOT).returncode == 0:
-            record = json.loads(RESULTS.read_text().splitlines()[-1])
-            speeds[name] = record['images_per_sec']
-            if record['device'] in CARDS:
-                forecast = subprocess.run([sys.executable, *forecast_command(record, str(RESULTS))], cwd=ROOT,
-                                          stdout=subprocess.DEVNULL)
-                forecasts_failed = forecasts_failed or forecast.returncode != 0
-    if len(speeds) == 2:
-        print(comparison(speeds, machine.gib))
-    page = RESULTS.with_suffix('.html')
-    if subprocess.run([sys.executable, 'report.py', str(RESULTS), '--html', str(page)], cwd=ROOT,
-                      stdout=subprocess.DEVNULL).returncode == 0:
-        print(f'As a page: {page}')
-    print('To try other flags: source .venv/bin/activate, then repeat the command with them')
-    if machine.gpus:
-        print(f'A plan that these speeds correct: {PLAN_COMMAND.format(RESULTS.name)}')
-    return 0 if len(speeds) == len(steps) and not forecasts_failed else 1
-
-
-def comparison(speeds: dict[str, float], gib: float) -> str:
-    """Return both speeds and their ratio as text; of GPUs of less than LEAST_GIB, also what the recipes changed in."""
-    original, fastest = speeds['original'], speeds['fastest']
-    text = (f'recipes/original.txt  {original:.4g} images/s\n'
-            f'recipes/fastest.txt   {fastest:.4g} images/s, {fastest / original:.2f} times as fast')
-    if gib < LEAST_GIB:
-        text += (f'\nboth with {" ".join(SMALLEST)}: a GPU here has {gib:.1f} GiB, and the microbatch of 4 in '
-                 'recipes/original.txt takes 24')
-    return text
-
-
-def say(text: str) -> None:
-    """Print to the log of the proof."""
-    print(f'proof.py: {text}', file=sys.stderr, flush=True)
+def result_line(result: dict) -> str:
+    """Return the result of a step as a line of text."""
+    verdict = 'ok' if result['holds'] else 'FAILED'
+    return f'{verdict:<6}  {result["step"]}, {result["seconds"]:.0f} s: {result["result"]}'
 
 
 def main(argv: list[str] | None = None) -> int:
-    begin()  # the environment of a command, which the steps inherit
+    begin()  # prepares the environment, which the steps inherit
     parser = argparse.ArgumentParser('proof.py', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('folder', type=Path, nargs='?', help='of the records and the page')
-    parser.add_argument('--minutes', type=float, default=math.inf, help='begin no step later (default: run all)')
-    parser.add_argument('--tiny', action='store_true', help='take the tiny model on GPUs too')
-    parser.add_argument('--smoke', action='store_true', help='only the two recipes, appended to results.jsonl')
+    parser.add_argument('folder', type=Path, metavar='FOLDER', help='folder for the records, the logs and the page')
+    parser.add_argument('--minutes', type=float, default=math.inf,
+                        help='minutes after which no further step starts (default: all steps run)')
+    parser.add_argument('--tiny', action='store_true', help='train the tiny model on GPUs, too')
     args = parser.parse_args(argv)
-    if (args.folder is None) != args.smoke:
-        parser.error('give a FOLDER or --smoke')
     with one_line_errors('proof.py'):
-        machine = find_machine(args.tiny)
-        if args.smoke:
-            return smoke(machine)
-        prove(args.folder, machine, args.minutes)
+        prove(args.folder, find_machine(args.tiny), args.minutes)
         return 0
 
 

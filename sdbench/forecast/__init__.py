@@ -1,1 +1,1 @@
-"""What a run needs in memory and how fast it should be, without a GPU: --dry_run."""
+"""Forecast the memory and the speed of a run without a GPU: --dry_run."""

@@ -1,9 +1,10 @@
-"""What compiling changes in a step: kernels are fused, so that fewer bytes move and fewer results are kept.
+"""Calculate the memory and the work of a compiled step from an eager step.
 
-torch's compiler leaves products, convolutions and attention to their libraries, whose arithmetic stays. It fuses all
-else: a bias is added, a norm computed and a layout changed while a tensor is read anyway. How much is left depends
-little on the shapes of a UNet and its images, so that it was counted beforehand, with torch 2.7: docs/forecast.md says
-how, and names the commit that can count again.
+torch's compiler leaves matrix products, convolutions and attention to their libraries, so their arithmetic stays. It
+fuses everything else: a bias is added, a norm computed or a layout changed while a tensor is read anyway. A compiled
+step therefore moves fewer bytes and keeps fewer activations. The fractions that remain depend little on the shapes of
+the UNet and its images, so they were counted once with torch 2.7. docs/forecast.md says how, and names the commit whose
+program can count them again.
 """
 import dataclasses
 
@@ -13,60 +14,67 @@ from sdbench.flags.train import Train
 from sdbench.forecast.count import CASTS, CONVOLUTIONS, FUSED, ITEMS, LAYOUTS, NORMS, POINTWISE, StepMemory
 from sdbench.forecast.speed import StepWork, Work
 
-# What is left of an eager step with norms in half precision and images in channels_last: shares of an image's bytes and
-# of kernels, by kind of operator. Bytes that are no image's, as of weights and their casts, all stay, and so does all
-# of a kind that is not here, but for LAYOUTS.
-Shares = dict[str, tuple[float, float]]
-WHOLE: Shares = {CONVOLUTIONS: (0.49, 0.49), FUSED: (0.66, 0.65)}
-BLOCKS: Shares = {CONVOLUTIONS: (0.59, 0.56), FUSED: (0.70, 0.73)}
-ENCODER: Shares = {CONVOLUTIONS: (0.50, 0.51), FUSED: (0.39, 0.43)}  # the VAE's is always compiled whole
-# Bytes and number of fused kernels, over those with norms in half precision, by whether it is compiled by blocks
+# Fractions of the eager step's bytes per image and of its kernels that remain, by kind of operator, for norms in half
+# precision and images in channels_last. Bytes that do not depend on the number of images remain, such as weights and
+# their casts, and so does each kind that has no entry, except LAYOUTS.
+Fractions = dict[str, tuple[float, float]]
+WHOLE: Fractions = {CONVOLUTIONS: (0.49, 0.49), FUSED: (0.66, 0.65)}
+BLOCKS: Fractions = {CONVOLUTIONS: (0.59, 0.56), FUSED: (0.70, 0.73)}
+ENCODER: Fractions = {CONVOLUTIONS: (0.50, 0.51), FUSED: (0.39, 0.43)}  # the VAE encoder is always compiled whole
+# Bytes and number of fused kernels with norms in float32, divided by those with norms in half precision. The key is
+# whether the UNet is compiled by blocks.
 NORMS_IN_FLOAT32 = {False: (1.05, 0.93), True: (1.20, 0.96)}
-KEPT = 0.825  # of the bytes that are kept for the backward pass
-# Working memory of a whole UNet with gradient checkpointing, over that of an eager one: much of what was not kept is
-# computed before it is needed. Of one step that was counted
-COMPUTED_EARLY = 3.4
+ACTIVATIONS_KEPT = 0.825  # fraction of the eager activations
+# Working memory of a UNet that is compiled whole with gradient checkpointing, divided by the eager UNet's. The
+# compiler recomputes many activations before they are needed. Counted for a single step.
+RECOMPUTED_EARLY = 3.4
 
 
 def compiled(step: StepMemory, work: StepWork, settings: Train) -> tuple[StepMemory, StepWork]:
     """Return memory and work of a compiled step.
 
     Args:
-        step: memory of the eager step, with norms in half precision, and images in channels_last.
-        work: of the same.
-        settings: of the run.
+        step: memory of the eager step with norms in half precision and images in channels_last.
+        work: work of the same eager step.
+        settings: settings of the run.
     """
-    shares = BLOCKS if settings.compile_blocks else WHOLE
+    # The work of the UNet and the VAE encoder
+    fractions = BLOCKS if settings.compile_blocks else WHOLE
     if not settings.half_precision_norms:
-        (nbytes, kernels), (more, fewer) = shares[FUSED], NORMS_IN_FLOAT32[bool(settings.compile_blocks)]
-        shares = shares | {FUSED: (nbytes * more, kernels * fewer)}
-    model = left_of(work.model, shares)
+        nbytes, kernels = fractions[FUSED]
+        more_bytes, fewer_kernels = NORMS_IN_FLOAT32[bool(settings.compile_blocks)]
+        fractions = fractions | {FUSED: (nbytes * more_bytes, kernels * fewer_kernels)}
+    model = after_fusion(work.model, fractions)
+    encoder = after_fusion(work.encoder, ENCODER)
 
-    # Gradients travel while others are computed only if a graph ends between them. One of the whole UNet returns all
-    # its gradients at its end, and holds them until then.
+    # The all-reduce overlaps with the backward pass only if a graph ends in between. A whole UNet is one graph, which
+    # returns all gradients at its end, so no work remains after any bucket is full.
     buckets = work.buckets.copy()
-    left = sum(model.values()) / sum(work.model.values()) if settings.compile_blocks else 0
-    buckets[:, 1:] *= left
+    if settings.compile_blocks:
+        buckets[:, 1:] *= sum(model.values()) / sum(work.model.values())
+    else:
+        buckets[:, 1:] = 0
+
+    # Memory. The graph of a whole UNet holds its gradients as working memory until it ends.
     gradients, _, activations, working = range(len(ITEMS))
     alive = step.alive.copy()
-    alive[..., activations] = np.round(alive[..., activations] * KEPT)
+    alive[..., activations] = np.round(alive[..., activations] * ACTIVATIONS_KEPT)
     if not settings.compile_blocks:
         if settings.gradient_checkpointing:
-            alive[~step.in_encoder, :, working] = np.round(alive[~step.in_encoder, :, working] * COMPUTED_EARLY)
+            alive[~step.in_encoder, :, working] = np.round(alive[~step.in_encoder, :, working] * RECOMPUTED_EARLY)
         alive[..., working] += alive[..., gradients]
         alive[..., gradients] = 0
-    return (dataclasses.replace(step, alive=alive),
-            work._replace(model=model, encoder=left_of(work.encoder, ENCODER), buckets=buckets))
+    return dataclasses.replace(step, alive=alive), work._replace(model=model, encoder=encoder, buckets=buckets)
 
 
-def left_of(work: Work, shares: Shares) -> Work:
-    """Return what is left of eager work, with one kind for all that is fused."""
-    left = {}
+def after_fusion(work: Work, fractions: Fractions) -> Work:
+    """Return the work that remains of eager work after compiling, with a single kind for everything that is fused."""
+    remaining = {}
     for kind, amounts in work.items():
-        if kind == LAYOUTS:  # a fused kernel changes a layout while it reads for something else
+        if kind == LAYOUTS:  # a fused kernel changes the layout while it reads the image for another reason
             continue
         if kind in (NORMS, CASTS, POINTWISE):
             kind = FUSED
-        nbytes, kernels = shares.get(kind, (1, 1))
-        left[kind] = left.get(kind, 0) + amounts * [1, nbytes, 1, kernels]
-    return left
+        nbytes, kernels = fractions.get(kind, (1, 1))
+        remaining[kind] = remaining.get(kind, 0) + amounts * [1, nbytes, 1, kernels]
+    return remaining

@@ -1,6 +1,7 @@
-"""--dry_run of benchmark.py: say what a training would need and could reach, before a GPU is rented.
+"""Forecast what a training needs and how fast it will be, before a GPU is rented: --dry_run of benchmark.py.
 
-Which GPU, how long and for how many dollars comes first, and then why. Nothing is trained.
+The answer comes first: which GPU, how many days, how many dollars. The reasons follow: what other flags would change,
+where the memory goes, and where the time goes. Nothing is trained.
 """
 import dataclasses
 import json
@@ -24,32 +25,33 @@ from sdbench.records.record import append_line, make_record
 from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
 from sdbench.training.microbatch import SMALLER_MICROBATCH, changes_that_take_less, memory_advice
 
-IN_BRACKETS = (f'In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on published speeds that '
-               'it had not seen.')
-NOT_TESTED = 'A speed without brackets is not tested: no published run was like it in all that bears on its speed.'
-MOST_MICROBATCHES = 9  # columns of the table of memory, up to the first that does not fit
-MEMORY = (f'CUDA and its libraries take more than is counted: a microbatch fits where there is room for '
-          f'{UNCOUNTED_SHARE:.0%} more.')
-NO_SPEED = 'No speed of {}: no peak is known in {}. Where a card has one, --precision amp_fp16 shows it.'
+IN_BRACKETS = (f'In brackets: the forecast divided and multiplied by {1 + LARGEST_ERROR:.2f}, its largest error on '
+               'published speeds that were not used to fit it.')
+NOT_TESTED = 'A speed without brackets is not tested: no published run had the same setup.'
+MOST_MICROBATCHES = 9  # columns in the memory table, which ends with the first microbatch that does not fit
+MEMORY = (f'CUDA and its libraries take more than the counted memory: a microbatch fits if {UNCOUNTED_SHARE:.0%} more '
+          'fits.')
+NO_SPEED = 'No speed for {}: the peak in {} is not known. Try --precision amp_fp16, for which more peaks are known.'
 
 
 def forecast_training(settings: Train, index: dict | None, build_model: Callable, build_optimizer: Callable
                       ) -> list[dict]:
-    """Print what the run would need and could reach, and append a record for each forecast where --results is given.
+    """Print the forecasts for a run, and append a record for each of them where --results is given.
 
     Args:
-        settings: as the flags gave them, with the numbers of GPUs of --dry_run.
+        settings: settings as the flags gave them, with the GPU counts of --dry_run.
         index: the index.json of the shards; None: synthetic data.
-        build_model: makes the model that the run would train.
-        build_optimizer: makes its optimizer.
+        build_model: builds the model that the run would train.
+        build_optimizer: builds its optimizer.
 
-    Returns the records of the forecasts, one for each GPU of --gpu and number of them that hold an image and have a
-    speed. Raises UserError if the model or the remote is not known, or nothing fits.
+    Returns the records of the forecasts, one for each GPU of --gpu and each GPU count whose GPUs hold at least one
+    image and whose speed is known. Raises UserError if the model or the remote is not known, or if no GPU has enough
+    memory.
     """
     if dist.get_global_rank() > 0:
         return []
-    # a step of the run, and a forecast for each card that holds it on each number of GPUs; the cheapest card first.
-    # Where the peak of a card is not known, its memory is.
+    # Estimate a step for each GPU count, and make a forecast for each card that holds it. A card whose peak is not
+    # known has a forecast of its memory.
     runs = [complete(dataclasses.replace(settings, dry_run=(devices,)), index) for devices in sorted(settings.dry_run)]
     print('counting memory and work of a step', file=sys.stderr, flush=True)
     estimates = [Estimate.of(run, build_model, build_optimizer) for run in runs]
@@ -58,11 +60,13 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
     forecasts = []
     no_room = []
     for card in cards:
-        own = [Forecast.of(given, card) for given in estimates if given.microbatch_on(card)]
-        if own:
-            forecasts.append(own)
+        of_card = [Forecast.of(estimate, card) for estimate in estimates if estimate.microbatch_on(card)]
+        if of_card:
+            forecasts.append(of_card)
         else:
             no_room.append(short_name(card.name))
+
+    # If no card has enough memory, end with the changes that would help on the largest card.
     if not forecasts:
         asked = settings.device_train_microbatch_size
         microbatch = asked if isinstance(asked, int) else 1
@@ -72,20 +76,20 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
             fits_with[change] = Estimate.of(changed, build_model, build_optimizer).microbatch_on(largest) is not None
         raise UserError(f'--gpu: a microbatch of {microbatch} takes {estimates[0].taken(microbatch):.1f} GiB, and the '
                         f'largest GPU asked for has {largest.gib:g}; {memory_advice(fits_with)}')
-    forecasts.sort(key=lambda own: own[0].dollars_of_an_image)
 
-    # the text
-    rows = [forecast for own in forecasts for forecast in own]
+    # Write the text, with the cheapest card first.
+    forecasts.sort(key=lambda of_card: of_card[0].dollars_per_image)
+    rows = [forecast for of_card in forecasts for forecast in of_card]
     sentences = what_figures_mean(rows)
     if no_room:
-        sentences.append(f'No room on {", ".join(no_room)}.')
+        sentences.append(f'Not enough memory: {", ".join(no_room)}.')
     if len(rows) > 1:
-        sentences.append(f'What follows is of {rows[0].record["num_devices"]} x {short_name(rows[0].card.name)} alone; '
-                         '--gpu and --dry_run pick others.')
-    blocks = [title(rows[0].given.settings), '\n\n'.join(tables(forecasts)) + '\n' + filled(sentences),
-              *reasons(rows[0], build_model, build_optimizer)]
+        sentences.append(f'The rest is about {rows[0].record["num_devices"]} x {short_name(rows[0].card.name)} alone; '
+                         'choose others with --gpu and --dry_run.')
+    blocks = [title(rows[0].estimate.settings), '\n\n'.join(tables(forecasts)) + '\n' + filled(sentences),
+              *explanation(rows[0], build_model, build_optimizer)]
 
-    # records are kept before anything is printed, which may end with the pipe that reads it
+    # Append the records before printing, because printing ends the process if its reader, such as `head`, has ended.
     records = [forecast.record for forecast in rows if forecast.has_speed]
     if settings.results not in (None, '-'):
         for record in records:
@@ -98,29 +102,29 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
 
 
 class Forecast(NamedTuple):
-    """A run on a number of GPUs of one kind, and its record, which has the keys of a training's."""
-    given: Estimate
+    """The forecast for a run on one card and GPU count, with a record that has the keys of a training's record."""
+    estimate: Estimate
     card: Card
     record: dict
 
     @classmethod
-    def of(cls, given: Estimate, card: Card) -> 'Forecast':
-        """Calculate the record, without a speed on a card whose peak is not known."""
-        microbatch = given.microbatch_on(card)
-        settings = dataclasses.replace(given.settings, device_train_microbatch_size=microbatch)
-        speed = given.speed_on(card, microbatch)
-        is_tested = given.is_tested(card) and not math.isnan(speed)
-        return cls(given, card, make_record('train', settings, {
+    def of(cls, estimate: Estimate, card: Card) -> 'Forecast':
+        """Calculate the record. Its speed is NaN on a card whose peak is not known."""
+        microbatch = estimate.microbatch_on(card)
+        settings = dataclasses.replace(estimate.settings, device_train_microbatch_size=microbatch)
+        speed = estimate.speed_on(card, microbatch)
+        is_tested = estimate.is_tested(card) and not math.isnan(speed)
+        return cls(estimate, card, make_record('train', settings, {
             'status': FORECAST,
             'device': card.name,
             'device_type': 'cuda',
-            'num_nodes': given.machines_on(card),
-            'gpus_per_node': given.gpus_per_node(card),
+            'num_nodes': estimate.machines_on(card),
+            'gpus_per_node': estimate.gpus_per_node(card),
             'images_per_sec': speed,
             'images_per_sec_least': speed / (1 + LARGEST_ERROR) if is_tested else None,
             'images_per_sec_most': speed * (1 + LARGEST_ERROR) if is_tested else None,
-            'encode_images_per_sec': given.encoding_speed_on(card),
-            'peak_memory_gib': given.taken(microbatch),
+            'encode_images_per_sec': estimate.encoding_speed_on(card),
+            'peak_memory_gib': estimate.taken(microbatch),
         }))
 
     @property
@@ -130,26 +134,26 @@ class Forecast(NamedTuple):
 
     @property
     def price(self) -> float:
-        """Return the dollars of a GPU-hour; NaN where there is no price."""
-        return price_of(self.card.name, self.given.settings.dollars_per_gpu_hour)
+        """Return the price per GPU-hour in dollars; NaN without a price."""
+        return price_of(self.card.name, self.estimate.settings.dollars_per_gpu_hour)
 
     @property
     def has_speed(self) -> bool:
-        """Tell whether its speed is known."""
+        """Tell whether the speed is known."""
         return not math.isnan(self.record['images_per_sec'])
 
     @property
-    def dollars_of_an_image(self) -> float:
-        """Return what orders the cards; infinite where there is no price, or no speed."""
+    def dollars_per_image(self) -> float:
+        """Return the dollars per image, which sort the cards; infinite without a price or a speed."""
         dollars = self.price / self.record['images_per_sec_per_device']
         return math.inf if math.isnan(dollars) else dollars
 
     def cells(self, first: 'Forecast | None' = None) -> dict[str, str]:
-        """Return the cells of its row by heading.
+        """Return the cells of the forecast's row in a table, by heading.
 
         Args:
-            first: of the same card, over whose speed its efficiency is, in a table of several numbers of GPUs; None:
-                there is one number, and days and dollars have a range as well.
+            first: in a table with several GPU counts, the forecast of the same card whose speed per GPU has an
+                efficiency of 100 %; None: the table has one GPU count, and its days and dollars have a range.
         """
         record = self.record
         sizes = {'microbatch': record['device_train_microbatch_size'], 'GiB taken': f'{record["peak_memory_gib"]:.1f}'}
@@ -163,8 +167,8 @@ class Forecast(NamedTuple):
             cells |= {'each': with_range([each]), 'efficiency': f'{efficiency:.1%}' if self.has_speed else '-'}
             speeds = speeds[:1]
 
-        # what the training takes
-        images = self.given.settings.training_images
+        # Add the days and dollars of the training, if its length is known.
+        images = self.estimate.settings.training_images
         if images:
             days = [days_to_train(speed, images) for speed in speeds]
             hours = [gpu_hours(speed, record['num_devices'], images) for speed in speeds]
@@ -176,7 +180,7 @@ class Forecast(NamedTuple):
 
 
 def with_one_change(settings: Train) -> dict[str, Train]:
-    """Return the settings of a run with each change that may be worth it, by the change in words."""
+    """Return the settings of a run with each change that may be worthwhile, by the description of the change."""
     changes = {'the largest microbatch': {'device_train_microbatch_size': 'auto'},
                '--encoder_precision bf16': {'encoder_precision': 'bf16'},
                '--half_precision_norms': {'half_precision_norms': True}}
@@ -184,47 +188,48 @@ def with_one_change(settings: Train) -> dict[str, Train]:
         changes['--allreduce_precision bf16'] = {'allreduce_precision': 'bf16'}
     changed = {change: dataclasses.replace(settings, **flags) for change, flags in changes.items()}
     changed |= changes_that_take_less(settings)
-    changed.pop(SMALLER_MICROBATCH, None)  # it would be slower, and the table has the largest
+    changed.pop(SMALLER_MICROBATCH, None)  # it would be slower
     return {change: other for change, other in changed.items() if other != settings}
 
 
 def title(settings: Train) -> str:
-    """Return what is forecast, the model, its sizes and the batch, and what a forecast is."""
+    """Return sentences on the run, on how the forecast is made, and on what the forecast does not include."""
     parts = [f'{settings.image_size} pixels', settings.precision, f'encoders in {settings.encoder_precision}']
     if settings.latents:
-        parts.append('latents that are encoded already')
+        parts.append('latents encoded before the training')
     if settings.compile:
         parts.append('compiled')
     if settings.use_ema:
         parts.append('EMA')
     return filled([f'{settings.model_name}: {", ".join(parts)}; a batch of {plural(settings.batch_size, "image")}',
-                   f'A forecast, from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'])
+                   f'This is a forecast from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'])
 
 
 def tables(forecasts: list[list[Forecast]]) -> list[str]:
-    """Return the tables of a forecast: of one number of GPUs one with a row for each card, else one for each card.
+    """Return one table with a row per card if there is one GPU count, or else a table per card.
 
     Args:
-        forecasts: of each card that holds an image, on each number of GPUs.
+        forecasts: for each card that holds an image, the forecast for each GPU count.
     """
-    numbers = {each.record['num_devices'] for own in forecasts for each in own}
-    if len(numbers) == 1:
-        heading = plural(*numbers, 'GPU')
+    counts = {each.record['num_devices'] for of_card in forecasts for each in of_card}
+    if len(counts) == 1:
+        heading = plural(*counts, 'GPU')
         return [text_table([{heading: each.name} | each.cells() for [each] in forecasts])]
     found = []
-    for own in forecasts:
-        rows = {each.record['num_devices']: each.cells(own[0]) for each in own}
-        table = text_table([{own[0].name: plural(number, 'GPU')} | cells for number, cells in rows.items()])
+    for of_card in forecasts:
+        first = of_card[0]
+        rows = {each.record['num_devices']: each.cells(first) for each in of_card}
+        table = text_table([{first.name: plural(count, 'GPU')} | cells for count, cells in rows.items()])
         heading, *lines = table.splitlines()
-        line_of = {number: f'{plural(number, "GPU")}: no room' for number in numbers}
-        line_of |= zip(rows, lines, strict=True)
-        found.append('\n'.join([heading, *(line_of[number] for number in sorted(numbers))]))
+        line_by_count = {count: f'{plural(count, "GPU")}: not enough memory' for count in counts}
+        line_by_count |= zip(rows, lines, strict=True)
+        found.append('\n'.join([heading, *(line_by_count[count] for count in sorted(counts))]))
     return found
 
 
 def what_figures_mean(rows: list[Forecast]) -> list[str]:
-    """Say in sentences what the figures of the tables are of, and how sure they are."""
-    settings = rows[0].given.settings
+    """Return sentences on what the figures in the tables mean and how accurate they are."""
+    settings = rows[0].estimate.settings
     sentences = []
     if settings.training_images:
         prices = describe_prices((row.card.name, row.price) for row in rows)
@@ -245,34 +250,36 @@ def what_figures_mean(rows: list[Forecast]) -> list[str]:
 
 
 def network_sentences(rows: list[Forecast]) -> list[str]:
-    """Say what is counted between machines, if any row has gradients that leave one."""
-    machines = {row.record['gpus_per_node'] for row in rows if row.given.needs_network(row.card)}
-    if not machines:
+    """Return a sentence on the assumed network, if gradients cross a network in any row; else nothing."""
+    gpus_per_node = {row.record['gpus_per_node'] for row in rows if row.estimate.needs_network(row.card)}
+    if not gpus_per_node:
         return []
-    gbits = rows[0].given.settings.network_gbits
-    speed = 'is taken to be as fast as the link of its GPUs; --network_gbits says how fast it is.'
+    gbits = rows[0].estimate.settings.network_gbits
+    speed = 'is assumed to be as fast as the interconnect of its GPUs; give its speed with --network_gbits.'
     if gbits is not None:
-        speed = f'is {gbits:g} Gbit/s, of which {NETWORK_SHARE:.0%} count.'
-    return [f'The network of a machine, which has {" or ".join(map(str, sorted(machines)))} GPUs, {speed}']
+        speed = f'has {gbits:g} Gbit/s, and the forecast uses {NETWORK_SHARE:.0%} of them.'
+    gpus = ' or '.join(map(str, sorted(gpus_per_node)))
+    return [f'The network of each machine with {gpus} GPUs {speed}']
 
 
-def reasons(first: Forecast, build_model: Callable, build_optimizer: Callable) -> list[str]:
-    """Return why for a forecast: what one change would do, the memory by item, and where the time goes."""
-    given, card, record = first
-    blocks = [text_table(change_rows(first, build_model, build_optimizer)), f'{memory_table(given, card)}\n{MEMORY}']
+def explanation(first: Forecast, build_model: Callable, build_optimizer: Callable) -> list[str]:
+    """Return blocks of text: what single changes would do, the memory by item, and where the time goes."""
+    estimate, card, record = first
+    changes = text_table(change_rows(first, build_model, build_optimizer))
+    blocks = [changes, f'{memory_table(estimate, card)}\n{MEMORY}']
     if first.has_speed:
-        seconds = given.seconds_on(card, record['device_train_microbatch_size'])
+        seconds = estimate.seconds_on(card, record['device_train_microbatch_size'])
         kinds = [f'{kind} {part / seconds.total():.0%}' for kind, part in seconds.most_common()
                  if part >= 0.005 * seconds.total()]
-        blocks.append(filled([f'Where the time goes: {", ".join(kinds)}.', 'Encoding once, before a training on '
-                              f'latents: {rounded(record["encode_images_per_sec"])} images/s.']))
+        blocks.append(filled([f'Time by kind of operation: {", ".join(kinds)}.', 'Encoding all images once, for a '
+                              f'training on latents: {rounded(record["encode_images_per_sec"])} images/s.']))
     return blocks
 
 
 def change_rows(first: Forecast, build_model: Callable, build_optimizer: Callable) -> list[dict]:
-    """Return what one change would do on a card: the microbatch that then fits, images/s, and these over the given."""
+    """Return a row for each single change: the microbatch that fits, its images/s, and their ratio to the forecast."""
     rows = []
-    for change, settings in with_one_change(first.given.settings).items():
+    for change, settings in with_one_change(first.estimate.settings).items():
         other = Estimate.of(settings, build_model, build_optimizer)
         microbatch = other.microbatch_on(first.card)
         row = {'one change': change, 'microbatch': microbatch or 'none', 'images/s': '', 'times as fast': ''}
@@ -283,13 +290,13 @@ def change_rows(first: Forecast, build_model: Callable, build_optimizer: Callabl
     return rows
 
 
-def memory_table(given: Estimate, card: Card) -> str:
-    """Return GiB of a card by item, for the last microbatches up to the first that it does not hold."""
-    sizes = given.settings.microbatch_sizes
-    held = [size for size in sizes if given.taken(size) <= card.gib]
+def memory_table(estimate: Estimate, card: Card) -> str:
+    """Return GiB by item for the largest microbatches that a card holds, and for the next one, which it does not."""
+    sizes = estimate.settings.microbatch_sizes
+    held = [size for size in sizes if estimate.taken(size) <= card.gib]
     columns = {}
     for size in sizes[:len(held) + 1][-MOST_MICROBATCHES:]:
-        needed = given.needed(size)
+        needed = estimate.needed(size)
         columns[size] = needed | {'counted': sum(needed.values())}
     rows = []
     for item in next(iter(columns.values())):
@@ -299,7 +306,7 @@ def memory_table(given: Estimate, card: Card) -> str:
 
 
 def with_range(figures: list[float], text_of: Callable[[float], str] = rounded) -> str:
-    """Return a figure, with its range in brackets where two bounds follow it, such as '70 (57 to 85)'."""
+    """Return a figure as text, with its range in brackets if its two bounds follow it, such as '70 (57 to 85)'."""
     figure, *bounds = figures
     if math.isnan(figure):  # no speed, or no price
         return '-'
@@ -310,5 +317,5 @@ def with_range(figures: list[float], text_of: Callable[[float], str] = rounded) 
 
 
 def filled(sentences: list[str]) -> str:
-    """Return each sentence in lines of its own."""
+    """Return sentences as text, each on a new line."""
     return '\n'.join(textwrap.fill(sentence, WIDTH, break_on_hyphens=False) for sentence in sentences)

@@ -1,16 +1,17 @@
-"""How fast a step should be on a card that nobody has rented yet: arithmetic on what its operators ask for.
+"""Forecast the speed of a training on a card that nobody has rented yet, from the work of its operators.
 
-A kernel computes, moves bytes and takes a while to start. Their sum over all kernels of a step is its time:
+A kernel computes, moves bytes and takes some time to start. The time of a step is the sum over all its kernels:
 
     seconds = FLOPs / (PEAK_SHARE * peak) + bytes / rate + kernels * SECONDS_A_KERNEL
 
-where rate is the smaller of BANDWIDTH_SHARE * bandwidth and BYTES_A_CYCLE * multiprocessors * clock. What of it runs at
-the same time is in the constants. benchmarks/forecast/ fits them to published speeds and prints them with their error.
+where rate is the smaller of BANDWIDTH_SHARE * bandwidth and BYTES_A_CYCLE * multiprocessors * clock. Computing and
+moving bytes overlap in part, and the constants include that. benchmarks/forecast/ fits the constants to published
+speeds and prints their errors.
 
-Several GPUs exchange their gradients while the last backward pass of a step is still computing others. A ring moves
-2 (n - 1) / n times the bytes of the gradients over the link of each of n GPUs, and as many once through the network of
-each machine, however many GPUs it has. The slower of the two sets the pace. What is left of the exchange when the
-backward pass is over is added to the step.
+Several GPUs all-reduce their gradients while the last backward pass of a step is still computing others. A ring of n
+GPUs moves 2 (n - 1) / n times the bytes of the gradients over the interconnect of each GPU, and once through the
+network of each machine, however many GPUs it has. The slower of the two sets the pace. The part of the all-reduce
+that is not finished when the backward pass ends is added to the step.
 """
 import math
 from collections import Counter
@@ -24,13 +25,13 @@ from sdbench.gpus import Card
 
 @dataclass(frozen=True)
 class Constants:
-    """The figures that are fitted.
+    """The constants that are fitted.
 
     Attributes:
-        peak_share: part of the dense peak that products, convolutions and attention reach while they compute.
-        bandwidth_share: bytes that are counted for each one that the memory can move; above 1 where caches answer.
-        bytes_a_cycle: that a multiprocessor can move in a cycle of its clock, however fast the memory is.
-        seconds_a_kernel: of a kernel beside its work: its launch, its first and its last blocks.
+        peak_share: fraction of the dense peak that matrix products, convolutions and attention reach.
+        bandwidth_share: bytes that kernels move per byte of memory bandwidth; above 1 because caches serve some.
+        bytes_a_cycle: bytes that a multiprocessor can move per clock cycle, however fast the memory is.
+        seconds_a_kernel: time of a kernel besides its work: its launch, and its first and last blocks.
     """
     peak_share: float
     bandwidth_share: float
@@ -39,17 +40,18 @@ class Constants:
 
 
 CONSTANTS = Constants(peak_share=0.495, bandwidth_share=1.25, bytes_a_cycle=13.2, seconds_a_kernel=1.36e-05)
-# Of a compiled step, whose kernels by Triton are bound by the memory alone. No published point tests the default mode.
+# For compiled steps, whose Triton kernels are limited by memory alone. No published point tests the default mode.
 COMPILED = replace(CONSTANTS, bytes_a_cycle=math.inf)
-# The same within a CUDA graph, where nothing is launched: a fifth figure, fitted to MLPerf's compiled points
+# For compiled steps in a CUDA graph, which launches nothing. This fifth constant is fitted to MLPerf's compiled points.
 IN_A_GRAPH = replace(COMPILED, seconds_a_kernel=3.34e-06)
-# The largest error of a published point, either way, whose source the constants have not seen: 11.7 % of eager steps
-# and 6.5 % of compiled ones, each source left out in turn, and 13.3 % of five on several machines that came later.
+# The largest relative error, in either direction, on a published point from a source that was not used to fit the
+# constants. Leaving out each source in turn gives 11.7 % for eager steps and 6.5 % for compiled ones. Five points on
+# several machines, published later, give 13.3 %.
 LARGEST_ERROR = 0.14
 IN_GRAPHS = 'reduce-overhead'  # the mode of --compile that replays CUDA graphs
-# The published points, all of Stable Diffusion 2, by the mode of --compile, then by card, image size and whether they
-# were on latents: on how many GPUs, and how many images a step on each. Those are left out that another one has in it,
-# with as many GPUs or more and as few images or less.
+# The published points, all of Stable Diffusion 2: by the mode of --compile, then by card, image size and whether the
+# training was on latents, pairs of the GPU count and the images per GPU in a step. A pair is omitted if another
+# one has at least as many GPUs and at most as many images per GPU, because that one tests more.
 TESTED = {
     False: {('NVIDIA A100-SXM4-40GB', 512, False): [(128, 16)], ('NVIDIA A100-SXM4-80GB', 256, True): [(128, 16)],
             ('NVIDIA A100-SXM4-80GB', 512, False): [(8, 256)], ('NVIDIA A100-SXM4-80GB', 512, True): [(128, 16)],
@@ -59,10 +61,10 @@ TESTED = {
                 ('NVIDIA H100 80GB HBM3', 512, True): [(64, 16)], ('NVIDIA H200', 512, True): [(16, 32)],
                 ('NVIDIA L40S', 512, True): [(64, 16)]},
 }
-WAITING = 'exchange beyond the backward pass'
+WAITING = 'all-reduce after the backward pass'
 
-# What operators ask of a GPU, by kind: float (4,), the FLOPs (1 multiply-add = 2) and the bytes, read and written, for
-# each image, and other bytes and kernels, however many images there are.
+# The work of operators by kind: float (4,), FLOPs per image (1 multiply-add = 2), bytes read and written per image,
+# other bytes, and kernels. The last two do not depend on the number of images.
 Work = dict[str, np.ndarray]
 
 
@@ -70,12 +72,12 @@ class BatchSplit(NamedTuple):
     """How a batch is spread over GPUs and microbatches.
 
     Attributes:
-        microbatch: images that go through the model at once.
-        images: of each GPU in a step; the last microbatch may be smaller.
-        num_devices: GPUs.
-        allreduce_precision: fp32 or bf16, in which they exchange gradients.
-        network_gigabytes_per_sec: that an exchange reaches between machines; infinite where there is one machine, or
-            the network is taken to be as fast as the link of the GPUs.
+        microbatch: number of images that go through the model together.
+        images: images per GPU in a step; the last microbatch may be smaller.
+        num_devices: GPU count.
+        allreduce_precision: precision of the gradient all-reduce, fp32 or bf16.
+        network_gigabytes_per_sec: rate that the all-reduce reaches between machines. It is infinite on one machine,
+            and if the network is assumed to be as fast as the interconnect of the GPUs.
     """
     microbatch: int
     images: int
@@ -85,12 +87,12 @@ class BatchSplit(NamedTuple):
 
     @property
     def microbatches(self) -> int:
-        """Return how many there are in a step."""
+        """Return the number of microbatches in a step."""
         return math.ceil(self.images / self.microbatch)
 
     @property
     def last_microbatch(self) -> int:
-        """Return the images of the last one."""
+        """Return the number of images in the last microbatch."""
         return self.images - (self.microbatches - 1) * self.microbatch
 
 
@@ -98,13 +100,13 @@ class StepWork(NamedTuple):
     """The work of a step, by kind.
 
     Attributes:
-        model: of each microbatch, without the VAE's encoder.
-        encoder: what that adds, unless latents were stored.
-        accumulation: of adding a microbatch's gradients to those of an earlier one.
-        update: once a step.
-        exchange: once a step where there are several GPUs: of copying gradients to the buckets and back.
-        buckets: float (buckets, 1 + 4), of gradients that are sent together, in the order in which the backward pass
-            fills them: the bytes in float32, then the work of the backward pass that is left.
+        model: work of each microbatch, without the VAE encoder.
+        encoder: work of the VAE encoder in each microbatch, unless the training is on latents.
+        accumulation: work of adding the gradients of a microbatch to the earlier ones.
+        update: work of the optimizer and the EMA, once per step.
+        exchange: work of copying gradients to the all-reduce buckets and back, once per step on several GPUs.
+        buckets: float (buckets, 1 + 4), gradients that are all-reduced together, first the bucket that the
+            backward pass fills first: the bytes in float32, then the backward pass's remaining work.
     """
     model: Work
     encoder: Work = {}
@@ -115,7 +117,7 @@ class StepWork(NamedTuple):
 
 
 def seconds_of(card: Card, work: np.ndarray, images: int, times: int, constants: Constants = CONSTANTS) -> np.ndarray:
-    """Return the seconds (...) that work (..., 4) takes on a card, done so many times, for so many images."""
+    """Return the seconds (...) that a card takes for work (..., 4) on `images` images, in `times` repetitions."""
     arithmetic = constants.peak_share * card.tflops * 1e12
     memory = constants.bandwidth_share * card.gigabytes_per_sec * 1e9
     multiprocessors = constants.bytes_a_cycle * card.multiprocessors * card.gigahertz * 1e9
@@ -125,25 +127,26 @@ def seconds_of(card: Card, work: np.ndarray, images: int, times: int, constants:
 
 
 def seconds_of_waiting(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> float:
-    """Return the seconds for which a step waits for the exchange of gradients when its last backward pass is over.
+    """Return the seconds for which a step waits for the gradient all-reduce after its last backward pass.
 
-    Buckets travel one after the other, each as soon as it is full. So the exchange is over when the backward pass has
-    filled some bucket, and that one and all after it have travelled: the bucket for which this is latest decides.
+    Buckets are sent one after another, each as soon as it is full. After a bucket is full, the remaining backward pass
+    runs at the same time as the sending of this bucket and all later ones. The largest difference of the two over all
+    buckets is the wait.
     """
     if split.num_devices == 1:
         return 0.0
-    moved = 2 * (split.num_devices - 1) / split.num_devices  # bytes for each byte of gradients, by a ring
+    moved = 2 * (split.num_devices - 1) / split.num_devices  # bytes sent per byte of gradients, by a ring
     if split.allreduce_precision == 'bf16':
         moved /= 2
     rate = min(card.link_gigabytes_per_sec, split.network_gigabytes_per_sec) * 1e9
-    sent = step.buckets[::-1, 0].cumsum()[::-1]  # each with all after it
-    travelling = sent * moved / rate
+    bytes_to_send = step.buckets[::-1, 0].cumsum()[::-1]  # of each bucket and all later ones
+    sending = bytes_to_send * moved / rate
     computing = seconds_of(card, step.buckets[:, 1:], split.last_microbatch, 1, constants)
-    return max(0.0, (travelling - computing).max())
+    return max(0.0, (sending - computing).max())
 
 
 def seconds_by_kind(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> Counter:
-    """Return the seconds of a step by kind of operator, and those of WAITING."""
+    """Return the seconds of a step by kind of operator, and the wait for the all-reduce under WAITING."""
     parts = [(step.model, split.microbatches), (step.encoder, split.microbatches),
              (step.accumulation, split.microbatches - 1), (step.update, 1), (step.exchange, split.num_devices > 1)]
     seconds = Counter({WAITING: seconds_of_waiting(card, step, split, constants)})

@@ -1,4 +1,4 @@
-"""What a training needs in memory: what lasts against published sizes, and a step against one on real tensors."""
+"""The memory forecast agrees with published model sizes, and with a step on real tensors."""
 import copy
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from sdbench.models.loading import AUTOCAST_DTYPES
 from sdbench.training.microbatch import blank_batch
 from tests.runs import settings_of
 
-IMAGES = 3  # not the number that is traced
+IMAGES = 3  # another number of images than in the trace
 
 
 def outline(settings: Train) -> benchmark.StableDiffusion:
@@ -22,10 +22,12 @@ def outline(settings: Train) -> benchmark.StableDiffusion:
 
 
 def peak_of_real_tensors(settings: Train) -> int:
-    """Bytes beside the weights, as torch's own tracker counts them on real tensors, without what kernels take for
-    themselves, which is another amount on each kind of CPU."""
+    """Return the peak bytes on real tensors as torch's own tracker counts them.
+
+    They exclude the weights, and workspaces of kernels, which differ between CPUs.
+    """
     model = benchmark.build_model(settings, False).train()
-    model.requires_grad_()  # the tracker takes no frozen weights; the encoders run without gradients all the same
+    model.requires_grad_()  # the tracker takes no frozen weights; the encoders still run without gradients
     dtype = AUTOCAST_DTYPES.get(settings.precision)
     tracker = MemTracker()
     tracker.track_external(model)
@@ -54,15 +56,15 @@ def test_the_peak_is_that_of_real_tensors(smallest_with_attention, flags, tolera
 
 
 README = ['--use_ema', '--use_synth_data', '--device_train_microbatch_size', '4']
-UNET = 865_910_724 * 4  # published numbers of parameters, in float32
+UNET = 865_910_724 * 4  # published parameter counts, in float32
 TEXT_ENCODER = 340_387_840 * 4
 VAE = 83_653_863 * 4
 
 
-def test_items_are_the_published_sizes():
+def test_lasting_memory_follows_from_the_published_parameter_counts():
     settings = replace(settings_of(*README), num_devices=8)
     assert lasting_bytes(settings, outline(settings), 2 * UNET) == {
-        'weights': UNET, 'gradients': UNET, 'optimizer state': 2 * UNET, 'average of the weights': UNET,
+        'weights': UNET, 'gradients': UNET, 'optimizer state': 2 * UNET, 'EMA weights': UNET,
         'gradient buckets': UNET, 'text encoder': TEXT_ENCODER, 'VAE': VAE}
     settings = settings_of('--use_synth_latents', '--encoder_precision', 'bf16')
     assert lasting_bytes(settings, outline(settings), 0) == {

@@ -1,4 +1,4 @@
-"""The forecast: its constants are those of the fit, and what is tested is what they were fitted to."""
+"""The constants of the speed forecast agree with their fit, and the tested setups with the published points."""
 from dataclasses import replace
 
 import numpy as np
@@ -11,18 +11,18 @@ from sdbench.forecast import speed
 from sdbench.gpus import CARDS
 
 
-def test_gradients_in_bf16_are_waited_for_half_as_long_as_those_in_float32():
+def test_an_all_reduce_takes_half_as_long_in_bf16_as_in_float32():
     h100 = CARDS['NVIDIA H100 80GB HBM3']
     step = speed.StepWork({}, buckets=np.array([[1e9, 0, 0, 0, 0]]))
     exact, rounded = (speed.seconds_of_waiting(h100, step, speed.BatchSplit(8, 8, 8, precision))
                       for precision in ('fp32', 'bf16'))
-    assert exact == pytest.approx(1.75 / h100.link_gigabytes_per_sec)  # each of 8 sends 7/8 of the sums twice
+    assert exact == pytest.approx(1.75 / h100.link_gigabytes_per_sec)  # each of 8 GPUs sends 7/8 of the gradients twice
     assert rounded == exact / 2
     over_network = speed.seconds_of_waiting(h100, step, speed.BatchSplit(8, 8, 16, 'fp32', 11.5))
-    assert over_network == pytest.approx(1.875 / 11.5)  # once through each machine's network, whatever GPUs it has
+    assert over_network == pytest.approx(1.875 / 11.5)  # once through the network of each machine
 
 
-def test_the_points_that_are_fitted_are_what_is_tested_and_each_other_has_its_reason():
+def test_the_tested_setups_are_the_published_points_and_every_point_that_is_not_fitted_has_a_reason():
     points = published.read_points()
     assert len(points) == 61
     fitted = points[points['left_out'] == '']
@@ -38,14 +38,14 @@ IN_CODE = fit.Fitted(speed.CONSTANTS, speed.IN_A_GRAPH)
 
 @pytest.mark.long
 @pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions trace other operators')
-def test_constants_and_largest_error_are_those_of_the_fit_and_what_sources_leave_open_is_met_with_what_is_likely():
+def test_constants_and_largest_error_agree_with_the_fit_and_likely_settings_explain_incomplete_sources():
     points = published.read_points()
     judged, fitted = fit.judge(points)
     assert fitted == IN_CODE
     unseen = points[points['left_out'] == published.JUDGED]
     errors = [*judged['unseen_error'], *(fit.predict(unseen, IN_CODE) / unseen['measured'] - 1)]
     assert len(errors) == 48
-    assert speed.LARGEST_ERROR - 0.01 < np.abs(errors).max() <= speed.LARGEST_ERROR  # rounded up to a percent
+    assert speed.LARGEST_ERROR - 0.01 < np.abs(errors).max() <= speed.LARGEST_ERROR  # rounded up to a whole percent
     worse = IN_CODE._replace(eager=replace(speed.CONSTANTS, peak_share=speed.CONSTANTS.peak_share * 1.1))
     errors = (fit.predict(judged, worse) / judged['measured'] - 1).abs()
     assert errors.mean() > judged['error'].abs().mean()

@@ -1,0 +1,143 @@
+"""Run one check of the proof on this machine: its devices, a resumed training, or the data loader.
+
+    python -m benchmarks.proof.checks machine
+    python -m benchmarks.proof.checks resume --batch_size 8 --model_name tiny --image_size 64
+    python -m benchmarks.proof.checks loader --results records.jsonl --batch_size 8 --model_name tiny --image_size 64
+
+The flags go to the trainings that the check starts. The last line of the output is the result. A check that fails ends
+with exit status 1.
+"""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from composer import Callback
+
+import benchmark
+from benchmarks.ema_update import medians_in_turn
+from benchmarks.loader import write_photographs
+from sdbench.process import cpu_cores
+
+ROOT = Path(__file__).parents[2]
+GIB = 2 ** 30
+# Losses are about 1. After a resume the last one may differ by this much, as GPU kernels may add in another order.
+LOSS_TOLERANCE = 1e-3
+BATCHES = 12  # length of the training that is interrupted
+SAVED_EVERY = 4
+KILLED_AFTER = 6
+STOPPED_AFTER = 9
+GPU_PROPERTIES = ('name,driver_version,memory.total,power.limit,clocks.sm,clocks.max.sm,clocks.mem,'
+                  'clocks_event_reasons.active')
+
+
+class SelfSignal(Callback):
+    """Sends a signal to its own process, rank 0, after a batch; after batch 0, which never ends, it sends none."""
+
+    def __init__(self, after: int, number: int):
+        self.after = after
+        self.number = number
+
+    def batch_end(self, state, logger) -> None:
+        if state.timestamp.batch.value == self.after and os.environ.get('RANK', '0') == '0':
+            os.kill(os.getpid(), self.number)
+
+
+def run_on_all_devices(*program: str) -> int:
+    """Run a script, or `-m` and a module, on all GPUs and return its exit status. Its output is this check's output."""
+    gpus = torch.cuda.device_count()
+    launcher = ['-m', 'composer.cli.launcher', '-n', str(gpus)] if gpus > 1 else []
+    return subprocess.run([sys.executable, *launcher, *program], cwd=ROOT, stderr=subprocess.STDOUT).returncode
+
+
+def machine() -> bool:
+    """Print the driver, the clocks and the libraries, and measure the matrix products and copies of each device."""
+    gpus = torch.cuda.device_count()
+    if gpus and shutil.which('nvidia-smi'):
+        subprocess.run(['nvidia-smi', f'--query-gpu={GPU_PROPERTIES}', '--format=csv'], timeout=60)
+    print(f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {cpu_cores()} CPU cores')
+    for name in [f'cuda:{number}' for number in range(gpus)] or ['cpu']:
+        teraflops, gigabytes = measure_rates(torch.device(name))
+        print(f'{name}: {teraflops:.4g} TFLOP/s in a bf16 matrix product, {gigabytes:.4g} GB/s in a copy')
+    return True
+
+
+def measure_rates(device: torch.device) -> tuple[float, float]:
+    """Measure TFLOP/s in a bf16 matrix product and GB/s, read plus written, in a copy."""
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)  # `medians_in_turn` waits for the kernels of the current device
+    side, nbytes = (8192, GIB) if device.type == 'cuda' else (1024, GIB // 16)
+    factor = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    product, copy = medians_in_turn(lambda: factor @ factor, lambda: target.copy_(source), runs=20)  # seconds
+    return 2 * side ** 3 / product / 1e12, 2 * nbytes / copy / 1e9
+
+
+def resume(*flags: str) -> bool:
+    """Compare an uninterrupted training with one that is killed, resumed, stopped by SIGTERM and resumed again."""
+    runs = {'whole': [(0, 0)], 'interrupted': [(KILLED_AFTER, signal.SIGKILL), (STOPPED_AFTER, signal.SIGTERM), (0, 0)]}
+    last_record = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for run, signals in runs.items():
+            results = f'{folder}/{run}.jsonl'
+            statuses = []
+            for after, number in signals:
+                statuses.append(run_on_all_devices(
+                    '-m', 'benchmarks.proof.checks', 'train', str(after), str(int(number)), '--use_synth_data',
+                    '--use_ema', *flags, '--max_duration', f'{BATCHES}ba', '--save_interval', f'{SAVED_EVERY}ba',
+                    '--save_folder', f'{folder}/{run}', '--autoresume', '--results', results))
+            last_record[run] = json.loads(Path(results).read_text().splitlines()[-1])
+
+    # The last part must start where SIGTERM stopped the training, and end with the loss of the uninterrupted one.
+    losses = [record['loss'] for record in last_record.values()]
+    first_batch = last_record['interrupted']['first_batch']
+    print(f'after a kill and a SIGTERM it resumed after batch {first_batch}, exit statuses {statuses}; its last loss '
+          f'is {losses[1]:.6f}, and {losses[0]:.6f} without an interruption')
+    killed, stopped, completed = statuses
+    return (killed != 0 and stopped != 0 and completed == 0 and first_batch == STOPPED_AFTER
+            and abs(losses[1] - losses[0]) < LOSS_TOLERANCE)
+
+
+def train(after: str, number: str, *flags: str) -> bool:
+    """Train, and send a signal after a batch. This runs on every rank of the trainings that `resume` starts."""
+    benchmark.main(list(flags), [SelfSignal(int(after), int(number))])
+    return True
+
+
+def loader(_: str, results: str, *flags: str) -> bool:
+    """Measure the loader alone and with a fast model that needs no compiler, on JPEGs on the local disk."""
+    batch_size = int(flags[flags.index('--batch_size') + 1])
+    fast = ['@recipes/fastest.txt', '--no-compile'] if torch.cuda.is_available() else []
+    with tempfile.TemporaryDirectory() as shards:
+        write_photographs(shards, 100 * batch_size)
+        data = ['benchmark.py', '--remote', shards, '--results', results, *flags]
+        statuses = [run_on_all_devices(*data, '--loader_only'), run_on_all_devices(*data, *fast, '--use_ema')]
+    if any(statuses):
+        return False
+    alone, trained = (json.loads(line) for line in Path(results).read_text().splitlines()[-2:])
+    print(f'loader alone {alone["loader_images_per_sec"]:.3g} images/s with {alone["num_workers"]} workers per device, '
+          f'training {trained["images_per_sec"]:.3g} images/s; waiting for data takes '
+          f'{trained["data_wait_fraction"]:.1%} of its time')
+    return True
+
+
+CHECKS: dict[str, Callable[..., bool]] = {'machine': machine, 'resume': resume, 'train': train, 'loader': loader}
+
+
+def main() -> int:
+    name, *flags = sys.argv[1:]
+    return 0 if CHECKS[name](*flags) else 1
+
+
+if __name__ == '__main__':
+    status = main()
+    if torch.distributed.is_initialized():
+        benchmark.destroy_nccl_group()
+    sys.exit(status)
