@@ -4,9 +4,7 @@ A batch is `image` uint8 (B, 3, H, H), or `moments` float16 (B, 8, H/8, H/8) as 
 int64 (B, 77). Images travel as bytes at the size they were stored in; `normalize` brings a microbatch to the training
 size and to [-1, 1] once it is on the device.
 """
-import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -34,7 +32,13 @@ from sdbench.inputs.batches import (
 )
 from sdbench.inputs.captions import CAPTIONS, draw_caption, require_names
 from sdbench.inputs.images import decode_image, decode_whole_image, resize
-from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
+from sdbench.inputs.loader import (
+    BATCHES_PER_WORKER,
+    CountedCollate,
+    TimedDataLoader,
+    TimedStreamingDataLoader,
+    begin_worker,
+)
 from sdbench.inputs.shards import (
     MOMENTS,
     hash_of_images,
@@ -46,7 +50,6 @@ from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream, is
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
 from sdbench.paths import INDEX
-from sdbench.process import end_with_parent
 
 DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
 EVALUATION_SEED = 17  # whatever --seed is, so that the losses of trainings with different seeds compare
@@ -273,18 +276,6 @@ class HeldOutSamples(Dataset):
         draws = {NOISE: torch.randn(8, side, side, generator=generator),
                  TIMESTEP: torch.randint(self.num_timesteps, (), generator=generator)}
         return self.samples.good_sample(index) | draws
-
-
-def begin_worker(worker: int) -> None:
-    """Let a loader's process end when the run is gone, and move it into a process group of its own.
-
-    So Ctrl-C reaches the run before its loaders. Without the first, the processes of a run whose ranks were all killed
-    at the start of an epoch wait for one another forever.
-    """
-    os.setpgrp()
-    end_with_parent(signal.SIGKILL)
-    if os.getppid() != multiprocessing.parent_process().pid:  # it was gone before
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer: Tokenizer | None = None,

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # of NVIDIA's driver, and of AMD's
 NUMBERS_OF_LAUNCHER = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')
 # Variables that scripts set from others, such as WORLD_SIZE=$SLURM_NTASKS, and that are empty where those are not set.
 EMPTY_IS_UNSET = (*NUMBERS_OF_LAUNCHER, 'MASTER_ADDR', 'MASTER_PORT', 'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
+SECONDS_BETWEEN_LOOKS = 1.0  # at whether the launcher of a rank is still there
 SECONDS_BETWEEN_LINES = 60  # of progress in a log; what takes less leaves none
 LINE = '{desc}{n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}'  # as tqdm fills it in
 
@@ -63,11 +65,29 @@ def cpu_cores(cgroups: str = '/sys/fs/cgroup') -> int:
     return cores
 
 
-def end_with_parent(number: int) -> None:
-    """Let this signal come to the process when the one that started it is gone (Linux)."""
-    if sys.platform == 'linux':
-        import ctypes
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+def end_with_parent(signal_number: int) -> None:
+    """Start a thread that sends this process a signal when the process that started it has ended.
+
+    A process that multiprocessing has started is told by multiprocessing when its parent ends, also where a fork server
+    has forked it. For any other process, such as a rank under a launcher, the thread looks at the parent's process id,
+    which changes when the parent ends. Linux's own PR_SET_PDEATHSIG would not do: it watches the fork server, which
+    lives as long as the processes that it has forked.
+
+    Args:
+        signal_number: signal to send, such as signal.SIGKILL.
+    """
+    import multiprocessing  # here, because --help starts faster without it
+    parent = multiprocessing.parent_process()
+    parent_id = os.getppid()
+
+    def wait_for_parent() -> None:
+        if parent is not None:
+            parent.join()
+        else:
+            while os.getppid() == parent_id:
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+        os.kill(os.getpid(), signal_number)
+    threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
 def launcher_variable(name: str) -> int | None:

@@ -1,10 +1,8 @@
 """Encode the images of shards with the VAE, in a process that keeps it from call to call."""
 import functools
-import multiprocessing
 import os
 import platform
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -28,6 +26,7 @@ from sdbench.flags.commands import Encode
 from sdbench.inputs.batches import decode_sample, normalize, stack_images
 from sdbench.inputs.captions import CAPTION_COLUMNS, CAPTIONS, to_columns
 from sdbench.inputs.images import decode_image
+from sdbench.inputs.loader import begin_worker
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.stream import VerifiedStream, is_readable_in_place
 from sdbench.models.loading import build_vae, find_model
@@ -50,14 +49,6 @@ class ImageShard(NamedTuple):
     def name(self) -> str:
         """Name of its file."""
         return self.entry['raw_data']['basename']
-
-
-def end_with_encoder(loader_worker: int) -> None:
-    """Let a loader's process end when the encoder is gone, whose child it is not where a fork server has forked it."""
-    def wait_for_its_end() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-    threading.Thread(target=wait_for_its_end, daemon=True).start()
 
 
 class Batches(Dataset):
@@ -144,7 +135,7 @@ class Encoder:
 
         loader = DataLoader(Batches(readers, shards, settings.image_size), batch_size=None, sampler=keys_of_batches(),
                             num_workers=settings.num_workers, pin_memory=self.device.type == 'cuda',
-                            worker_init_fn=end_with_encoder)
+                            worker_init_fn=begin_worker)
         for number, batches in groupby(loader, itemgetter('shard')):
             self.encode_part(output, parts[number], batches)
             if copies is not None:

@@ -10,20 +10,18 @@ import re
 import signal
 import socket
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
-from multiprocessing import connection
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import NamedTuple
 
 from sdbench import stores
 from sdbench.errors import DataError, UserError, one_line
-from sdbench.process import progress_bar
+from sdbench.process import end_with_parent, progress_bar
 
 SECONDS_BETWEEN_LOOKS = 1.0  # at how many slots a cluster has
 SECONDS_TO_CONNECT = 20
@@ -119,20 +117,20 @@ class LocalWorkers(AbstractContextManager):
 
     def begin_pool(self) -> None:
         """Build a pool, whose processes begin as they are needed."""
-        self.worker_end, self.command_end = self.context.Pipe(duplex=False)
         numbers = self.context.SimpleQueue()
         for number in range(self.number):
             numbers.put(number)
-        arguments = (self.worker_end, dict(os.environ), numbers, self.use_gpu)
+        arguments = (dict(os.environ), numbers, self.use_gpu)
         self.pool = ProcessPoolExecutor(self.number, self.context, begin_process, arguments)
 
     def end_pool(self) -> None:
-        """End all processes, whatever they are at.
+        """Kill all processes, whatever they are doing.
 
-        Where one has died the pool sends SIGTERM to the others and waits for them; but Composer's handler raises
-        SystemExit, which is taken as the answer of a call, and the process goes on.
+        The pool itself only sends SIGTERM to them, and only where one has died. That does not end them, because
+        Composer's handler of SIGTERM raises SystemExit, which the pool takes for the result of a call.
         """
-        self.command_end.close()
+        for process in list(self.pool._processes.values()):  # pool.kill_workers() from Python 3.14 on
+            process.kill()
         self.pool.shutdown(cancel_futures=True)
 
     def __exit__(self, *error) -> None:
@@ -156,17 +154,12 @@ class LocalWorkers(AbstractContextManager):
         return isinstance(error, (BrokenProcessPool, MemoryError))
 
 
-def begin_process(alive: connection.Connection, environment: dict[str, str], numbers: SimpleQueue,
-                  use_gpu: Callable[[int], None] | None) -> None:
-    """Prepare a new process: take the environment of the command, and end when the command closes `alive` or ends."""
-    def end_with_command() -> None:
-        alive.poll(None)  # returns when nobody has the other end any more
-        os._exit(1)
-
+def begin_process(environment: dict[str, str], numbers: SimpleQueue, use_gpu: Callable[[int], None] | None) -> None:
+    """Prepare a new process: take the environment of the command, and end when the command ends."""
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's to answer
-    threading.Thread(target=end_with_command, daemon=True).start()
+    end_with_parent(signal.SIGKILL)
     if use_gpu:
         # What it starts, such as a loader's processes for each call, is forked from a server that has imported all.
         multiprocessing.set_start_method('forkserver', force=True)

@@ -1,4 +1,6 @@
 """Data loaders that measure how long the training waits for batches, and how many batches lie in their queues."""
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import RawArray
@@ -6,7 +8,19 @@ from multiprocessing import RawArray
 from streaming import StreamingDataLoader
 from torch.utils.data import DataLoader, get_worker_info
 
+from sdbench.process import end_with_parent
+
 BATCHES_PER_WORKER = 2  # that each worker prepares ahead: torch's default prefetch_factor
+
+
+def begin_worker(worker: int) -> None:
+    """Prepare a loader's worker process (`worker_init_fn`): it ends with its parent, and Ctrl-C does not reach it.
+
+    Without the first, the workers of a run whose ranks were all killed at the start of an epoch wait for one another
+    forever. The second lets the run answer Ctrl-C before its workers do: the worker is in a process group of its own.
+    """
+    os.setpgrp()
+    end_with_parent(signal.SIGKILL)
 
 
 class CountedCollate:

@@ -85,13 +85,13 @@ def note_gpu(folder: Path, gpu: int) -> None:
     (folder / f'{gpu}-of-{os.getpid()}').touch()
 
 
-@pytest.mark.long
 def make_beside_the_other(folder: Path, seconds: float, fatal: dict, parts: list[Part]) -> list[str]:
     """Make parts once both workers have begun: a slow one may begin when the other could have made all."""
     wait_until(lambda: len(list(folder.glob('*-of-*'))) == 2)
     return make(folder, seconds, fatal, parts)
 
 
+@pytest.mark.long  # each worker imports everything, because CUDA allows no fork
 def test_each_worker_is_told_a_gpu_of_its_own(tmp_path):
     run(tmp_path, 4, do=make_beside_the_other, use_gpu=partial(note_gpu, tmp_path))
     assert sorted(path.name[0] for path in tmp_path.glob('*-of-*')) == ['0', '1']

@@ -1,7 +1,7 @@
 """What a loader says of itself: how long it was waited for, and what lies ready."""
-import multiprocessing
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -50,13 +50,16 @@ def test_a_killed_process_of_a_loader_is_one_line_with_the_remedy(number, words,
     assert 'Traceback' not in capfd.readouterr().err
 
 
-def wait_in_a_worker(note: Path) -> None:
-    multiprocessing.set_start_method('fork', force=True)
+def note_and_wait(note: Path, samples: list) -> None:
+    """Write this process's id into a file, and wait forever."""
+    note.write_text(str(os.getpid()))
+    signal.pause()
 
-    def wait(_):
-        note.write_text(str(os.getpid()))
-        signal.pause()
-    list(DataLoader(Numbers(), num_workers=1, worker_init_fn=begin_worker, collate_fn=wait))
+
+def load_in_worker(start_method: str, note: Path) -> None:
+    """Load batches with a worker process that makes none."""
+    list(DataLoader(Numbers(), num_workers=1, worker_init_fn=begin_worker, collate_fn=partial(note_and_wait, note),
+                    multiprocessing_context=start_method))
 
 
 def is_alive(pid: int) -> bool:
@@ -66,9 +69,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_loaders_process_that_waits_ends_when_its_rank_is_killed(server, tmp_path):
+@pytest.mark.parametrize('start_method', ['fork', 'forkserver'])  # Python 3.14's default is the second
+def test_a_loaders_worker_that_waits_ends_when_its_rank_is_killed(server, tmp_path, start_method):
     note = tmp_path / 'pid'
-    rank = server.Process(target=wait_in_a_worker, args=(note,))
+    rank = server.Process(target=load_in_worker, args=(start_method, note))
     rank.start()
     wait_until(lambda: note.exists() and note.read_text())
     worker = int(note.read_text())
