@@ -72,9 +72,9 @@ def three_captions(short: str) -> dict[str, list[str]]:
 
 def captions_of(folder) -> list[dict[str, list[str]]]:
     """Return all captions of each image or latents in shards, by name."""
-    is_counted = 'captions' in json.loads(Path(folder, 'index.json').read_text())
+    is_ours = 'captions' in json.loads(Path(folder, 'index.json').read_text())
     with own_shared_memory():
-        return [from_columns(columns, is_counted)
+        return [from_columns(columns, is_ours)
                 for columns in StreamingDataset(local=str(folder), shuffle=False, batch_size=1)]
 
 

@@ -60,7 +60,7 @@ def test_others_stand_in_for_bad_samples_which_are_named_once_and_counted(tmp_pa
     assert (record['status'], record['bad_samples'], record['measured_batches']) == ('complete', 3, 9)
     errors = capfd.readouterr().err
     for index, reason in ((3, 'not a known format'), (17, 'too large'), (18, 'no caption')):
-        assert errors.count(f'bad sample {index} is left out: ') == 1
+        assert errors.count(f'bad sample {index} is skipped: ') == 1
         assert reason in errors
 
 
@@ -68,7 +68,7 @@ def test_too_many_bad_samples_end_the_run(tmp_path, results, capfd):
     samples = [good(index) | ({'jpg': b''} if index % 2 else {}) for index in range(40)]
     shards = write_shards(tmp_path / 'shards', samples)
     line = failed(['--remote', shards, *TINY, '--measure_batches', '9'], results, capfd)
-    assert 'samples are bad, more than --max_bad_samples 0.01' in line
+    assert 'samples are bad, more than the fraction --max_bad_samples 0.01' in line
     assert main(['--remote', shards, *TINY, '--max_bad_samples', '1'])['bad_samples'] > 2
 
 

@@ -127,7 +127,7 @@ def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, cap
     assert captions(tmp_path / 'latents') == [str(index) for index in range(9) if index != 2]
     out = capfd.readouterr().out
     assert 'encoded         8 images, ' in out and 'stored          8 images, 4,' in out
-    assert 'too few to rely on its images/s' in out
+    assert 'too few to rely on images/s' in out
     assert f'1 image does not decode, 1 no caption; listed in {tmp_path}/latents/skipped.jsonl' in out
     lines = map(json.loads, (tmp_path / 'latents/skipped.jsonl').read_text().splitlines())
     assert [(line['key'], line['reason']) for line in lines] == [
@@ -158,7 +158,7 @@ def test_samples_are_encoded_once_in_order_and_a_whole_out_takes_no_other_flags(
 def test_random_weights_are_warned_of_and_those_of_another_seed_are_refused(tmp_path, shards, model_folder, capfd):
     random = ['--no-pretrained', '--seed']
     encode_shards(shards, tmp_path / 'out', model_folder, *random, 1)
-    assert 'encode.py: warning: without --pretrained the VAE is random' in capfd.readouterr().err
+    assert 'encode.py: warning: without --pretrained the VAE has random weights' in capfd.readouterr().err
     assert 'out was begun with seed 1, and this command has 2' in refusal(
         capfd, encode_shards, shards, tmp_path / 'out', model_folder, *random, 2)
 
@@ -191,7 +191,7 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(graphs,
                        for flags in ([], ['--compile']))
     shard = ImageShard(read_index(shards)['shards'][0], 0, False)
     for number in (4, 3, 1, 0, 2):
-        batch = {'image': torch.randint(256, (number, 3, 16, 16), dtype=torch.uint8), 'number': range(number)}
-        for one, other in zip(plain.moments_of(batch, shard), compiled.moments_of(batch, shard), strict=True):
+        batch = {'image': torch.randint(256, (number, 3, 16, 16), dtype=torch.uint8), 'indices': range(number)}
+        for one, other in zip(plain.encode_batch(batch, shard), compiled.encode_batch(batch, shard), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-3, rtol=2e-3)
     assert len(graphs) == 1

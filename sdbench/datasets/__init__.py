@@ -1,1 +1,1 @@
-"""Datasets made in parts: what is read for them, the work that makes them, and where they are written."""
+"""Make datasets part by part: read the sources, let workers convert or encode them, and write the shards."""

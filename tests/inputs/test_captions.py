@@ -5,7 +5,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from data import HeldOutSamples, StreamingLAIONDataset
-from sdbench.inputs.captions import draw_caption
+from sdbench.inputs.captions import choose_caption
 from tests.samples import three_captions
 
 CAPTIONS = {'short': ['a'], 'long': ['b', 'c'], 'tags': ['d']}
@@ -18,10 +18,10 @@ CAPTIONS = {'short': ['a'], 'long': ['b', 'c'], 'tags': ['d']}
     ({'short': [], 'tags': ['d']}, {'short': 1, 'long': 3}, {'d': 1}),  # nor a short one
 ])
 def test_captions_are_drawn_in_the_shares_of_their_weights_of_those_that_an_image_has(captions, weights, expected):
-    drawn = Counter(draw_caption(captions, weights, 17, epoch, number) for epoch in range(2) for number in range(5000))
-    assert drawn.keys() == expected.keys()
-    for caption, share in expected.items():
-        assert drawn[caption] / 10_000 == pytest.approx(share / sum(expected.values()), abs=0.025)  # 5 deviations
+    chosen = Counter(choose_caption(captions, weights, 17, epoch, index) for epoch in range(2) for index in range(5000))
+    assert chosen.keys() == expected.keys()
+    for caption, weight in expected.items():
+        assert chosen[caption] / 10_000 == pytest.approx(weight / sum(expected.values()), abs=0.025)  # 5 deviations
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
@@ -33,7 +33,7 @@ def test_a_programs_own_loop_draws_anew_in_each_epoch_and_the_same_with_any_work
         return [sample['caption'] for batch in loader for sample in batch]
 
     def drawn_in(epoch: int) -> list[str]:
-        return [draw_caption(three_captions(sample['caption']), {'short': 1, 'long': 2}, 5, epoch, number)
+        return [choose_caption(three_captions(sample['caption']), {'short': 1, 'long': 2}, 5, epoch, number)
                 for number, sample in enumerate(samples)]
 
     options = {'batch_size': 4, 'shuffle_seed': 5, 'caption_weights': {'short': 1, 'long': 2}}
