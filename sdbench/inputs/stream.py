@@ -81,7 +81,7 @@ class VerifiedStream(Stream):
         """Report no shard as present, because each shard must be verified before its first sample is read.
 
         Without this: Streaming reads whatever file has the name of a shard.
-        Test: test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index.
+        Test: test_no_sample_comes_from_a_shard_that_does_not_match_the_index.
         """
         if self.remote is None:
             return
@@ -115,7 +115,7 @@ class VerifiedStream(Stream):
 
         Without this: Streaming downloads into the cache directly, retries a missing file for minutes, and never ends if
         a store answers with status 400.
-        Tests: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason, test_the_same_answer_of_a_store_is_said.
+        Tests: test_an_epoch_ends_with_an_error_if_a_shard_is_missing, test_the_same_answer_of_a_store_is_said.
         """
         path = Path(shard_path(shard))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class VerifiedDataset(StreamingDataset):
         Raises DataError if the shard is missing, damaged, or cannot be downloaded.
 
         Without this: `dataset[index]` can return a sample from a shard that was not verified.
-        Test: test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index.
+        Test: test_no_sample_comes_from_a_shard_that_does_not_match_the_index.
         """
         if self.failure is not None:
             raise self.failure
@@ -162,7 +162,7 @@ class VerifiedDataset(StreamingDataset):
         """Verify a shard, and download it first if necessary. If that fails, let other waiting processes fail, too.
 
         Without this: the other processes wait for that shard forever.
-        Test: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason.
+        Test: test_an_epoch_ends_with_an_error_if_a_shard_is_missing.
         """
         try:
             super().prepare_shard(shard_id, blocking)
@@ -175,7 +175,7 @@ class VerifiedDataset(StreamingDataset):
         """Keep the exception of a background thread. `get_item` raises it at the next sample.
 
         Without this: the epoch ends early without an error, and an incomplete run looks complete.
-        Test: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason.
+        Test: test_an_epoch_ends_with_an_error_if_a_shard_is_missing.
         """
         if future.exception():
             self.failure = future.exception()
@@ -192,7 +192,7 @@ class VerifiedDataset(StreamingDataset):
 
         Without this: an epoch waits forever for a shard that is missing, or that a small --cache_limit deleted before
         it was read. (Seen with a limit of 12 shards, although Streaming asks for only 4.)
-        Tests: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason,
+        Tests: test_an_epoch_ends_with_an_error_if_a_shard_is_missing,
         test_a_small_cache_serves_the_whole_dataset.
         """
         # Stay one below the total, because `_prepare_thread` stops fetching shards at the total.
@@ -207,7 +207,7 @@ class VerifiedDataset(StreamingDataset):
 
         Without this: a checkpoint that Composer saves at the end of an epoch contains that epoch, and a resume repeats
         its order. (This program saves at a number of batches, but other programs may save at the end of an epoch.)
-        Test: test_the_order_is_streamings_own_in_every_epoch_and_after_a_resume.
+        Test: test_the_order_equals_streamings_in_every_epoch_and_after_a_resume.
         """
         state = self.state_dict(sample_in_epoch, from_beginning=True)
         state['epoch'] = epoch
@@ -272,7 +272,7 @@ def own_shared_memory() -> Iterator[None]:
 
     Without this: runs that start at the same time choose the same names (`File exists`), and the ranks of a run choose
     different names if another run starts at that moment.
-    Test: test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left.
+    Test: test_two_runs_stream_on_one_host_at_the_same_time_after_a_killed_run.
     """
     def choose_prefix(streams_local: list[str], streams_remote: list[str | None], world: World
                       ) -> tuple[int, SharedMemory]:

@@ -1,4 +1,4 @@
-"""What a loader says of itself: how long it was waited for, and what lies ready."""
+"""A loader measures the wait for it, and its workers end with their rank."""
 import os
 import signal
 from functools import partial
@@ -22,7 +22,7 @@ class Numbers(Dataset):
         return index
 
 
-def test_the_wait_is_the_loaders_own_and_is_told_once(monkeypatch):
+def test_the_wait_excludes_training_and_is_reported_once(monkeypatch):
     now = [0.0]
 
     def slow(samples):
@@ -32,7 +32,7 @@ def test_the_wait_is_the_loaders_own_and_is_told_once(monkeypatch):
     loader = TimedDataLoader(Numbers(), 12, collate_fn=slow)
     batches = iter(loader)
     next(batches)
-    now[0] += 100  # a step of the training
+    now[0] += 100  # a training step
     assert (loader.seconds_waited(), loader.seconds_waited()) == (3, 0)
     next(batches)
     assert next(batches, None) is None
@@ -40,7 +40,7 @@ def test_the_wait_is_the_loaders_own_and_is_told_once(monkeypatch):
 
 
 @pytest.mark.parametrize('number, words', [(signal.SIGKILL, 'signal: Killed'), (signal.SIGBUS, 'signal: Bus error')])
-def test_a_killed_process_of_a_loader_is_one_line_with_the_remedy(number, words, capfd):
+def test_a_killed_loader_worker_is_reported_in_one_line_with_the_fix(number, words, capfd):
     loader = TimedDataLoader(Numbers(), 2, num_workers=1, collate_fn=lambda _: os.kill(os.getpid(), number))
     with pytest.raises(RuntimeError) as error:
         list(loader)
