@@ -47,7 +47,7 @@ ENCODED = {
 
 
 @pytest.mark.parametrize('name', ENCODED)
-def test_pixels_equal_pillows_in_every_format_and_are_upright_at_every_size(name):
+def test_pixels_are_pillows_in_every_format_and_upright_at_every_size(name):
     decoded = decode_image(ENCODED[name])
     assert decoded.dtype == torch.uint8
     np.testing.assert_array_equal(decoded.numpy(), pixels(pillow_square(ENCODED[name])))
