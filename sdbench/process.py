@@ -27,7 +27,7 @@ LINE = '{desc}{n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{p
 
 def begin() -> None:
     """Prepare the process of a command. Call it before torch is imported, because torch reads the environment then."""
-    # Remove empty variables: the libraries read them, too, and fail to convert an empty text to a number.
+    # Remove empty variables, because the libraries read these variables, too, and fail on an empty text.
     for name in EMPTY_IS_UNSET:
         if name in os.environ and not os.environ[name].strip():
             del os.environ[name]

@@ -34,7 +34,7 @@ from sdbench.models.switches import compile_in_place
 
 
 class ImageShard(NamedTuple):
-    """A shard of images, from which one part of the latents is made.
+    """A shard of images, which is encoded into one part of the dataset of latents.
 
     Attributes:
         entry: the shard's entry in the index.json of the images.

@@ -31,7 +31,7 @@ PACKAGE = Path(__file__).parents[1]  # the folder sdbench, which is the only cod
 class Part(NamedTuple):
     """A part of a dataset."""
     name: str  # name of its folder in OUT
-    sources: list  # files or shards from which it is made; each has a `name`, and other attributes for the function
+    sources: list  # files or shards to make it from; each has a `name`, and other attributes for the function
     size: int = 0  # size of the sources, for the progress bar
 
 
@@ -113,8 +113,8 @@ class LocalWorkers(AbstractContextManager):
         self.do = do
         self.number = number
         self.use_gpu = use_gpu
-        # Never fork this process: clients of object stores do not survive a fork, and neither does CUDA. A fork server,
-        # which has used neither, is faster than spawning, but not safe for CUDA.
+        # Do not fork this process: clients of object stores do not survive a fork, and CUDA does not survive it either
+        # if this process has asked for its devices.
         self.context = multiprocessing.get_context('spawn' if use_gpu else 'forkserver')
         self.begin_pool()
 
@@ -158,7 +158,7 @@ def begin_process(environment: dict[str, str], numbers: SimpleQueue, use_gpu: Ca
 
     Args:
         environment: environment variables of the command. A fork server may have been started with other ones.
-        numbers: a queue from which each process takes the number of its GPU.
+        numbers: a queue with a GPU number for each process.
         use_gpu: see LocalWorkers.
     """
     os.environ.clear()

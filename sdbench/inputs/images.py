@@ -137,7 +137,7 @@ def srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransfo
     """Return the transform from an embedded colour profile (ICC) to sRGB. It takes images in its `input_mode`.
 
     Return None if no conversion is needed: the profile is sRGB, or it is broken or belongs to another colour space than
-    the image, in which case image viewers ignore it, too. A profile counts as sRGB if it hardly changes random colours.
+    the image, and image viewers then ignore it, too. A profile counts as sRGB if it hardly changes random colours.
     Names are no help, because many sRGB profiles have another name, such as c2.
 
     Args:
@@ -195,8 +195,8 @@ def to_eight_bits(image: Image.Image) -> Image.Image:
         end = next((2 ** bits for bits in depths if largest < 2 ** bits), largest)
     grey = (values * (256 / end)).clip(0, 255).astype(np.uint8)
 
-    # Handle two cases that Pillow handles only in 8-bit images: a TIFF that stores white as 0, and a PNG in which one
-    # grey value is transparent.
+    # Handle two cases that Pillow handles only in 8-bit images: a TIFF that stores white as 0, and a PNG with a
+    # transparent grey value.
     if tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
         grey = 255 - grey
     if 'transparency' in image.info:

@@ -33,7 +33,7 @@ class CountedCollate:
 
     def __init__(self, collate: Callable[[list], dict], num_workers: int):
         self.collate = collate
-        self.made = RawArray('q', max(1, num_workers))  # no lock: a killed worker could hold it forever
+        self.made = RawArray('q', max(1, num_workers))  # one per worker: a killed worker could hold a lock forever
 
     def __call__(self, samples: list) -> dict:
         batch = self.collate(samples)

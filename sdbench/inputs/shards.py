@@ -106,8 +106,8 @@ def check_shard(shard: dict, latents: bool, label: str) -> None:
 
     Raises UserError if the shard is not MDS, would be written outside its folder, would run code, or lacks a column.
     """
-    # Refuse entries that could write outside the cache or run code. Formats other than MDS have more files per shard,
-    # whose names are not checked here.
+    # Refuse entries that could write outside the cache or run code. Formats other than MDS have more files per shard.
+    # Their names are not checked here, and a small cache would delete these files.
     if shard['format'] != 'mds':
         raise UserError(f'{label} has a shard of format {shard["format"]}, which is not read; convert the data again')
     for file in (shard['raw_data'], shard['zip_data']):

@@ -179,7 +179,7 @@ class VerifiedDataset(StreamingDataset):
         """
         if future.exception():
             self.failure = future.exception()
-            self._iterator.on_exit()  # the failed thread cannot call it
+            self._iterator.on_exit()  # the failed thread did not call it
 
     def _ready_thread(self, it) -> None:
         """Mark all samples as ready immediately, because `get_item` itself waits for the shard of a sample.

@@ -59,7 +59,7 @@ def load_transformers_tokenizer(name: str):
 def hash_of_tokenizer(name: str | None = None) -> str:
     """Return a SHA-256, in hex, of the token ids that `build_tokenizer(name)` returns for its whole vocabulary.
 
-    Tokenizers that return the same ids have the same hash, no matter which library saved them in which files.
+    Tokenizers that return the same ids have the same hash, even if different libraries saved them in different files.
 
     Raises UserError if there is no tokenizer with that name.
     """

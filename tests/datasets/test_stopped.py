@@ -31,7 +31,7 @@ def test_an_interrupted_conversion_goes_on_and_writes_the_same_bytes(s3, tmp_pat
     wait_until(lambda: not any(psutil.pid_exists(worker) for worker in workers))
     s3.delay = 0
     if status == 130:
-        assert log().splitlines()[-1].startswith(f'convert.py: error: interrupted; what is done stays in OUT {out}')
+        assert log().splitlines()[-1].startswith('convert.py: error: interrupted; ')
         assert 'Traceback' not in log()
 
     # Start the same command again. Incomplete files of the killed process may remain.
