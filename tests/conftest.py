@@ -3,10 +3,8 @@ import gc
 import multiprocessing
 import os
 import random
-import shlex
 import shutil
-import sys
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,23 +14,22 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other 
 # Let Inductor compile in this process, and without vector instructions, whose C++ takes a compiler much longer.
 os.environ.update(TORCHINDUCTOR_COMPILE_THREADS='1', TORCHINDUCTOR_VEC_ISA_OK='0')
 
-# Importing torch, Composer and the program takes ten seconds. So only one process imports them, a fork server that the
-# first pytest process starts. The other pytest processes, and all processes that tests need, are forked from it.
+# Importing torch, Composer and the program takes ten seconds. So the first pytest process starts a fork server, which
+# imports them once. All processes that tests need are forked from it. The other pytest processes connect to it as well.
 if 'FORK_SERVER' not in os.environ:
     os.environ['PYTHONPATH'] = str(Path(__file__).parent.parent)
     multiprocessing.get_context('forkserver').set_forkserver_preload(['tests.preloaded'])
     forkserver.ensure_running()  # the server imports while the tests are collected
     os.environ['FORK_SERVER'] = forkserver._forkserver._forkserver_address
+else:
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running
+    forkserver._forkserver._forkserver_address = os.environ['FORK_SERVER']
+    forkserver._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # the first process ends the server
 
 import pytest
 
 # Fixtures import the libraries that they need. Otherwise xdist's controller, which imports this file, starts slowly.
 pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs')
-
-
-def pytest_configure(config):
-    python = shlex.join([sys.executable, str(Path(__file__).with_name('forked_python.py'))])
-    config.option.tx = [f'popen//python={python}' for _ in config.option.tx]
 
 
 def pytest_collection_finish():
