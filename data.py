@@ -1,12 +1,10 @@
-"""Image-caption batches for the benchmark, synthetic or streamed from MDS shards.
+"""Build loaders of image-caption batches, from synthetic data or from MDS shards.
 
-A batch is `image` uint8 (B, 3, H, H), or `moments` float16 (B, 8, H/8, H/8) as encode.py stores them, and `caption`
-int64 (B, 77). Images travel as bytes at the size they were stored in; `normalize` brings a microbatch to the training
-size and to [-1, 1] once it is on the device.
+A batch has `image` uint8 (B, 3, H, H), or `moments` float16 (B, 8, H/8, H/8) that encode.py stored, and `caption` int64
+(B, 77). Images stay bytes at their stored size until a microbatch is on the device. There `normalize` resizes them to
+the training size and scales them to [-1, 1].
 """
-import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -32,9 +30,15 @@ from sdbench.inputs.batches import (
     decode_sample,
     normalize,
 )
-from sdbench.inputs.captions import CAPTIONS, draw_caption, require_names
+from sdbench.inputs.captions import CAPTIONS, choose_caption, require_names
 from sdbench.inputs.images import decode_image, decode_whole_image, resize
-from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
+from sdbench.inputs.loader import (
+    BATCHES_PER_WORKER,
+    CountedCollate,
+    TimedDataLoader,
+    TimedStreamingDataLoader,
+    begin_worker,
+)
 from sdbench.inputs.shards import (
     MOMENTS,
     hash_of_images,
@@ -45,24 +49,22 @@ from sdbench.inputs.shards import (
 from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream, is_readable_in_place
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
-from sdbench.paths import INDEX
-from sdbench.process import end_with_parent
 
-DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
-EVALUATION_SEED = 17  # whatever --seed is, so that the losses of trainings with different seeds compare
-MOST_STAND_INS = 1000  # samples that may be bad in a row
+DIFFERENT_SAMPLES = 16  # different synthetic samples, for a loader that collates samples itself
+EVALUATION_SEED = 17  # does not depend on --seed, because the losses of trainings with different seeds must compare
+MOST_BAD_IN_A_ROW = 1000  # consecutive bad samples that are skipped to find a good one
 
 
 class SyntheticImageCaptionDataset(Dataset):
-    """Random images or latents with captions, drawn once: `collate` gives the same tensors for every batch, at no cost.
+    """Random images or latents with random captions. `collate` returns the same tensors for every batch, at no cost.
 
     Args:
         image_size: height and width of the images, in pixels.
-        caption_length: token ids of a caption.
-        num_samples: length of an epoch, over all ranks.
-        vocab_size: token ids are drawn from 0 to vocab_size - 1.
-        seed: of the draw; give each rank its own.
-        latent_size: height and width L of latents, to give the VAE's `moments` float16 (8, L, L) instead of images.
+        caption_length: token ids per caption.
+        num_samples: samples in an epoch, over all ranks.
+        vocab_size: token ids are random numbers from 0 to vocab_size - 1.
+        seed: seed of the random numbers; give each rank a different one.
+        latent_size: height and width L of the latents; samples then have `moments` float16 (8, L, L). None: images.
     """
 
     def __init__(self, image_size: int = 512, caption_length: int = CAPTION_LENGTH, num_samples: int = 100_000, *,
@@ -76,7 +78,7 @@ class SyntheticImageCaptionDataset(Dataset):
         self.latent_size = latent_size
         self.latents = latent_size is not None
         self.samples = self.random_batch(DIFFERENT_SAMPLES)
-        self.batch = None  # the newest, which is given again where the next is as large
+        self.batch = None  # the last batch, which is returned again if the next one has the same size
 
     def __len__(self) -> int:
         return self.num_samples
@@ -86,57 +88,57 @@ class SyntheticImageCaptionDataset(Dataset):
         return {name: tensor[index % DIFFERENT_SAMPLES] for name, tensor in self.samples.items()}
 
     def collate(self, samples: list[dict]) -> dict[str, torch.Tensor]:
-        """Return the batch of as many samples: `image` uint8 (B, 3, H, H) or `moments`, and `caption` int64 (B, 77)."""
+        """Return a random batch as large as `samples`: `image` (B, 3, H, H) or `moments`, and `caption` (B, 77)."""
         if self.batch is None or len(self.batch['caption']) != len(samples):
             self.batch = self.random_batch(len(samples))
-            if torch.cuda.is_available():  # once: DataLoader(pin_memory=True) would copy every batch
+            if torch.cuda.is_available():  # pinned only once: DataLoader(pin_memory=True) would copy every batch
                 self.batch = {name: tensor.pin_memory() for name, tensor in self.batch.items()}
         return dict(self.batch)
 
-    def random_batch(self, number: int) -> dict[str, torch.Tensor]:
-        """Make a batch of `number` random samples, the same each time."""
+    def random_batch(self, batch_size: int) -> dict[str, torch.Tensor]:
+        """Return a batch of random samples, which is the same in each call."""
         generator = torch.Generator().manual_seed(self.seed)
         if self.latents:
-            moments = torch.randn(number, 8, self.latent_size, self.latent_size, generator=generator)
+            moments = torch.randn(batch_size, 8, self.latent_size, self.latent_size, generator=generator)
             batch = {MOMENTS: moments.half()}
         else:
-            size = (number, 3, self.image_size, self.image_size)
+            size = (batch_size, 3, self.image_size, self.image_size)
             batch = {'image': torch.randint(256, size, dtype=torch.uint8, generator=generator)}
-        batch['caption'] = torch.randint(self.vocab_size, (number, self.caption_length), generator=generator)
+        batch['caption'] = torch.randint(self.vocab_size, (batch_size, self.caption_length), generator=generator)
         return batch
 
 
 class StreamingLAIONDataset(VerifiedDataset):
-    """Samples of MDS shards with the columns `jpg` (bytes) and `caption` (str), or encode.py's `moments` for `jpg`.
+    """Samples from MDS shards with the columns `jpg` (bytes) and `caption` (str), or with encode.py's `moments`.
 
-    What is random of a sample, which of several captions it has, whether that is dropped and the image mirrored,
-    follows from `shuffle_seed`, the epoch and its number. So a resumed run draws the same, on any number of ranks and
-    of processes. `sample(number)` has all captions, and the first.
+    The random choices for a sample (which of its captions, whether the caption is dropped, whether the image is
+    mirrored) depend only on `shuffle_seed`, the epoch and the sample's index. Therefore a resumed run makes the same
+    choices, with any number of ranks and loader workers. `sample(index)` returns a sample without random choices.
 
-    A sample is what torch's own DataLoader collates; `build_loader`, which is faster, takes the captions as text.
+    torch's own DataLoader can collate the samples. `build_loader` is faster, because it tokenizes batch by batch.
 
     Args:
-        remote: folder or object store with the shards. A local folder is read where it is, unless `local` is given.
-        local: folder in which the shards are cached, in a folder for each dataset; default: one below the folder for
-            temporary files. Without a remote it is read where it is.
-        split: subfolder of both.
-        shuffle: whether each epoch has an order of its own.
-        tokenizer_name_or_path: folder or hub name; the default is CLIP's own vocabulary, which is at hand.
-        transform: called with each image, a PIL.Image in RGB as it is stored; its result is the sample's `image`.
-        predownload: samples to fetch ahead; default: Streaming's own, a few batches.
-        download_retry: tries of each request to a store, up to 1, 2, 4, 8, 16, then 20 seconds apart, by chance.
-        download_timeout: seconds without a byte, after which a request is tried again.
-        batch_size: samples a device.
-        image_size: without a transform, larger images are reduced to this many pixels a side.
+        remote: folder or object store with the shards. A local folder is read in place unless `local` is given.
+        local: folder for cached shards, with a subfolder for each dataset (default: a subfolder of the system's folder
+            for temporary files). Without `remote`, the folder with the shards, which is read in place.
+        split: subfolder of `remote` and `local`.
+        shuffle: whether each epoch has a different random order.
+        tokenizer_name_or_path: folder or hub name of a tokenizer (default: CLIP's vocabulary, without a download).
+        transform: function of a stored image, a PIL.Image in RGB. Its result becomes the sample's `image`.
+        predownload: samples to fetch ahead (default: Streaming's, which is a few batches).
+        download_retry: tries of each request to a store, with random pauses of up to 1, 2, 4, 8, 16, then 20 seconds.
+        download_timeout: seconds without any data, after which a request is tried again.
+        batch_size: samples per device.
+        image_size: height and width in pixels to which larger images are reduced, unless there is a transform.
         index: the index.json of `remote`, if it was read already.
-        cache_limit: bytes, or a text such as 500gb, that the copies may take: the oldest are dropped.
-        caption_weights: of the captions of each name; default: all captions of an image have the same chance.
-        caption_drop: probability that the empty caption takes the place of a sample's, for classifier-free guidance: so
-            the model also learns to draw without a caption (Ho and Salimans 2022).
-        random_flip: whether half of the images are mirrored.
-        kwargs: more for `streaming.StreamingDataset`.
+        cache_limit: size of the cache in bytes, or a text such as 500gb, above which the oldest copies are deleted.
+        caption_weights: weight of each name of captions (default: all captions of an image have the same chance).
+        caption_drop: fraction of captions replaced by the empty caption, for classifier-free guidance, which needs a
+            model that can also generate without a caption (Ho and Salimans 2022).
+        random_flip: whether a random half of the images is mirrored.
+        kwargs: more arguments for `streaming.StreamingDataset`.
 
-    Raises UserError if an argument is not one that these shards can have.
+    Raises UserError if an argument does not fit these shards.
     """
     def __init__(self, remote: str | None = None, local: str | None = None, split: str | None = None,
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
@@ -149,12 +151,12 @@ class StreamingLAIONDataset(VerifiedDataset):
         self.image_size = image_size
         self.transform = transform
 
-        # captions as token ids
-        self.gives_text = False  # which a loader tokenizes, batch by batch
+        # Return captions as token ids until `build_loader` sets `gives_text`, because it tokenizes batch by batch.
+        self.gives_text = False
         if tokenizer_name_or_path != SD2_BASE:
             self.tokenizer = build_tokenizer(tokenizer_name_or_path)
 
-        # the shards
+        # Read index.json, and check that the arguments fit the shards.
         if split:
             remote = remote and os.path.join(remote, split)
             local = local and os.path.join(local, split)
@@ -162,39 +164,42 @@ class StreamingLAIONDataset(VerifiedDataset):
             index = read_index(remote or local, '--remote' if remote else '--local')
         self.latents = 'latents' in index
         if (transform or random_flip) and self.latents:
-            raise UserError('these shards hold latents, which take no transform and no random_flip; leave it out, or '
-                            'read the images')
+            raise UserError('transform and random_flip need images, and these shards hold latents; omit the argument, '
+                            'or give the shards of images')
         self.caption_drop = caption_drop
         self.random_flip = random_flip
         self.caption_weights = caption_weights or {}
         require_names(self.caption_weights, index, '--caption_weights', remote or local)
         self.index = index
+
+        # Open the shards.
         stream = VerifiedStream(index, remote, local, cache_limit, download_retry, download_timeout)
         super().__init__(stream, shuffle=shuffle, predownload=predownload, batch_size=batch_size, **kwargs)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Build CLIP's own tokenizer, where none was given, when it is first needed."""
+        """Build the default tokenizer when it is first needed."""
         return build_tokenizer()
 
     def __getitem__(self, index: int) -> dict:
-        """Return sample `index`, or where it is bad the next good one, with tensors for torch's own collate function.
+        """Return sample `index`, or the next good sample if it is bad, with tensors for torch's collate function.
 
-        `image` uint8 (3, image_size, image_size), or what the transform makes, or `moments` float16 (8, H/8, H/8), and
-        `caption` int64 (77,), of the caption that is drawn. Where it gives text, it is that of `good_sample`.
+        The sample has `image` uint8 (3, image_size, image_size), or the transform's result, or `moments` float16 (8,
+        H/8, H/8), and `caption` int64 (77,). With `gives_text`, `image` keeps its size, `caption` is a text, and `bad`
+        lists the bad samples that were skipped.
         """
         sample = self.good_sample(index)
 
-        # what is random
-        epoch = max(0, self.next_epoch - 1)  # before an iteration, that of the first
-        sample['caption'] = draw_caption(sample.pop(CAPTIONS), self.caption_weights, self.shuffle_seed, epoch, index)
+        # Make the random choices. Before the first iteration, use epoch 0.
+        epoch = max(0, self.next_epoch - 1)
+        sample['caption'] = choose_caption(sample.pop(CAPTIONS), self.caption_weights, self.shuffle_seed, epoch, index)
         for_drop, for_flip = np.random.default_rng((self.shuffle_seed, epoch, index)).random(2)
         if for_drop < self.caption_drop:
             sample['caption'] = ''
         if self.random_flip and for_flip < 0.5:
             sample['image'] = sample['image'].flip(-1)
 
-        # as text for our loader, or with all that torch's own takes
+        # Our loader tokenizes, resizes and reports bad samples for a whole batch. For torch's loader do it here.
         if self.gives_text:
             return sample
         for number, reason in sample.pop('bad'):
@@ -202,39 +207,39 @@ class StreamingLAIONDataset(VerifiedDataset):
         if self.transform:
             sample['image'] = self.transform(to_pil_image(sample['image']))
         elif not self.latents:
-            sample['image'] = resize(sample['image'], self.image_size)  # torch stacks images of one size alone
+            sample['image'] = resize(sample['image'], self.image_size)  # torch can only stack images of the same size
         return sample | {'caption': torch.tensor(self.tokenizer.encode(sample['caption']).ids)}
 
     def good_sample(self, index: int) -> dict:
-        """Return sample `index` or the next good one, as `sample` does; `bad` has (index, reason) of others.
+        """Return `sample(index)`, or the next good sample if it is bad. `bad` has (index, reason) of each bad sample.
 
-        Raises DataError if a shard cannot be had, or MOST_STAND_INS samples in a row are bad.
+        Raises DataError if a shard cannot be read, or if MOST_BAD_IN_A_ROW consecutive samples are bad.
         """
         bad = []
-        for candidate in range(index, index + MOST_STAND_INS):
+        for candidate in range(index, index + MOST_BAD_IN_A_ROW):
             candidate = int(candidate % self.num_samples)
             try:
                 return self.sample(candidate) | {'bad': bad}
             except BadSample as error:
                 bad.append((candidate, str(error)))
-        raise DataError(f'{len(bad):,} samples in a row are bad, the first, {bad[0][0]}: {bad[0][1]}')
+        raise DataError(f'{len(bad):,} consecutive samples are bad; the first is sample {bad[0][0]}: {bad[0][1]}')
 
     def sample(self, index: int) -> dict:
         """Return `image` uint8 (3, H, H) or `moments` float16 (8, H/8, H/8), the first `caption`, and all `captions`.
 
-        Raises BadSample if the sample is bad, and DataError if its shard cannot be had or is not what index.json says.
+        Raises BadSample if the sample is bad, and DataError if its shard cannot be read or does not match index.json.
         """
-        # the columns of its shard
+        # Read the columns. Every storage client has its own types of errors.
         try:
             columns = super().__getitem__(index)
         except DataError:
             raise
         except UnicodeDecodeError:
             raise BadSample('the caption is not UTF-8') from None
-        except Exception as error:  # every storage client has its own
+        except Exception as error:
             raise unreadable_shard(error) from None
 
-        # what they hold: for a transform all of an image
+        # Decode them. A transform gets the whole image, not only its centre square.
         decode = partial(decode_image, image_size=self.image_size)
         if self.transform:
             decode = decode_whole_image
@@ -242,16 +247,16 @@ class StreamingLAIONDataset(VerifiedDataset):
 
 
 class HeldOutSamples(Dataset):
-    """The samples of a dataset by index, each with a noise and a timestep that depend on its index and the seed alone.
+    """Held-out samples for an evaluation, each with noise and a timestep that depend only on its index and the seed.
 
-    So the loss on them is the same on any number of ranks, in microbatches of any size, at any time of a training. A
-    sample that does not decode is replaced by another.
+    Therefore the loss of the same weights is the same with any number of ranks, with microbatches of any size, and at
+    any time during training. A bad sample is replaced by the next good one.
 
     Args:
-        samples: that are held out.
-        latent_size: height and width of the latents that are trained on.
-        num_timesteps: of the noise schedule.
-        seed: of the noise and of the timesteps.
+        samples: the held-out dataset.
+        latent_size: height and width of the model's latents.
+        num_timesteps: timesteps of the noise schedule.
+        seed: seed of the noise and the timesteps.
     """
 
     def __init__(self, samples: StreamingLAIONDataset, latent_size: int, num_timesteps: int, seed: int):
@@ -270,39 +275,27 @@ class HeldOutSamples(Dataset):
         seeds = np.random.SeedSequence((self.seed, index))
         generator = torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
         side = self.latent_size
-        draws = {NOISE: torch.randn(8, side, side, generator=generator),
+        noise = {NOISE: torch.randn(8, side, side, generator=generator),
                  TIMESTEP: torch.randint(self.num_timesteps, (), generator=generator)}
-        return self.samples.good_sample(index) | draws
-
-
-def begin_worker(worker: int) -> None:
-    """Let a loader's process end when the run is gone, and move it into a process group of its own.
-
-    So Ctrl-C reaches the run before its loaders. Without the first, the processes of a run whose ranks were all killed
-    at the start of an epoch wait for one another forever.
-    """
-    os.setpgrp()
-    end_with_parent(signal.SIGKILL)
-    if os.getppid() != multiprocessing.parent_process().pid:  # it was gone before
-        os.kill(os.getpid(), signal.SIGKILL)
+        return self.samples.good_sample(index) | noise
 
 
 def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer: Tokenizer | None = None,
                  max_bad_samples: float = 0.01) -> DataSpec:
-    """Build the loader of a dataset for Composer's Trainer.
+    """Build a loader for Composer's Trainer.
 
-    Every batch of a training is whole. An evaluation has each sample once, in order and shared by the ranks, and its
-    last batch is smaller.
+    In training every batch is full. In an evaluation each sample is used once, in order and divided among the ranks,
+    and the last batch may be smaller.
 
     Args:
-        dataset: for a training, a SyntheticImageCaptionDataset or a StreamingLAIONDataset; for an evaluation,
-            HeldOutSamples.
-        batch_size: samples a device.
-        num_workers: processes that decode, for each device; the synthetic dataset takes none.
-        tokenizer: of the captions; default: that of a streamed dataset, which gives them as text from here on.
-        max_bad_samples: the share that may be bad before the run ends.
+        dataset: SyntheticImageCaptionDataset or StreamingLAIONDataset for training, HeldOutSamples for evaluation. A
+            StreamingLAIONDataset returns its captions as text from now on.
+        batch_size: samples per device.
+        num_workers: worker processes per device; the synthetic dataset uses none.
+        tokenizer: tokenizer for the captions (default: the tokenizer of the StreamingLAIONDataset).
+        max_bad_samples: fraction of samples that may be bad before the run ends.
 
-    Raises UserError if the streamed dataset has a transform, since this loader scales images on the device.
+    Raises UserError if the dataset has a transform, because this loader scales images on the device.
     """
     if tokenizer is None and isinstance(dataset, StreamingLAIONDataset):
         tokenizer = dataset.tokenizer
@@ -310,7 +303,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     workers = {'num_workers': num_workers, 'worker_init_fn': begin_worker,
                'pin_memory': torch.cuda.is_available()}
 
-    # random data, held-out samples, or shards
+    # Choose a loader for the dataset. Only loaders for training measure how long training waits for them.
     if isinstance(dataset, SyntheticImageCaptionDataset):
         sampler = dist.get_sampler(dataset, drop_last=True)
         loader = TimedDataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=dataset.collate)
@@ -325,25 +318,25 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
                                           prefetch_factor=BATCHES_PER_WORKER if num_workers else None,
                                           persistent_workers=num_workers > 0, **workers)
 
-    # what the training does with a batch, and on the device with a microbatch
+    # Count bad samples in each batch, and normalize each microbatch when it is on the device.
     return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))
 
 
 def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSpec:
-    """Build the loader of --remote, which holds images or latents, or of synthetic data.
+    """Build the training loader, for the images or latents of --remote or for synthetic data.
 
     Args:
-        settings: of the run, complete.
-        files: of the model.
-        index: the index.json of --remote; None: synthetic data.
+        settings: complete settings of the run.
+        files: files of the model.
+        index: the index.json of --remote. None: synthetic data.
 
     Raises UserError if the latents or the tokenizer do not fit the model.
     """
     image_size = settings.image_size
     seed = settings.seed
 
-    # synthetic data
+    # Synthetic data needs no workers, because every batch is the same.
     if index is None:
         latent_size = files.latent_size(image_size) if settings.latents else None
         samples = settings.batches_per_epoch * settings.batch_size
@@ -351,8 +344,8 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
                                                seed=seed + dist.get_global_rank(), latent_size=latent_size)
         return build_loader(dataset, settings.device_batch_size, num_workers=0)
 
-    # what --remote holds
-    if settings.latents:  # images are of no VAE, whose weights take seconds to hash
+    # Latents must come from the VAE of this model. Images do not, and hashing the VAE's weights takes seconds.
+    if settings.latents:
         require_same_origin(settings.remote, index, files.origin_of_latents(image_size))
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
@@ -364,33 +357,36 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
 
 
 def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> HeldOutSamples | None:
-    """Return the samples of --eval_remote; None without the flag.
-
-    Raises UserError if they do not fit the model, or are those that the run trains on.
+    """Open the dataset of --eval_remote. Return None without the flag.
 
     Args:
-        settings: of the run.
-        files: of the model.
-        trained_on: the dataset of the training; where it holds latents, the model has no VAE.
+        settings: settings of the run.
+        files: files of the model.
+        trained_on: training dataset. If it holds latents, the model has no VAE.
+
+    Raises UserError if the samples do not fit the model, or if the run trains on the same samples.
     """
     remote = settings.eval_remote
     if not remote:
         return None
     flag = '--eval_remote'
 
-    # what it holds, and whether a model that is trained so can be evaluated on it
+    # Refuse data that this model cannot be evaluated on: latents of another VAE, images if the training is on latents
+    # without a VAE, and the training data itself.
     index = read_index(remote, flag)
     if 'latents' in index:
         require_same_origin(remote, index, files.origin_of_latents(settings.image_size), flag)
     elif trained_on.latents:
-        raise UserError(f'{flag} {remote} holds images, and the training is on latents, without a VAE; encode it, too')
+        raise UserError(f'{flag} {remote} holds images, but the training is on latents and has no VAE; encode these '
+                        'images, too')
     if settings.remote and hash_of_images(index) == hash_of_images(trained_on.index):
-        raise UserError(f'{flag} {remote} is what the run trains on, --remote {settings.remote} by its {INDEX}; give '
-                        'it shards of other samples')
+        raise UserError(f'{flag} {remote} has the same images as the training data --remote {settings.remote}; give '
+                        'shards of other images')
     if number_of_samples(index) == 0:
         raise UserError(f'{flag} {remote} holds no samples')
 
-    # its samples, each with its noise and timestep; the flags of caches hold for it as for the training
+    # Open the samples with the training's cache flags, and give each sample its noise and timestep. --cache_limit would
+    # be refused for data that are read in place.
     is_cached = settings.local is not None or not is_readable_in_place(remote, index['shards'])
     images = StreamingLAIONDataset(remote, settings.local, image_size=settings.image_size, index=index, batch_size=1,
                                    cache_limit=settings.cache_limit if is_cached else None)
@@ -399,7 +395,7 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
 
 
 def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None) -> Evaluator | None:
-    """Build the evaluation on the samples of --eval_remote, a microbatch at a time; None without samples."""
+    """Build Composer's evaluation on held-out samples, in batches as large as a microbatch; None without samples."""
     if held_out is None:
         return None
     microbatch = settings.device_train_microbatch_size

@@ -1,13 +1,13 @@
-"""Encode images once, so that the VAE, which computes the same in each epoch, is not in the training.
+"""Encode images with the VAE once, before training. Otherwise training repeats the same computation in each epoch.
 
     python encode.py --remote s3://my-bucket/photos --out s3://my-bucket/photos-512 --model_name FOLDER --pretrained
     composer benchmark.py --remote s3://my-bucket/photos-512 --use_ema --model_name FOLDER --pretrained
 
-Each image shard becomes shards of its own, with the mean and the log variance of each image's latents (float16, so that
-training draws another latent each time) and the caption. Every GPU of this machine works, or with --ray every GPU of a
-Ray cluster. What cannot be encoded is left out and listed in OUT/skipped.jsonl. A run that was stopped, when started
-again with the same command, encodes only what is missing. OUT/index.json comes last. How fast GPUs would encode is said
-by the --dry_run of the training.
+Each shard of images becomes one or more shards with the captions and, in float16, the mean and the log variance of each
+image's latents. Training samples different latents from them each time. All GPUs of this machine work, or with --ray
+all GPUs of a Ray cluster. Images that cannot be encoded are skipped and logged in OUT/skipped.jsonl. If a run was
+stopped, start the same command again: it encodes only the missing shards. OUT/index.json is written last. To forecast
+the speed of encoding on GPUs, use --dry_run of benchmark.py.
 """
 from sdbench.flags.commands import Encode
 from sdbench.flags.parser import answer_early, parse
@@ -39,52 +39,53 @@ from sdbench.records.figures import ENCODING_LINES, summary_lines
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, why_unreliable
 
-SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
-ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU
+SHARDS_PER_CALL = 8  # several, because a worker fetches and decodes the next shards while it encodes
+SHARDS_PER_RAY_CALL = 32  # more on a cluster, where each call starts a new process for its GPU
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Encode, and return the record, or None if an earlier run has done all."""
+    """Run the command. Return its record, or None if an earlier run has encoded everything."""
     begin()
     settings = parse(Encode, __doc__, argv, PROGRAM)
-    stays = f'what is encoded stays in --out {settings.out}, and the same command, started again, goes on from there'
-    with one_line_errors(PROGRAM, stays):
+    how_to_go_on = f'encoded shards are kept in --out {settings.out}; start the same command again to go on'
+    with one_line_errors(PROGRAM, how_to_go_on):
         return encode(complete_encoding(settings))
 
 
 def encode(settings: Encode) -> dict | None:
-    """Encode what is missing, make a dataset of it, and return the record, or None if nothing was missing."""
-    # find the images and the VAE, on which the parts depend
+    """Encode the missing shards, and make a dataset of all. Return the record, or None if no shard was missing."""
+    # Describe the parts of the dataset. The name of a part is a hash of its shard and of everything that changes the
+    # latents, so a part of that name never needs to be encoded again.
     output = Output(settings.out, '--out')
     files = find_model(settings.model_name, settings.pretrained)
     origin = files.origin_of_latents(settings.image_size)
     index = read_image_index(settings.remote)
     facts = {'encoder_precision': settings.encoder_precision, **origin}
     if not settings.pretrained:
-        facts |= {'model_name': absolute_if_folder(settings.model_name), 'seed': settings.seed}  # of random weights
-        print(f'{PROGRAM}: warning: without --pretrained the VAE is random, so that no model can draw from these '
-              'latents; give --model_name FOLDER --pretrained', file=sys.stderr)
+        facts |= {'model_name': absolute_if_folder(settings.model_name), 'seed': settings.seed}  # of the random weights
+        print(f'{PROGRAM}: warning: without --pretrained the VAE has random weights, and a model that trains on these '
+              'latents cannot generate images; give --model_name FOLDER --pretrained', file=sys.stderr)
     parts = []
-    first = 0  # sample of a shard
+    first = 0  # index of a shard's first sample in the dataset
     for entry in index['shards']:
         parts.append(Part(part_name(facts, entry), [ImageShard(entry, first, CAPTIONS in index)], entry['samples']))
         first += entry['samples']
 
     with output.begun({'program': PROGRAM, **facts}, [settings.remote]):
-        # encode the parts that are missing
+        # Encode the missing parts.
         done = output.parts()
         missing = [part for part in parts if not done.get(part.name)]
         if missing:
             figures, devices = encode_missing(settings, output, parts, missing)
 
-        # make a dataset of all parts
+        # Join all parts into one dataset, which takes the captions' names and the held-out side from the images.
         joined = join_parts(output, [part.name for part in parts])
         if joined.samples == 0:
-            raise DataError(f'not one image could be encoded; {settings.out}/{SKIPPED} says why')
-        about = {fact: index[fact] for fact in (DRAW, CAPTIONS) if fact in index}  # sides and captions of the images
+            raise DataError(f'no image could be encoded; {settings.out}/{SKIPPED} gives the reasons')
+        about = {fact: index[fact] for fact in (DRAW, CAPTIONS) if fact in index}
         write_index(output, joined, latents=origin | {IMAGES_HASH: index_hash(index)}, **about)
 
-    # say what was made, and how to go on
+    # Print a summary with the next command: latents of held-out images are for an evaluation, others for training.
     notes = {}
     if joined.skipped:
         notes['skipped'] = joined.skipped_line(settings.out)
@@ -97,30 +98,35 @@ def encode(settings: Encode) -> dict | None:
         print(done_already(output, joined, '--remote'), *summary_lines(ENCODING_LINES, notes), sep='\n')
         return None
 
-    # keep the record
-    found = {
+    # Append the record of this run to --results.
+    counts = {
         'tflops_per_image': flops_of_latents(files.configs['vae'], settings.image_size) / 1e12,
-        'samples': sum(joined.samples_of[part.name] for part in missing),  # of this run
-        'stored_samples': joined.samples,  # of all runs that have made OUT
+        'samples': sum(joined.samples_of[part.name] for part in missing),  # in this run
+        'stored_samples': joined.samples,  # in all runs for this OUT
         'bytes_per_image': joined.bytes / joined.samples,
         'bad_samples': number_of_samples(index) - joined.samples,
     }
-    record = make_record('encode', settings, figures_of_speed(figures, devices) | found)
+    record = make_record('encode', settings, speed_of_devices(figures, devices) | counts)
     notes['encoded'], notes['stored'] = (plural(record[key], 'image') for key in ('samples', 'stored_samples'))
     if why_unreliable(record):
-        notes['caution'] = f'{why_unreliable(record)} of a device, too few to rely on its images/s'
+        notes['caution'] = f'{why_unreliable(record)} per device, too few to rely on images/s'
     summary = '\n'.join(summary_lines(ENCODING_LINES, record | notes))
     return append_record(record, summary, settings.results_file)
 
 
-def figures_of_speed(figures: list[dict], devices: int) -> dict:
-    """Return for the record how fast all devices together have encoded, from the figures of each process."""
-    of_one = sum(worker['measured'] for worker in figures) / sum(worker['seconds'] for worker in figures)
+def speed_of_devices(figures: list[dict], devices: int) -> dict:
+    """Return the record's keys about speed.
+
+    Args:
+        figures: `Encoder.figures()` of each process. Several processes may have used the same device one after another.
+        devices: number of devices that worked at the same time.
+    """
+    images_per_sec = sum(worker['measured'] for worker in figures) / sum(worker['seconds'] for worker in figures)
     speed = {
         'status': COMPLETE,
         'num_devices': devices,
         'num_nodes': len({worker['machine'] for worker in figures}),
-        'images_per_sec': of_one * devices,
+        'images_per_sec': images_per_sec * devices,
         'measured_batches': sum(worker['measured_batches'] for worker in figures) // devices,
     }
     if figures[0]['device']:
@@ -129,37 +135,38 @@ def figures_of_speed(figures: list[dict], devices: int) -> dict:
 
 
 def absolute_if_folder(name: str | None) -> str | None:
-    """Return the path by which any process finds a folder, or another name as it is."""
+    """Return the absolute path of a folder, which is valid in any process. Return any other name unchanged."""
     return os.path.abspath(name) if name and os.path.isdir(name) else name
 
 
 def encode_missing(settings: Encode, output: Output, parts: list[Part], missing: list[Part]) -> tuple[list[dict], int]:
-    """Have the missing parts encoded: by a process for each GPU, by one on the CPU, or by a Ray cluster.
+    """Encode the missing parts: with one process per GPU, with one process on the CPU, or on a Ray cluster.
 
-    Returns the figures of each process, and how many devices have worked at once.
+    Returns the figures of each process, and the number of devices that worked at the same time.
     """
-    # the call, with names that any process finds
+    # Prepare the function that workers call. Relative paths become absolute, because workers run in other folders.
     to_do = sum(part.size for part in missing)
-    print(f'encoding {plural(to_do, "image")} of {redacted(settings.remote)}', file=sys.stderr, flush=True)
+    print(f'encoding {plural(to_do, "image")} from {redacted(settings.remote)}', file=sys.stderr, flush=True)
     names = {flag: absolute_if_folder(getattr(settings, flag)) for flag in ('remote', 'local', 'model_name')}
     on_gpus = not settings.cpu if settings.ray else torch.cuda.is_available()
     do = partial(encode_parts, dataclasses.replace(settings, **names), output, on_gpus)
 
-    # the workers
+    # Choose the workers.
     if settings.ray:
-        at_once = ON_RAY_AT_ONCE
+        parts_per_call = SHARDS_PER_RAY_CALL
         workers = RayWorkers(do, settings.ray, on_gpus)
     else:
-        at_once = SHARDS_AT_ONCE
+        parts_per_call = SHARDS_PER_CALL
         number = min(max(1, torch.cuda.device_count()), len(missing))
         workers = LocalWorkers(do, number, torch.cuda.set_device if on_gpus else None)
 
-    # their work, and how fast each was
+    # Let them encode. A process reports its figures with each call, and the last report covers all its calls. If a
+    # process died, its successor on the same device is not another device.
     with workers:
-        answers = make_parts(workers, parts, missing, output.is_done, ' images', at_once)
+        answers = make_parts(workers, parts, missing, output.is_done, ' images', parts_per_call)
         slots = workers.slots()
-    figures = {answer['name']: answer for answer in answers}  # the last of each process
-    return list(figures.values()), min(len(figures), slots)  # a successor of a process is on the same device
+    figures = {answer['name']: answer for answer in answers}
+    return list(figures.values()), min(len(figures), slots)
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""The process of a command: how it starts, shows its progress and ends, a user's error in one line, without torch."""
+"""Start a command's process, show its progress, and end it, with one line for a user's error. Does not import torch."""
 import contextlib
 import io
 import math
@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,85 +14,108 @@ from typing import NoReturn
 
 from sdbench.errors import UserError, known_reason, one_line, redacted
 
-GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # of NVIDIA's driver, and of AMD's
+GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # device files of the NVIDIA driver and of the AMD driver
 
-NUMBERS_OF_LAUNCHER = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')
-# Variables that scripts set from others, such as WORLD_SIZE=$SLURM_NTASKS, and that are empty where those are not set.
-EMPTY_IS_UNSET = (*NUMBERS_OF_LAUNCHER, 'MASTER_ADDR', 'MASTER_PORT', 'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
-SECONDS_BETWEEN_LINES = 60  # of progress in a log; what takes less leaves none
-LINE = '{desc}{n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}'  # as tqdm fills it in
+LAUNCHER_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')
+# Job scripts often set these from other variables, as in WORLD_SIZE=$SLURM_NTASKS. If SLURM_NTASKS is unset, that gives
+# an empty text.
+EMPTY_IS_UNSET = (*LAUNCHER_VARIABLES, 'MASTER_ADDR', 'MASTER_PORT', 'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
+SECONDS_BETWEEN_CHECKS = 1.0  # whether the launcher of a rank is still running
+SECONDS_BETWEEN_LINES = 60  # between progress lines in a log; shorter work prints none
+LINE = '{desc}{n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}'  # tqdm's bar_format
 
 
 def begin() -> None:
-    """Prepare the process of a command: its environment, before torch is imported, its output, and its end."""
-    # The libraries read these variables, too, and stop at an empty one.
+    """Prepare the process of a command. Call it before torch is imported, because torch reads the environment then."""
+    # Remove empty variables, because the libraries read these variables, too, and fail on an empty text.
     for name in EMPTY_IS_UNSET:
         if name in os.environ and not os.environ[name].strip():
             del os.environ[name]
 
-    # A terminal or a log that lacks a letter of a path or a caption gets its number instead of ending the command.
+    # Print a character that the terminal or log cannot encode as an escape such as \u732b. By default such a character
+    # in a path or a caption would end the command with a UnicodeEncodeError.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors='backslashreplace')
 
-    # By default OpenMP's threads spin while they wait for one another. Where another program has taken the core of the
-    # one that they wait for, they keep it from coming back, and a training on a CPU is ten times slower.
+    # Let waiting OpenMP threads sleep on a machine without a GPU. By default they spin. When another program takes a
+    # core, the spinning threads then keep the thread that they wait for from running, and training on a CPU becomes ten
+    # times slower.
     if not any(os.path.exists(device) for device in GPU_DEVICES):
         os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
 
-    # The memory that torch takes of a GPU grows in place: else what is freed early leaves holes that nothing fits into.
-    if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # torch 2.9 has the second as well
+    # Let torch's GPU allocator grow its segments in place. Otherwise early frees fragment the memory.
+    if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # the second name is new in torch 2.9
         os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'
 
-    # When the launcher that started this process is gone, no rank runs on alone.
+    # End this rank as SIGTERM does, with a checkpoint, if its launcher is killed: no rank runs on alone.
     if os.environ.get('LOCAL_RANK'):
         end_with_parent(signal.SIGTERM)
 
 
 def cpu_cores(cgroups: str = '/sys/fs/cgroup') -> int:
-    """Return how many CPU cores this process may use: those of its affinity, or its container's quota where it is less.
+    """Return how many CPU cores this process may use: its CPU affinity or its container's quota, whichever is less.
 
     Args:
-        cgroups: folder of the container's limits, as version 2 of cgroups has them (cpu.max) or version 1.
+        cgroups: folder with the container's limits, in the layout of cgroups version 2 (cpu.max) or version 1.
     """
     cores = len(os.sched_getaffinity(0))
     for names in (['cpu.max'], ['cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us']):
-        with contextlib.suppress(OSError, ValueError):  # no such file, or no limit: "max" in version 2
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max" in version 2, which means no limit
             quota, period = map(int, ' '.join(Path(cgroups, name).read_text() for name in names).split())
-            if quota > 0:  # -1 in version 1 where there is no limit
+            if quota > 0:  # version 1 writes -1 for no limit
                 cores = min(cores, math.ceil(quota / period))
     return cores
 
 
-def end_with_parent(number: int) -> None:
-    """Let this signal come to the process when the one that started it is gone (Linux)."""
-    if sys.platform == 'linux':
-        import ctypes
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+def end_with_parent(signal_number: int) -> None:
+    """Start a thread that sends this process a signal when the process that started it has ended.
+
+    If multiprocessing started this process, the thread waits for the parent that multiprocessing reports, which is the
+    right one even if a fork server did the fork. In any other process, such as a rank under a launcher, the thread
+    checks once per second whether the parent process id has changed. PR_SET_PDEATHSIG of Linux is not used: it watches
+    the fork server, which lives as long as the processes that it forked.
+
+    Args:
+        signal_number: signal to send, such as signal.SIGKILL.
+    """
+    import multiprocessing  # here, because --help starts faster without it
+    parent = multiprocessing.parent_process()
+    parent_id = os.getppid()
+
+    def wait_for_parent() -> None:
+        if parent is not None:
+            parent.join()
+        else:
+            while os.getppid() == parent_id:
+                time.sleep(SECONDS_BETWEEN_CHECKS)
+        os.kill(os.getpid(), signal_number)
+    threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
 def launcher_variable(name: str) -> int | None:
-    """Return a number that a launcher has set, such as RANK; None without a launcher.
+    """Return an environment variable that a launcher sets, such as RANK, as a number; None if it is not set.
 
-    Raises UserError where any of its numbers is none.
+    Raises UserError if any of LAUNCHER_VARIABLES is not a number.
     """
-    for variable in NUMBERS_OF_LAUNCHER:
+    for variable in LAUNCHER_VARIABLES:
         text = os.environ.get(variable) or '0'
         if not text.isdecimal():
-            raise UserError(f'{variable} of the environment is {text}, and no number; unset it, or leave it to a '
-                            'launcher')
+            raise UserError(f'environment variable {variable} is {text}, which is not a number; unset it, or let the '
+                            'launcher set it')
     text = os.environ.get(name)
     return int(text) if text else None
 
 
 def exit_with_error(program: str, status: int, message: str) -> NoReturn:
-    """End the process with one line, without passwords.
+    """Print the error in one line, with passwords removed, and exit with `status`.
 
-    Most errors are those of all ranks: the others wait until rank 0 has said it and the launcher has ended them.
+    Most errors happen on all ranks at the same time. Therefore ranks other than 0 wait ten seconds first: rank 0 prints
+    the error, and the launcher then ends the other ranks before they print it again.
     """
     rank = os.environ.get('RANK') or '0'
     if rank != '0':
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how a launcher ends this rank when rank 0 has spoken
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher sends it after rank 0 has exited
         time.sleep(10)
         message = f'rank {rank}: {message}'
     print(f'{program}: error: {redacted(" ".join(message.split()))}', file=sys.stderr)
@@ -99,35 +123,38 @@ def exit_with_error(program: str, status: int, message: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
-    """End the process in one line where a user can mend the error that is raised in this context.
+def one_line_errors(program: str, how_to_go_on: str = '') -> Iterator[None]:
+    """End the process with one line if code in this context raises an error that a user can fix.
 
-    The status is 2 where the command line or what it names is wrong (UserError), 1 for data, a disk or a package
-    (DataError, OSError, ImportError), and 130 after Ctrl-C or SIGTERM. Any other error keeps its traceback.
+    The exit status is 2 if the command line or a file named there is wrong (UserError), 1 for errors of data, a disk or
+    a package (DataError, OSError, ImportError), and 130 after Ctrl-C or SIGTERM. Any other error keeps its traceback.
 
     Args:
         program: name of the command.
-        what_stays: of its work, and how to go on; it stands behind what ends with 1 or 130.
+        how_to_go_on: text that follows an error with status 1 or 130: which results are kept, and how to continue.
     """
-    behind = what_stays and f'; {what_stays}'
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
+    suffix = how_to_go_on and f'; {how_to_go_on}'
+    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C
     try:
         yield
     except UserError as error:
         exit_with_error(program, 2, one_line(error))
-    except Exception as error:
+    except Exception as error:  # torch has its own error types, and a full disk raises SafetensorError
         reason = known_reason(error)
         if reason is None:
             raise
-        exit_with_error(program, 1, reason + behind)
+        exit_with_error(program, 1, reason + suffix)
     except KeyboardInterrupt:
-        exit_with_error(program, 130, f'interrupted{behind}')
+        exit_with_error(program, 130, f'interrupted{suffix}')
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 class LogLines:
-    """The stderr of a log, in which each state of a bar is a line, where on a terminal it is written over the last."""
+    """A file for tqdm that prints each state of a progress bar as a line on stderr, for logs.
+
+    On a terminal, tqdm overwrites the previous state instead, which a log file cannot show.
+    """
 
     def write(self, text: str) -> None:
         if text.strip():
@@ -138,20 +165,20 @@ class LogLines:
 
 
 def progress_bar(total: int, unit: str, done: int = 0, doing: str | None = None, hidden: bool = False):
-    """Make a progress bar of tqdm on stderr. In a log, where there is no terminal, it prints a line now and then.
+    """Return a tqdm progress bar on stderr. If stderr is a log file, it prints a line once per minute.
 
     Args:
-        total: units of the whole work.
-        unit: name of the unit behind a number, such as ' images'; bytes are 'B', and shown with prefixes.
-        done: units that an earlier run has done.
+        total: size of the whole work, in units.
+        unit: text after a number, such as ' images'; 'B' means bytes and is shown as kB, MB or GB.
+        done: units that an earlier run completed.
         doing: text before the bar.
-        hidden: whether nothing is shown.
+        hidden: True shows nothing.
     """
     from tqdm import tqdm
-    what = {'desc': doing and f'{doing}: ', 'total': total, 'initial': done, 'unit': unit, 'unit_scale': unit == 'B',
-            'disable': hidden}
+    options = {'desc': doing and f'{doing}: ', 'total': total, 'initial': done, 'unit': unit, 'unit_scale': unit == 'B',
+               'disable': hidden}
     if sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns  # 80 where the terminal does not say
-        return tqdm(**what, ncols=columns, nrows=20)
-    return tqdm(**what, file=LogLines(), bar_format=LINE, mininterval=SECONDS_BETWEEN_LINES,
+        columns = shutil.get_terminal_size().columns  # 80 if the terminal does not report its width
+        return tqdm(**options, ncols=columns, nrows=20)
+    return tqdm(**options, file=LogLines(), bar_format=LINE, mininterval=SECONDS_BETWEEN_LINES,
                 maxinterval=SECONDS_BETWEEN_LINES, delay=SECONDS_BETWEEN_LINES)

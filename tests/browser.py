@@ -1,4 +1,4 @@
-"""Chromium without a window, driven by its DevTools protocol: opens a page, and keeps what it requests and logs."""
+"""Control headless Chromium by its DevTools protocol: open a page, and record its requests and console messages."""
 import contextlib
 import json
 import shutil
@@ -11,14 +11,14 @@ from pathlib import Path
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
 FLAGS = ['--headless', '--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-dev-shm-usage',
          '--disable-background-networking', '--disable-component-update', '--disable-sync', '--remote-debugging-port=0']
-SECONDS = 120  # until an answer must have come, on a machine that has other work
+SECONDS = 120  # timeout for an answer, on a busy machine
 
 
 class Browser:
     """A tab of Chromium.
 
     Attributes:
-        events: what it reported, in order: requests, and lines on the console.
+        events: its requests and console messages, in order.
     """
 
     def __init__(self, socket):
@@ -51,32 +51,32 @@ class Browser:
         return found['result'].get('value')
 
     def open(self, path: Path) -> None:
-        """Open a page, and wait until its tables can be sorted."""
+        """Open a page, and wait until its tables are ready."""
         self.call('Page.navigate', url=path.as_uri())
         self.run('new Promise(done => { const look = () => document.querySelector(".dt-container") ? done() : '
                  'setTimeout(look, 20); look() })')
 
     def requests(self) -> list[str]:
-        """Return the addresses that were requested, but for what the page itself contains."""
+        """Return the requested addresses, without data: addresses, which the page itself contains."""
         found = [event['params']['request']['url'] for event in self.events
                  if event['method'] == 'Network.requestWillBeSent']
         return [url for url in found if not url.startswith('data:')]
 
     def console(self) -> list[dict]:
-        """Return what the page wrote to the console, and its errors."""
+        """Return the page's console messages and errors."""
         methods = ('Runtime.consoleAPICalled', 'Runtime.exceptionThrown', 'Log.entryAdded')
         return [event['params'] for event in self.events if event['method'] in methods]
 
 
 @contextlib.contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """Start Chromium with a new profile, whose folder this makes."""
+    """Start Chromium with a new profile in this folder."""
     from websockets.sync.client import connect
 
     command = [CHROMIUM, *FLAGS, f'--user-data-dir={profile}', 'about:blank']
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        # Chromium writes its port to a file; each tab has an address of its own
+        # Chromium writes the port of the protocol to a file. Connect to the only tab.
         written = profile / 'DevToolsActivePort'
         while not written.exists() or not written.read_text().strip():
             assert process.poll() is None, f'{CHROMIUM} ended with status {process.returncode}'

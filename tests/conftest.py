@@ -1,57 +1,54 @@
-"""What tests of several folders need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
+"""Fixtures for tests in several folders: samples, shards, models, an S3 server, and a server that forks processes."""
 import gc
 import multiprocessing
 import os
 import random
-import shlex
 import shutil
-import sys
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
-# before any library reads them; a GPU would be lost to the processes that the tests fork
+# Set these before any library reads them. GPUs are hidden, because CUDA does not survive a fork.
 os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline', CUDA_VISIBLE_DEVICES='')
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other tests run at the same time
-# Inductor without processes of its own, and without vectors, whose C++ takes a compiler much longer than the plain one.
+# Let Inductor compile in this process, and without vector instructions, whose C++ takes a compiler much longer.
 os.environ.update(TORCHINDUCTOR_COMPILE_THREADS='1', TORCHINDUCTOR_VEC_ISA_OK='0')
 
-# One server, of the first process of pytest, forks the processes that tests need, and the other ones of pytest: what it
-# imports takes ten seconds.
+# Importing torch, Composer and the program takes ten seconds. So the first pytest process starts a fork server, which
+# imports them once. All processes that tests need are forked from it. The other pytest processes connect to it as well.
 if 'FORK_SERVER' not in os.environ:
     os.environ['PYTHONPATH'] = str(Path(__file__).parent.parent)
     multiprocessing.get_context('forkserver').set_forkserver_preload(['tests.preloaded'])
-    forkserver.ensure_running()  # it imports while the tests are collected, and prints where pytest captures it
+    forkserver.ensure_running()  # the server imports while the tests are collected
     os.environ['FORK_SERVER'] = forkserver._forkserver._forkserver_address
+else:
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running
+    forkserver._forkserver._forkserver_address = os.environ['FORK_SERVER']
+    forkserver._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # the first process ends the server
 
 import pytest
 
-# Fixtures import what they use: xdist's controller, which imports this file before it starts its workers, runs no test.
+# Fixtures import the libraries that they need. Otherwise xdist's controller, which imports this file, starts slowly.
 pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs')
 
 
-def pytest_configure(config):
-    python = shlex.join([sys.executable, str(Path(__file__).with_name('forked_python.py'))])
-    config.option.tx = [f'popen//python={python}' for _ in config.option.tx]
-
-
 def pytest_collection_finish():
-    gc.freeze()  # the libraries, of whose objects each collection would look through a million
+    gc.freeze()  # garbage collection then skips the libraries, which have a million objects
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # or some libraries would tell of leaks
+    gc.unfreeze()  # some libraries would report leaks otherwise
 
 
 @pytest.fixture(scope='session', autouse=True)
-def what_is_computed_once():
+def cached_results():
     from tests import shortcuts
     shortcuts.take()
 
 
 @pytest.fixture(autouse=True)
-def the_same_numbers_are_drawn():
-    """Seed all random numbers, whatever tests were before this one."""
+def seed_random_numbers():
+    """Seed all random number generators, so a test does not depend on the tests before it."""
     import numpy as np
     import torch
     torch.manual_seed(0)
@@ -60,8 +57,8 @@ def the_same_numbers_are_drawn():
 
 
 @pytest.fixture(autouse=True)
-def a_folder_of_its_own(tmp_path, monkeypatch):
-    """Run each test in its own folder, where a training or an encoding leaves its record."""
+def run_in_new_folder(tmp_path, monkeypatch):
+    """Run each test in a new folder, because a training or an encoding writes its record to the current folder."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -72,7 +69,7 @@ def results(tmp_path) -> Path:
 
 @pytest.fixture(scope='session')
 def samples() -> list[dict]:
-    """24 JPEGs of 64 by 64 pixels, each with a caption of its own."""
+    """24 JPEGs of 64 by 64 pixels with different captions."""
     from tests.samples import encoded, picture
     return [{'jpg': encoded(picture(i), quality=95), 'caption': f'picture number {i}'} for i in range(24)]
 
@@ -92,7 +89,7 @@ def several_captions(tmp_path_factory, samples) -> str:
 
 @pytest.fixture(scope='session')
 def held_out_samples() -> list[dict]:
-    """7 samples, which do not divide into batches; of PNGs every decoder makes the same."""
+    """7 samples, which do not divide into batches. They are PNGs, which all decoders decode to the same pixels."""
     from tests.samples import encoded, picture
     return [{'jpg': encoded(picture(100 + i), 'PNG'), 'caption': f'held out {i}'} for i in range(7)]
 
@@ -105,7 +102,7 @@ def held_out(tmp_path_factory, held_out_samples) -> str:
 
 @pytest.fixture(scope='session')
 def smallest_model(tmp_path_factory) -> str:
-    """The smallest model with weights of its VAE and its text encoder."""
+    """The smallest model, with weights for the VAE and the text encoder."""
     import torch
 
     from sdbench.models.loading import build_text_encoder, build_vae, find_model
@@ -113,14 +110,14 @@ def smallest_model(tmp_path_factory) -> str:
     folder = shutil.copytree(SMALLEST, tmp_path_factory.mktemp('smallest') / 'model')
     torch.manual_seed(1)
     for part, build in (('vae', build_vae), ('text_encoder', build_text_encoder)):
-        network = build(find_model(SMALLEST), 'fp16').float()  # rounded, so that a variant in fp16 is the same
+        network = build(find_model(SMALLEST), 'fp16').float()  # rounded to fp16, so a variant in fp16 has equal weights
         network.save_pretrained(folder / part)
     return str(folder)
 
 
 @pytest.fixture(scope='session')
 def smallest_with_attention(tmp_path_factory, smallest_model) -> str:
-    """The same with a UNet of two blocks that have attention, which captions reach."""
+    """The smallest model with a UNet that has two blocks with attention, because only attention uses the captions."""
     from diffusers import UNet2DConditionModel
     folder = shutil.copytree(smallest_model, tmp_path_factory.mktemp('with_attention') / 'model')
     UNet2DConditionModel(sample_size=32, down_block_types=('CrossAttnDownBlock2D',), cross_attention_dim=16,
@@ -131,7 +128,7 @@ def smallest_with_attention(tmp_path_factory, smallest_model) -> str:
 
 @pytest.fixture(scope='session')
 def model_folder(tmp_path_factory, smallest_with_attention) -> str:
-    """The same with a tokenizer of letters, of another padding, that predicts v."""
+    """The smallest model with attention, v-prediction, and a tokenizer of letters with another padding token."""
     from transformers import PreTrainedTokenizerFast
 
     from sdbench.inputs.tokenizer import clip_tokenizer
@@ -139,7 +136,7 @@ def model_folder(tmp_path_factory, smallest_with_attention) -> str:
     config = folder / 'scheduler/scheduler_config.json'
     config.write_text(config.read_text().replace('epsilon', 'v_prediction'))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('sdbench.inputs.tokenizer.clip_merges', tuple)  # the whole vocabulary takes a second each time
+        patch.setattr('sdbench.inputs.tokenizer.clip_merges', tuple)  # the full vocabulary takes a second
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=clip_tokenizer(), pad_token='<|endoftext|>',
                                             model_max_length=77)
     tokenizer.save_pretrained(folder / 'tokenizer')
@@ -148,14 +145,14 @@ def model_folder(tmp_path_factory, smallest_with_attention) -> str:
 
 @pytest.fixture(scope='session')
 def pipeline(tmp_path_factory) -> str:
-    """A pipeline of the tiny model that draws pictures of 32 pixels."""
+    """A pipeline of the tiny model that generates images of 32 pixels."""
     from tests.scoring_models import save_pipeline
     return save_pipeline(tmp_path_factory.mktemp('pipeline') / 'pipeline')
 
 
 @pytest.fixture
 def s3(monkeypatch):
-    """An S3 server on loopback that takes signed requests alone, with a boto3 `client` of its bucket called bucket."""
+    """An S3 server on loopback that accepts only signed requests, with a boto3 `client` and a bucket named bucket."""
     from tests.local_s3 import local_s3
     with local_s3(monkeypatch) as store:
         store.access_key = os.environ['AWS_ACCESS_KEY_ID']
@@ -164,7 +161,7 @@ def s3(monkeypatch):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Let this machine say that it has a GPU, as far as nothing is computed there; call the fixture for another one."""
+    """Let torch report a GPU, on which nothing can be computed. Call the fixture to report another GPU."""
     import torch
 
     def set_up(count: int = 1, name: str = 'NVIDIA A100-SXM4-40GB', gib: int = 40) -> None:
@@ -179,7 +176,7 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.fixture
 def dynamo():
-    """A compiler that has seen nothing yet, as in a process of its own."""
+    """Reset torch's compiler, as if the process were new."""
     import torch
     settings = torch._dynamo.config.save_config()
     torch._dynamo.reset()
@@ -197,5 +194,5 @@ def graphs(monkeypatch, dynamo) -> list:
 
 @pytest.fixture(scope='session')
 def server():
-    """The server that forks processes which have imported the program, as the workers of the commands are forked."""
+    """The fork server that has imported the program. Workers of convert.py and encode.py are forked from it as well."""
     return multiprocessing.get_context('forkserver')

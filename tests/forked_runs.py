@@ -1,4 +1,4 @@
-"""Runs whose ranks are forked from a process that has imported the program already, and die where they are told."""
+"""Run commands and ranks in processes that are forked from a process that has imported the program."""
 import ctypes
 import io
 import multiprocessing
@@ -25,7 +25,7 @@ RUN = ['--use_ema', *TINY[:-2], '--max_duration', '12ba', '--autoresume']
 
 
 def become_rank(rank: int, ranks: int, nodes: int, port: int, log: Path, function: Callable, arguments: tuple) -> None:
-    """Set what a launcher sets for a rank, print to `log`, and call the function, in a process of its own."""
+    """Turn this new process into a rank: set a launcher's variables, print to `log`, and call the function."""
     local_ranks = ranks // nodes
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % local_ranks), NODE_RANK=str(rank // local_ranks),
                       WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(local_ranks), MASTER_ADDR='127.0.0.1',
@@ -33,23 +33,31 @@ def become_rank(rank: int, ranks: int, nodes: int, port: int, log: Path, functio
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    multiprocessing.set_start_method('fork', force=True)  # for the loader's workers
+    multiprocessing.set_start_method('fork', force=True)  # for workers of a loader
     torch.set_num_threads(1)
     function(*arguments)
 
 
 def become_program(folder: Path, disk: tuple[int, str] | None, environment: dict[str, str], function: Callable,
                    argv: list[str]) -> None:
-    """Call the function in a process of its own and in `folder`, which gets what it prints and what its disk held."""
+    """Turn this new process into a command that runs in `folder` and prints into the files `out` and `err`.
+
+    Args:
+        folder: folder to run in.
+        disk: see `run_program`. The files on the disk are copied to `folder / 'disk'` at the end.
+        environment: all environment variables.
+        function: `main` of the command.
+        argv: its arguments.
+    """
     for name, number in (('out', 1), ('err', 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.update(environment)
-    tempfile.tempdir = None  # what the process that forks has found
+    tempfile.tempdir = None  # the fork server has looked it up with another environment
     os.chdir(folder)
-    multiprocessing.set_start_method('fork', force=True)  # for the loader's workers
+    multiprocessing.set_start_method('fork', force=True)  # for workers of a loader
     if disk:
         mount_small_disk(*disk)
-        del forkserver._forkserver.ensure_running  # what it starts sees the disk by a server of its own alone
+        del forkserver._forkserver.ensure_running  # start a new fork server, because the old one does not see the disk
     try:
         function(argv)
     finally:
@@ -58,7 +66,7 @@ def become_program(folder: Path, disk: tuple[int, str] | None, environment: dict
 
 
 def mount_small_disk(megabytes: int, where: str) -> None:
-    """Mount a file system of that size at `where`, which only this process sees."""
+    """Mount a file system of this size at `where` that only this process and its children see."""
     clone_newns = 0x20000
     if ctypes.CDLL(None, use_errno=True).unshare(clone_newns):
         raise OSError(ctypes.get_errno(), 'unshare')
@@ -67,24 +75,24 @@ def mount_small_disk(megabytes: int, where: str) -> None:
 
 
 def skip_unless_mounts_are_allowed(where: str) -> None:
-    """Skip the test where this user may not mount."""
+    """Skip the test if this user may not mount a file system."""
     may_mount = ['unshare', '--mount', 'sh', '-c', f'mount -t tmpfs tmpfs {where}']
     if subprocess.run(may_mount, capture_output=True).returncode:
-        pytest.skip('needs a file system of its own, and this user may not mount one')
+        pytest.skip('needs to mount a file system, which this user may not do')
 
 
 def run_program(server, folder: Path, function: Callable, argv: list, disk: tuple[int, str] | None = None,
                 **environment: str) -> tuple[int, str, str]:
-    """Call `function(argv)` in a new process and in a folder; return its exit code, stdout and stderr.
+    """Call `function(argv)` in a new process that runs in `folder`. Return its exit code, stdout and stderr.
 
     Args:
-        server: of processes.
-        folder: is made where it is missing, and gets `out` and `err`.
-        function: of a module, as the process imports it.
-        argv: words and paths.
-        disk: megabytes of a file system that the process finds at that place, and whose files are in `folder / 'disk'`
+        server: the fixture `server`.
+        folder: folder to run in, which is made if it is missing. The output goes to its files `out` and `err`.
+        function: function of a module that the new process can import.
+        argv: arguments.
+        disk: size in megabytes and path of a file system that only the process sees. Its files are in `folder / 'disk'`
             afterwards.
-        environment: more than this process has.
+        environment: environment variables, in addition to the variables of this process.
     """
     if disk:
         os.makedirs(disk[1], exist_ok=True)
@@ -95,20 +103,20 @@ def run_program(server, folder: Path, function: Callable, argv: list, disk: tupl
     process.start()
     process.join(1800)
     code = process.exitcode
-    process.kill()  # or pytest would wait for it at its end
+    process.kill()  # if it still runs, pytest would wait for it at the end
     assert code is not None, (folder / 'err').read_text()
     return code, (folder / 'out').read_text(), (folder / 'err').read_text()
 
 
 def script(argv: list[str]) -> None:
-    """Do what Python does with the words behind `python` of a command line."""
+    """Run a script as `python ARGV` does."""
     sys.argv = argv
     sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
     runpy.run_path(os.path.abspath(argv[0]), run_name='__main__')
 
 
 def on_small_disk(server, megabytes: int, where: str, argv: list, folder: Path) -> tuple[str, str]:
-    """Run the benchmark with a file system of that size at `where`; return its line of an error and its output."""
+    """Run the benchmark with a file system of this size at `where`. Return its one-line error and its output."""
     code, output, errors = run_program(server, folder, benchmark.main, argv, (megabytes, str(where)))
     assert code in (1, 2), errors
     assert 'Traceback' not in errors, errors
@@ -117,21 +125,19 @@ def on_small_disk(server, megabytes: int, where: str, argv: list, folder: Path) 
 
 
 def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tuple], nodes: int = 1) -> list[int]:
-    """Call `function` on as many ranks as there are `arguments`, and let all die with the first that does.
+    """Call `function` on several ranks, and kill all ranks when one fails. Return their exit codes.
 
     Args:
-        server: of processes.
-        logs: the file that each rank prints to.
-        function: of a module, as the processes import it.
-        arguments: those of each rank.
-        nodes: that the ranks take themselves to be on.
-
-    Returns the exit codes.
+        server: the fixture `server`.
+        logs: for each rank, the file that it prints to.
+        function: function of a module that the new processes can import.
+        arguments: for each rank, its arguments.
+        nodes: number of nodes that the ranks seem to run on.
     """
     port = free_port()
     ranks = len(arguments)
     for log in logs:
-        log.touch()  # a rank can be killed before it opens its own
+        log.touch()  # a rank can be killed before it opens its log
     processes = []
     for rank in range(ranks):
         about_rank = (rank, ranks, nodes, port, logs[rank], function, arguments[rank])
@@ -149,7 +155,7 @@ def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tupl
 
 
 def mortal_run(rank: int, argv: list[str], kill: tuple | None) -> None:
-    """Train, and kill the process where it is told."""
+    """Train, and kill the process at this moment of this batch: ('start' or 'update' or 'write' or 'link', batch)."""
     moment, batch_to_die = kill or (None, None)
 
     def die(*_):
@@ -175,7 +181,7 @@ def mortal_run(rank: int, argv: list[str], kill: tuple | None) -> None:
     save = torch.save
 
     def save_half(state, file, **options):
-        if not hasattr(file, 'name'):  # torch pickles tensors with it, too
+        if not hasattr(file, 'name'):  # torch also pickles tensors with this function
             return save(state, file, **options)
         whole = io.BytesIO()
         save(state, whole)
@@ -187,7 +193,7 @@ def mortal_run(rank: int, argv: list[str], kill: tuple | None) -> None:
 
 
 def run(server, ranks: int, argv: list, folder: Path, kill=None) -> list[int]:
-    """Start all ranks, let the whole run die with the first that does, and return their exit codes."""
+    """Train on several ranks, and kill all ranks when one fails. Return their exit codes."""
     folder.mkdir(exist_ok=True)
     argv = [*map(str, argv), '--save_folder', str(folder / 'checkpoints'), '--results', str(folder / 'results.jsonl')]
     return run_ranks(server, [folder / 'log'] * ranks, mortal_run, [(rank, argv, kill) for rank in range(ranks)])

@@ -1,4 +1,4 @@
-"""An S3 server on loopback: moto's, behind a layer that refuses, delays and breaks connections where a test says so."""
+"""An S3 server on loopback: moto's, behind a layer that refuses, delays and breaks requests when a test wants it."""
 import contextlib
 import functools
 import io
@@ -19,17 +19,17 @@ from sdbench.stores.s3 import make_client
 
 
 class LocalS3:
-    """The server, with a bucket called bucket, whose faults are set while it runs.
+    """The server, with a bucket named bucket. Tests set its errors while it runs.
 
     Attributes:
         delay: seconds that each request takes at least.
-        refusals: status and code that the next requests get.
-        cuts: bytes after which the next answers that are longer break off.
-        access_key: that requests must be signed with, where it is given; moto looks at no signature.
-        requests: path and headers of each that came.
-        waiting: paths of those that only its `lock` keeps from an answer.
-        is_read_only: whether it refuses what would write an object.
-        unknown_headers: names of headers with which no request is answered, each with the status that it gets.
+        refusals: status and error code for each of the next requests.
+        cuts: number of bytes after which each of the next longer answers breaks off.
+        access_key: access key with which requests must be signed, if it is given; moto checks no signatures.
+        requests: path and headers of each request so far.
+        waiting: paths of the requests that wait for `lock`.
+        is_read_only: whether requests that write an object are refused.
+        unknown_headers: for each refused header, the status of the answer.
     """
 
     def __init__(self):
@@ -44,19 +44,19 @@ class LocalS3:
         self.lock = threading.Lock()
         self.moto = DomainDispatcherApplication(create_backend_app)
         s3_backends.reset()
-        self.backend = s3_backends['123456789012']['aws']  # moto's account
+        self.backend = s3_backends['123456789012']['aws']  # moto's default account
         self.backend.create_bucket('bucket', 'us-east-1')
 
     @property
     def objects(self) -> dict[str, bytes]:
-        """What the bucket holds, in the order in which it came."""
+        """Objects in the bucket, in the order of their creation."""
         return {name: key.value for name, key in list(self.backend.buckets['bucket'].keys.items())}
 
     def put(self, key: str, content: bytes) -> None:
         self.backend.put_object('bucket', key, content)
 
     def refusal(self, request: Request) -> Response | None:
-        """Return the answer that refuses a request, or None if it is to be answered."""
+        """Return the answer that refuses a request, or None if the request is accepted."""
         refusal = self.refusals.pop(0) if self.refusals else None
         if self.access_key and f'Credential={self.access_key}/' not in request.headers.get('Authorization', ''):
             refusal = (403, 'InvalidAccessKeyId')
@@ -72,11 +72,11 @@ class LocalS3:
     def __call__(self, environ: dict, start_response) -> Iterable[bytes]:
         """Answer a request, as a WSGI application."""
         request = Request(environ)
-        environ['wsgi.input'] = io.BytesIO(request.get_data())  # what nobody reads would be taken for the next request
+        environ['wsgi.input'] = io.BytesIO(request.get_data())  # unread data would count as the next request
         self.requests.append((environ['RAW_URI'], request.headers))
         time.sleep(self.delay)
         self.waiting.append(request.path)
-        with self.lock:  # moto writes an object that is to be new twice, where two ask at once
+        with self.lock:  # moto lets two concurrent requests both create an object that must be new
             self.waiting.remove(request.path)
             response = self.refusal(request) or Response.from_app(self.moto, environ, buffered=True)
             if request.method == 'GET' and self.cuts and self.cuts[0] < len(response.data):
@@ -89,7 +89,7 @@ class Handler(MotoRequestHandler):
         pass
 
     def connection_dropped(self, *args):
-        self.close_connection = True  # or the client would wait for the rest of the answer
+        self.close_connection = True  # otherwise the client waits for the rest of the answer
 
 
 def broken_after(content: bytes) -> Iterator[bytes]:
@@ -113,11 +113,11 @@ read_json = functools.cache(JSONFileLoader().load_file)
 
 @contextlib.contextmanager
 def local_s3(monkeypatch) -> Iterator[LocalS3]:
-    """Run a server that the environment points to, with a boto3 `client`."""
+    """Run a server, let the environment variables point to it, and give it a boto3 `client`."""
     store = LocalS3()
-    make_client.cache_clear()  # which is made of the environment
+    make_client.cache_clear()  # clients depend on the environment variables
     monkeypatch.setattr('botocore.endpoint.time', SimpleNamespace(sleep=lambda seconds: None))
-    # each client is made of large files of JSON, which take a second to read
+    # Cache the large JSON files that boto3 reads for each client, which takes a second.
     monkeypatch.setattr(JSONFileLoader, 'load_file', lambda _, path: read_json(path))
     with served(store) as url:
         environment = {'S3_ENDPOINT_URL': url, 'AWS_ACCESS_KEY_ID': 'a', 'AWS_SECRET_ACCESS_KEY': 'b',

@@ -1,4 +1,4 @@
-"""What a server of processes imports and finds out once, before it forks."""
+"""Import and compute, once in the fork server, everything that the processes forked from it would repeat."""
 import gc
 import os
 from multiprocessing import forkserver, resource_tracker
@@ -14,13 +14,13 @@ from tests.runs import SMALLEST
 
 shortcuts.take()
 shortcuts.clip_tokenizer()
-StableDiffusion(SMALLEST, 16).flops_per_image  # noqa: B018, which is known from now on
-get_composer_env_dict()  # Composer asks for it with every checkpoint
+StableDiffusion(SMALLEST, 16).flops_per_image  # noqa: B018, computes and caches it
+get_composer_env_dict()  # Composer caches it, and needs it for every checkpoint
 gc.freeze()
 
-# What it forks lets it fork, too: Python would start another server, which has imported nothing.
+# Let the forked processes use this server as well. Python would start another server, which has imported nothing.
 forkserver._forkserver.ensure_running = resource_tracker.ensure_running
 
-# What they print elsewhere than into files, as where they are killed, would stand below all tests.
+# Discard stdout and stderr. Otherwise messages of killed processes would appear below the results of pytest.
 for number in (1, 2):
     os.dup2(os.open(os.devnull, os.O_WRONLY), number)

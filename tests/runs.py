@@ -1,4 +1,4 @@
-"""Runs of the benchmark as tests start them, and what must hold of every record and every error."""
+"""Run the benchmark in tests, and check what must hold for every record and every error."""
 import contextlib
 import dataclasses
 import json
@@ -29,13 +29,14 @@ from tests.records.keys import KEYS
 
 ROOT = Path(__file__).parent.parent
 
-SMALLEST = str(ROOT / 'tests' / 'smallest')  # a model without weights, in which a step takes no time
+SMALLEST = str(ROOT / 'tests' / 'smallest')  # a model without weights, whose training steps take no time
 
 TINY = ['--model_name', SMALLEST, '--image_size', '16', '--batch_size', '4', '--warmup_batches', '1',
         '--measure_batches', '3']
 
 COMMANDS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, 'evaluate.py': Evaluate,
-            'export.py': Export, 'report.py': Report}  # and their flags
+            'export.py': Export, 'report.py': Report}
+
 
 def settings_of(*argv) -> Train:
     """Return the settings of a run with these flags, on this machine."""
@@ -44,7 +45,7 @@ def settings_of(*argv) -> Train:
 
 
 def check_keys(record: dict, command: str) -> None:
-    """Check that a record has all flags of its command, and else only keys whose meaning is said."""
+    """Check that a record has all flags of its command, and that all other keys are documented."""
     flags = {field.name for field in dataclasses.fields(COMMANDS[command])}
     assert flags <= record.keys()
     unexplained = record.keys() - flags - set(KEYS)
@@ -52,7 +53,7 @@ def check_keys(record: dict, command: str) -> None:
 
 
 def refusal(capfd, function: Callable, *arguments) -> str:
-    """Call what must end in an error of the program's own, and return its one line, behind which there is nothing."""
+    """Call a function that must exit with a one-line error, and return the line. Nothing may be printed after it."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
         function(*arguments)
@@ -64,7 +65,7 @@ def refusal(capfd, function: Callable, *arguments) -> str:
 
 
 def failed(argv, results, capfd, callbacks=()) -> str:
-    """Train what must fail; return its one line, which the record has too."""
+    """Run a training that must fail, and return its one-line error. The record must have the same error."""
     line = refusal(capfd, main, [*map(str, argv), '--results', str(results)], callbacks)
     record = json.loads(results.read_text().splitlines()[-1])
     assert record['status'] == 'failed'
@@ -73,7 +74,7 @@ def failed(argv, results, capfd, callbacks=()) -> str:
 
 
 def one_error_line(argv: list, capfd, program: Callable = main) -> str:
-    """Run a command that must be refused, and return its one line."""
+    """Run a command that must be refused, and return its one-line error."""
     return refusal(capfd, program, [str(argument) for argument in argv])
 
 
@@ -83,11 +84,11 @@ def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class Weights(Callback):
-    """The UNet's weights and their averages when each batch ends; gradients of some batches are spoilt.
+    """Keep the UNet's weights and EMA weights after each batch, and corrupt the gradients of some batches.
 
     Args:
-        broken: the batches whose gradients are spoilt before the optimizer sees them, counted from 0.
-        value: that some of them get.
+        broken: batches, counted from 0, whose gradients are corrupted before the optimizer step.
+        value: value that some of these gradients get.
     """
 
     def __init__(self, *broken: int, value: float = float('nan')):
@@ -120,7 +121,7 @@ class Signalled(Callback):
 
 
 def assert_equal(one, other) -> None:
-    """Check that what two checkpoints hold is the same, tensors to the last bit."""
+    """Check that the contents of two checkpoints are equal, tensors bit by bit."""
     assert type(one) is type(other)
     if isinstance(one, dict):
         assert one.keys() == other.keys()
@@ -135,20 +136,19 @@ def assert_equal(one, other) -> None:
 
 
 def final_state(folder: str | Path) -> dict:
-    """Return the state in the newest checkpoint of a folder."""
+    """Return the state in a folder's newest checkpoint."""
     return load_checkpoint(checkpoints_in(str(folder))[-1])['state']
 
 
 def assert_same_training(one: str | Path, other: str | Path) -> None:
-    """Check that weights, optimizer and average of the newest checkpoints in two folders are the same to the last bit.
-    """
+    """Check that the newest checkpoints in two folders have equal weights, optimizer state and EMA, bit by bit."""
     states = final_state(one), final_state(other)
     for part in ('model', 'optimizers', 'algorithms'):
         assert_equal(*(state[part] for state in states))
 
 
 def record_graphs(patch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """Have torch compile with a backend that runs graphs as they are; return the list of those that it is given."""
+    """Let torch compile with a backend that runs graphs unchanged. Return the list of the graphs that it compiles."""
     compile_module = torch.nn.Module.compile
     backend = CompileCounterWithBackend('aot_eager')
     patch.setattr(torch.nn.Module, 'compile',
@@ -157,17 +157,17 @@ def record_graphs(patch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Read all files below a folder, by their names from there."""
+    """Read all files in a folder and its subfolders. Return their contents by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob('*')) if path.is_file()}
 
 
 def times_of(folder: Path) -> dict[Path, int]:
-    """Return when each file below a folder was written, but for locks."""
+    """Return the modification time of each file in a folder and its subfolders, except lock files."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob('*') if path.is_file() and path.suffix != '.lock'}
 
 
 def write_noting_programs(folder: Path, *names: str) -> None:
-    """Write programs of these names that do no more than note how they are called."""
+    """Write programs with these names that only note their arguments."""
     for name in names:
         program = folder / name
         program.write_text(f'#!/bin/sh\nprintf "%s\\0" {name} "$@" >> {folder}/calls; echo >> {folder}/calls\n')
@@ -175,7 +175,7 @@ def write_noting_programs(folder: Path, *names: str) -> None:
 
 
 def calls_of(folder: Path, *names: str) -> list[list[str]]:
-    """Return the arguments of each call of the programs of these names."""
+    """Return the arguments of each call of the programs with these names."""
     calls = []
     if (folder / 'calls').exists():
         for line in (folder / 'calls').read_text().splitlines():
@@ -186,32 +186,29 @@ def calls_of(folder: Path, *names: str) -> list[list[str]]:
 
 
 def start(log: Path, *words) -> subprocess.Popen:
-    """Start Python with these words of a command line, in the folder of the programs; it prints to `log`.
-
-    It is the first process of a group of its own.
-    """
+    """Start Python with these arguments in a new process group. It prints to `log`."""
     with open(log, 'w') as file:
         return subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, stdout=file, stderr=file,
                                 start_new_session=True)
 
 
 def workers_of(command: subprocess.Popen) -> list[int]:
-    """Return the numbers of the processes that work for a command: those that its server of processes has forked."""
+    """Return the process ids of a command's workers, which its fork server has forked."""
     children = psutil.Process(command.pid).children()
     return [worker.pid for child in children for worker in child.children()]
 
 
 def free_port() -> int:
-    """Return a port of loopback that nothing listens on, and that the system gives to no connection meanwhile."""
+    """Return a port on loopback that is free, and that the system does not assign to connections."""
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_768)  # not that of a test that has the same seed
+        port = random.SystemRandom().randrange(20_000, 32_768)  # tests have the same seed
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(('127.0.0.1', port))
             return port
 
 
 def wait_until(true: Callable[[], object], seconds: float = 300) -> None:
-    """Wait until `true()` is; fail after that many seconds."""
+    """Wait until `true()` returns a true value, and fail after this many seconds."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end

@@ -1,4 +1,4 @@
-"""Small real samples as tests write them: pictures, shards, tars, and an object that runs code when unpickled."""
+"""Make small real samples: pictures, shards, tars, and an object that runs code when it is unpickled."""
 import io
 import json
 import tarfile
@@ -15,7 +15,7 @@ from sdbench.inputs.stream import own_shared_memory
 
 
 def picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
-    """Draw a smooth random RGB picture: JPEG keeps it nearly as it is."""
+    """Return a smooth random RGB picture, which JPEG hardly changes."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.BICUBIC)
 
@@ -27,19 +27,19 @@ def encoded(image: Image.Image, format: str = 'JPEG', **options) -> bytes:
 
 
 def large_png() -> bytes:
-    """Return a small PNG that says of itself to have 20,000 by 20,000 pixels."""
+    """Return a small PNG whose header says that it has 20,000 by 20,000 pixels."""
     png = encoded(Image.new('1', (8, 8)), 'PNG')
     header = png[12:16] + (20_000).to_bytes(4) * 2 + png[24:29]
     return png[:12] + header + zlib.crc32(header).to_bytes(4) + png[33:]
 
 
 def good(index: int) -> dict:
-    """Return a sample that nothing is wrong with."""
+    """Return a good sample."""
     return {'jpg': encoded(picture(index)), 'caption': f'picture {index}'}
 
 
 def write_photos(folder: Path, number: int) -> Path:
-    """Write so many JPEGs into a new folder, and a text file with the caption of each."""
+    """Write this number of JPEGs into a new folder, each with a text file that has its caption."""
     folder.mkdir()
     for index in range(number):
         sample = good(index)
@@ -50,14 +50,14 @@ def write_photos(folder: Path, number: int) -> Path:
 
 def write_shards(folder, samples: list[dict], columns=None, size_limit: int = 1 << 14, **options) -> str:
     columns = columns or {'jpg': 'bytes', 'caption': 'str'}
-    with MDSWriter(out=str(folder), columns=columns, size_limit=size_limit, **options) as writer:  # several shards
+    with MDSWriter(out=str(folder), columns=columns, size_limit=size_limit, **options) as writer:
         for sample in samples:
             writer.write(sample)
     return str(folder)
 
 
 def write_several_captions(folder, samples: list[dict]) -> str:
-    """Write the images with three captions each: theirs, called short, and two others called long."""
+    """Write the images with three captions each: their own, named short, and two more, named long."""
     several = [sample | {'captions': three_captions(sample['caption'])} for sample in samples]
     write_shards(folder, several, {'jpg': 'bytes', 'caption': 'str', 'captions': 'json'})
     index = Path(folder, 'index.json')
@@ -71,27 +71,27 @@ def three_captions(short: str) -> dict[str, list[str]]:
 
 
 def captions_of(folder) -> list[dict[str, list[str]]]:
-    """Return all captions of each image or latents in shards, by name."""
-    is_counted = 'captions' in json.loads(Path(folder, 'index.json').read_text())
+    """Return all captions of each sample in shards, by name."""
+    is_ours = 'captions' in json.loads(Path(folder, 'index.json').read_text())
     with own_shared_memory():
-        return [from_columns(columns, is_counted)
+        return [from_columns(columns, is_ours)
                 for columns in StreamingDataset(local=str(folder), shuffle=False, batch_size=1)]
 
 
 def read_back(folder: Path, **options) -> list[tuple[bytes, str]]:
-    """Return image and caption of each sample of a dataset, as Streaming's own reader has them."""
+    """Return the image and the caption of each sample in a dataset, read with Streaming alone."""
     with own_shared_memory():
         dataset = StreamingDataset(local=str(folder), shuffle=False, batch_size=1, **options)
     return [(dataset[i]['jpg'], dataset[i]['caption']) for i in range(len(dataset))]
 
 
 def skipped(out: Path) -> list[dict]:
-    """Return the lines of skipped.jsonl of a dataset."""
+    """Return the lines in a dataset's skipped.jsonl."""
     return [json.loads(line) for line in (out / 'skipped.jsonl').read_text().splitlines()]
 
 
 def write_tar(path: Path, files: dict[str, bytes] | list) -> Path:
-    """Write a tar; members are names with bytes, or tarfile.TarInfo objects with None."""
+    """Write a tar. Its members are names with bytes, or tarfile.TarInfo objects with None."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, 'w') as tar:
         for name, data in files.items() if isinstance(files, dict) else files:
@@ -102,7 +102,7 @@ def write_tar(path: Path, files: dict[str, bytes] | list) -> Path:
 
 
 def write_sample_tar(path: Path, samples: list[dict]) -> str:
-    """Write a tar as img2dataset does: a .jpg and a .txt for each sample."""
+    """Write a tar like img2dataset does, with a .jpg and a .txt for each sample."""
     files = {}
     for index, sample in enumerate(samples):
         files[f'{index:05}.jpg'] = sample['jpg']
@@ -111,25 +111,25 @@ def write_sample_tar(path: Path, samples: list[dict]) -> str:
 
 
 def write_parquet(path: Path, columns: dict[str, list], rows_of_group: int = 100) -> Path:
-    """Write a Parquet file in row groups of so many rows; a dict becomes a struct, as the hub has its images."""
+    """Write a Parquet file with row groups of this size. A dict becomes a struct, like images on the hub."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=rows_of_group)
     return path
 
 
 def shaded(shade: int, format: str = 'JPEG') -> bytes:
-    """Return an image of one colour."""
+    """Return an image file with a single colour."""
     return encoded(Image.new('RGB', (16, 12), (shade, 0, 255 - shade)), format)
 
 
 def sample_files(key: str, shade: int, suffix: str = 'jpg') -> dict[str, bytes]:
-    """Return the three files of a sample in a tar of img2dataset."""
+    """Return the three files of a sample in a tar from img2dataset."""
     image = shaded(shade, {'jpg': 'JPEG', 'png': 'PNG', 'webp': 'WEBP'}[suffix])
     return {f'{key}.{suffix}': image, f'{key}.txt': f'caption {shade}'.encode(), f'{key}.json': b'{"width": 16}'}
 
 
 def pillow_square(encoded_image: bytes) -> Image.Image:
-    """Return the middle of an image, as Pillow alone decodes it."""
+    """Return the centre square of an image, decoded by Pillow alone."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded_image))).convert('RGB')
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
@@ -141,7 +141,7 @@ def pixels(image: Image.Image) -> np.ndarray:
 
 
 class Hostile:
-    """Leaves a file where it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = str(path)

@@ -1,4 +1,4 @@
-"""What every training would compute again, once for all tests of a process: each takes a tenth of a second or more."""
+"""Cache what every training in a process would compute again, which takes a tenth of a second or more for each item."""
 import functools
 
 import cpuinfo
@@ -8,12 +8,12 @@ import benchmark
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models import flops, loading
 
-clip_tokenizer = functools.cache(build_tokenizer)  # called without a name
+clip_tokenizer = functools.cache(build_tokenizer)  # CLIP's tokenizer
 known_flops: dict[str, dict[str, int]] = {}
 
 
 def known_tokenizer(name: str | None = None):
-    return build_tokenizer(name) if name else clip_tokenizer()  # a folder may change
+    return build_tokenizer(name) if name else clip_tokenizer()  # a tokenizer in a folder may change
 
 
 def known_flops_of_an_image(model: benchmark.StableDiffusion, count=flops.flops_of_an_image) -> dict[str, int]:
@@ -25,8 +25,8 @@ def known_flops_of_an_image(model: benchmark.StableDiffusion, count=flops.flops_
 
 
 def take() -> None:
-    """Let the product take these shortcuts in this process."""
+    """Let the program use the cached results in this process."""
     benchmark.flops_of_an_image = flops.flops_of_an_image = known_flops_of_an_image
     loading.build_tokenizer = known_tokenizer
-    cpuinfo.get_cpu_info = dict  # so that the CPU has no name
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # instead of 5 s for each process of a loader that is left
+    cpuinfo.get_cpu_info = dict  # empty: looking up the CPU's name is slow
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # not 5 s, which leaving a loader takes for each worker

@@ -1,4 +1,4 @@
-"""Samples and batches of both datasets, and what stands in for bad samples."""
+"""Samples and batches of both datasets, and the replacement of bad samples."""
 import numpy as np
 import pytest
 import torch
@@ -14,17 +14,17 @@ from tests.runs import SMALLEST, TINY, failed, settings_of
 from tests.samples import encoded, good, large_png, picture, pillow_square, pixels, write_shards
 
 
-def test_a_batch_of_mixed_sizes_is_brought_to_the_training_size():
+def test_images_of_mixed_sizes_are_resized_to_the_training_size():
     small, large = decode_image(encoded(picture(1, 32, 32), 'PNG')), decode_image(encoded(picture(2, 64, 64), 'PNG'))
     batch = collate([{'image': image, 'caption': ''} for image in (small, large)], build_tokenizer(), image_size=64)
     assert batch['image'].shape == (2, 3, 64, 64)
     assert torch.equal(batch['image'][1], large)
-    alone = normalize({'image': small[None]}, 64)['image'][0]  # what the device would have made of it
+    alone = normalize({'image': small[None]}, 64)['image'][0]  # resized on the device
     mixed = normalize({'image': batch['image'][:1]}, 64)['image'][0]
     assert (alone - mixed).abs().max() < 1.01 / 127.5
 
 
-def test_bytes_are_scaled_once_and_enlarged_as_torch_does_it_in_float64():
+def test_bytes_are_scaled_only_once_and_upsampled_like_torch_in_float64():
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     reference = F.interpolate(image.double(), size=(64, 64), mode='bilinear', align_corners=False) / 127.5 - 1
     scaled = normalize({'image': image}, 64)
@@ -40,7 +40,7 @@ def test_streamed_batches_hold_every_pair_once(shards, samples, num_workers):
     tokenizer = build_tokenizer()
     loader = build_loader(dataset, 4, num_workers, tokenizer).dataloader
     batches = list(loader)
-    assert [batch['image'].shape for batch in batches] == [(4, 3, 64, 64)] * 6  # as they are stored
+    assert [batch['image'].shape for batch in batches] == [(4, 3, 64, 64)] * 6  # at their stored size
     assert {batch['image'].dtype for batch in batches} == {torch.uint8}
     seen = {tuple(ids.tolist()): image for batch in batches
             for ids, image in zip(batch['caption'], batch['image'], strict=True)}
@@ -51,7 +51,7 @@ def test_streamed_batches_hold_every_pair_once(shards, samples, num_workers):
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
-def test_others_stand_in_for_bad_samples_which_are_named_once_and_counted(tmp_path, capfd, num_workers):
+def test_bad_samples_are_replaced_printed_once_and_counted(tmp_path, capfd, num_workers):
     samples = [good(index) for index in range(20)]
     samples[3]['jpg'], samples[17]['jpg'], samples[18]['caption'] = b'no image', large_png(), ' \n'
     shards = write_shards(tmp_path / 'shards', samples)
@@ -60,7 +60,7 @@ def test_others_stand_in_for_bad_samples_which_are_named_once_and_counted(tmp_pa
     assert (record['status'], record['bad_samples'], record['measured_batches']) == ('complete', 3, 9)
     errors = capfd.readouterr().err
     for index, reason in ((3, 'not a known format'), (17, 'too large'), (18, 'no caption')):
-        assert errors.count(f'bad sample {index} is left out: ') == 1
+        assert errors.count(f'bad sample {index} is skipped: ') == 1
         assert reason in errors
 
 
@@ -68,11 +68,11 @@ def test_too_many_bad_samples_end_the_run(tmp_path, results, capfd):
     samples = [good(index) | ({'jpg': b''} if index % 2 else {}) for index in range(40)]
     shards = write_shards(tmp_path / 'shards', samples)
     line = failed(['--remote', shards, *TINY, '--measure_batches', '9'], results, capfd)
-    assert 'samples are bad, more than --max_bad_samples 0.01' in line
+    assert 'samples are bad, more than the fraction --max_bad_samples 0.01' in line
     assert main(['--remote', shards, *TINY, '--max_bad_samples', '1'])['bad_samples'] > 2
 
 
-def test_a_bug_in_our_own_decoding_is_no_bad_sample(shards, monkeypatch):
+def test_a_bug_in_our_own_decoding_does_not_count_as_a_bad_sample(shards, monkeypatch):
     def decode(data, image_size):
         [_] = []
 
@@ -82,32 +82,32 @@ def test_a_bug_in_our_own_decoding_is_no_bad_sample(shards, monkeypatch):
 
 
 def test_captions_are_dropped_and_images_mirrored_in_the_shares_asked_for_by_seed_epoch_and_sample(shards, samples):
-    # each image as it is and mirrored, by its pixels
+    # Recognize each image, mirrored or not, by its pixels.
     known = {}
     for number, sample in enumerate(samples):
         image = torch.from_numpy(pixels(pillow_square(sample['jpg']))).to(torch.uint8)
         known |= {image.numpy().tobytes(): (number, False), image.flip(2).numpy().tobytes(): (number, True)}
     empty = torch.tensor([49406, 49407] + [0] * 75)
 
-    def drawn_in(epochs: int, *flags: str, first: int = 0) -> list[dict]:
+    def choices_in(epochs: int, *flags: str, first: int = 0) -> list[dict]:
         """Return whether each image is mirrored and its caption dropped, by number, in each epoch."""
         settings = settings_of('--remote', shards, *TINY, '--image_size', '64', '--random_flip', '--caption_drop',
                                '0.2', *flags)
         loader = build_data(settings, find_model(SMALLEST), read_index(shards)).dataloader
         loader.dataset.resume_at(first, 0)
-        drawn = []
+        choices = []
         for _ in range(epochs):
-            drawn.append({})
+            choices.append({})
             for batch in loader:
                 for image, caption in zip(batch['image'], batch['caption'], strict=True):
                     number, is_mirrored = known[image.contiguous().numpy().tobytes()]
-                    drawn[-1][number] = (is_mirrored, torch.equal(caption, empty))
-        return drawn
+                    choices[-1][number] = (is_mirrored, torch.equal(caption, empty))
+        return choices
 
-    epochs = drawn_in(20, '--num_workers', '0')
+    epochs = choices_in(20, '--num_workers', '0')
     mirrored, dropped = np.array([[epoch[number] for number in range(24)] for epoch in epochs]).mean(axis=(0, 1))
-    assert mirrored == pytest.approx(0.5, abs=0.1)  # of 480: 4 standard deviations
+    assert mirrored == pytest.approx(0.5, abs=0.1)  # 4 standard deviations of 480 choices
     assert dropped == pytest.approx(0.2, abs=0.08)
     assert len({tuple(sorted(epoch.items())) for epoch in epochs}) == 20
-    assert drawn_in(2, '--num_workers', '2', '--batch_size', '8', first=18) == epochs[18:]
-    assert drawn_in(1, '--num_workers', '0', '--seed', '18') != epochs[:1]
+    assert choices_in(2, '--num_workers', '2', '--batch_size', '8', first=18) == epochs[18:]
+    assert choices_in(1, '--num_workers', '0', '--seed', '18') != epochs[:1]

@@ -1,4 +1,4 @@
-"""Encoding once: every sample, once, and the same training afterwards."""
+"""encode.py encodes every sample exactly once, and training on the latents equals training on the images."""
 import json
 import shutil
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def latents(tmp_path_factory, shards, model_folder) -> str:
 
 
 @pytest.mark.parametrize('prediction', ['epsilon', 'v_prediction'])
-def test_a_step_from_latents_has_the_loss_and_gradients_of_one_from_pixels(latents, shards, model_folder, prediction):
+def test_a_step_from_latents_has_the_loss_and_gradient_of_a_step_from_pixels(latents, shards, model_folder, prediction):
     losses, gradients = [], []
     for remote, from_latents in ((shards, False), (latents, True)):
         torch.manual_seed(3)
@@ -72,8 +72,8 @@ def test_a_step_from_latents_has_the_loss_and_gradients_of_one_from_pixels(laten
     assert (gradients[0] - gradients[1]).norm() < 5e-3 * gradients[0].norm()
 
 
-def test_images_that_were_added_are_encoded_and_no_others_also_where_a_shard_is_empty(tmp_path, model_folder):
-    """As Streaming's own writer leaves one before a sample that is larger than a shard."""
+def test_only_added_images_are_encoded_even_if_a_shard_is_empty(tmp_path, model_folder):
+    """Streaming's writer makes an empty shard before a sample that is larger than a shard."""
     samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(12)]
     samples[0]['jpg'] = encoded(picture(0, 512, 512), quality=100)
     images, out = tmp_path / 'images', tmp_path / 'latents'
@@ -89,8 +89,8 @@ def test_images_that_were_added_are_encoded_and_no_others_also_where_a_shard_is_
     assert captions(out) == [str(index) for index in range(12)]
 
 
-def test_latents_of_held_out_images_are_for_an_evaluation_whatever_their_folder_is_named(tmp_path, model_folder, capfd):
-    images, draw = tmp_path / 'apart', {'share': 0.1, 'seed': 17, 'side': 'held out'}
+def test_the_next_command_for_latents_of_held_out_images_is_an_evaluation(tmp_path, model_folder, capfd):
+    images, draw = tmp_path / 'images', {'share': 0.1, 'seed': 17, 'side': 'held out'}
     write_shards(images, [{'jpg': encoded(picture(0)), 'caption': 'one'}])
     (images / 'index.json').write_text(json.dumps(read_index(str(images)) | {'draw': draw}))
     encode_shards(images, tmp_path / 'latents', model_folder)
@@ -98,15 +98,15 @@ def test_latents_of_held_out_images_are_for_an_evaluation_whatever_their_folder_
     assert read_index(f'{tmp_path}/latents')['draw'] == draw
 
 
-def test_all_captions_of_an_image_are_beside_its_latents_which_are_stored_once(
+def test_all_captions_of_an_image_are_stored_next_to_a_single_copy_of_its_latents(
         tmp_path, shards, several_captions, model_folder):
     one, several = (encode_shards(remote, tmp_path / name, model_folder)['bytes_per_image']
                     for name, remote in (('one', shards), ('several', several_captions)))
     assert captions_of(tmp_path / 'several') == captions_of(several_captions)
-    assert one < several < one + 200  # bytes, of the text
+    assert one < several < one + 200  # bytes of text
 
 
-def test_a_column_called_captions_of_another_program_is_neither_trained_nor_encoded(tmp_path, model_folder):
+def test_a_captions_column_of_another_program_is_neither_trained_nor_encoded(tmp_path, model_folder):
     samples = [{'jpg': encoded(picture(index)), 'caption': str(index), 'captions': {'en': 'x'}} for index in range(4)]
     shards = write_shards(tmp_path / 'shards', samples, {'jpg': 'bytes', 'caption': 'str', 'captions': 'json'})
     encode_shards(shards, tmp_path / 'latents', model_folder)
@@ -115,10 +115,10 @@ def test_a_column_called_captions_of_another_program_is_neither_trained_nor_enco
         assert [dataset.sample(index)['captions'] for index in range(4)] == [{'caption': [str(n)]} for n in range(4)]
     index = tmp_path / 'latents/index.json'
     index.write_text(json.dumps(json.loads(index.read_text()) | {'captions': {'caption': 4}}))
-    assert captions_of(tmp_path / 'latents') == [{'caption': [str(n)]} for n in range(4)]  # nor are they stored
+    assert captions_of(tmp_path / 'latents') == [{'caption': [str(n)]} for n in range(4)]  # not stored either
 
 
-def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, capfd):
+def test_bad_samples_are_skipped_counted_and_logged(tmp_path, model_folder, capfd):
     samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(10)]
     samples[2]['jpg'], samples[9]['caption'] = b'no', ''
     shards = write_shards(tmp_path / 'shards', samples, size_limit=6000)
@@ -127,26 +127,26 @@ def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, cap
     assert captions(tmp_path / 'latents') == [str(index) for index in range(9) if index != 2]
     out = capfd.readouterr().out
     assert 'encoded         8 images, ' in out and 'stored          8 images, 4,' in out
-    assert 'too few to rely on its images/s' in out
+    assert 'too few to rely on images/s' in out
     assert f'1 image does not decode, 1 no caption; listed in {tmp_path}/latents/skipped.jsonl' in out
     lines = map(json.loads, (tmp_path / 'latents/skipped.jsonl').read_text().splitlines())
     assert [(line['key'], line['reason']) for line in lines] == [
         (2, 'image does not decode: not a known format'), (9, 'no caption')]
 
 
-def test_moments_that_float16_cannot_hold_are_an_error_that_names_the_sample(tmp_path, shards, model_folder, capfd):
+def test_moments_that_overflow_float16_are_an_error_that_names_the_sample(tmp_path, shards, model_folder, capfd):
     too_large = with_changed_vae(model_folder, tmp_path / 'model', lambda vae: vae.quant_conv.weight.mul_(1e7))
     line = refusal(capfd, encode_shards, shards, tmp_path / 'latents', too_large)
     assert 'sample 0 has moments that are not finite in float16' in line
 
 
-def test_samples_are_encoded_once_in_order_and_a_whole_out_takes_no_other_flags(latents, shards, model_folder, capfd):
+def test_samples_are_encoded_once_in_order_and_a_complete_out_refuses_other_flags(latents, shards, model_folder, capfd):
     assert captions(latents) == captions(shards)
     assert len(captions(latents)) == 24
     assert hash_of_images(read_index(latents)) == index_hash(read_index(shards))
     before = times_of(Path(latents))
     capfd.readouterr()
-    assert encode_shards(shards, latents, model_folder) is None  # and so status 0
+    assert encode_shards(shards, latents, model_folder) is None  # main() returns None, so the exit status is 0
     said, command = capfd.readouterr().out.splitlines()
     assert said == f'done already: --out {latents} holds 24 samples of this --remote'
     assert command.startswith(f'next            composer benchmark.py --remote {latents} --model_name ')
@@ -155,10 +155,10 @@ def test_samples_are_encoded_once_in_order_and_a_whole_out_takes_no_other_flags(
     assert times_of(Path(latents)) == before
 
 
-def test_random_weights_are_warned_of_and_those_of_another_seed_are_refused(tmp_path, shards, model_folder, capfd):
+def test_random_weights_give_a_warning_and_other_random_weights_are_refused(tmp_path, shards, model_folder, capfd):
     random = ['--no-pretrained', '--seed']
     encode_shards(shards, tmp_path / 'out', model_folder, *random, 1)
-    assert 'encode.py: warning: without --pretrained the VAE is random' in capfd.readouterr().err
+    assert 'encode.py: warning: without --pretrained the VAE has random weights' in capfd.readouterr().err
     assert 'out was begun with seed 1, and this command has 2' in refusal(
         capfd, encode_shards, shards, tmp_path / 'out', model_folder, *random, 2)
 
@@ -171,12 +171,12 @@ def test_latents_of_another_size_or_another_vae_are_refused(tmp_path, latents, s
                         (lambda vae: vae.encoder.conv_in.bias.add_(1), 'vae_sha256')):
         other = with_changed_vae(model_folder, tmp_path / key, change)
         assert f'latents with {key}' in refusal(capfd, benchmark.main, [*train, '--model_name', str(other)])
-    assert 'vae_sha256' in refusal(capfd, benchmark.main, train[:-1])  # random weights are no VAE's
+    assert 'vae_sha256' in refusal(capfd, benchmark.main, train[:-1])  # without --pretrained, the weights are random
     assert 'was begun with vae_sha256' in refusal(capfd, encode_shards, shards, latents, tmp_path / 'vae_sha256')
     assert 'holds latents; give the images' in refusal(capfd, encode_shards, latents, tmp_path / 'twice', model_folder)
 
 
-def test_a_training_on_latents_says_so_and_counts_what_it_ran(latents, model_folder):
+def test_a_training_on_latents_is_recorded_as_such_and_counts_no_vae_flops(latents, model_folder):
     record = benchmark.main(['--remote', latents, *TINY, '--model_name', model_folder, '--pretrained'])
     assert (record['status'], record['encoders']) == ('complete', 'text_in_loop')
     assert StableDiffusion(model_folder, 16, latents=True).vae is None
@@ -191,7 +191,7 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(graphs,
                        for flags in ([], ['--compile']))
     shard = ImageShard(read_index(shards)['shards'][0], 0, False)
     for number in (4, 3, 1, 0, 2):
-        batch = {'image': torch.randint(256, (number, 3, 16, 16), dtype=torch.uint8), 'number': range(number)}
-        for one, other in zip(plain.moments_of(batch, shard), compiled.moments_of(batch, shard), strict=True):
+        batch = {'image': torch.randint(256, (number, 3, 16, 16), dtype=torch.uint8), 'indices': range(number)}
+        for one, other in zip(plain.encode_batch(batch, shard), compiled.encode_batch(batch, shard), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-3, rtol=2e-3)
     assert len(graphs) == 1

@@ -174,8 +174,8 @@ def test_a_training_on_latents_is_evaluated_on_latents(moments, tmp_path, capfd)
 
 
 @pytest.mark.parametrize('source, flags, words', [
-    (['--remote', 'SHARDS'], ['--eval_remote', 'COPY'], 'is what the run trains on'),
-    (['--remote', 'SHARDS'], ['--eval_remote', 'LATENTS'], 'is what the run trains on'),
+    (['--remote', 'SHARDS'], ['--eval_remote', 'COPY'], 'has the same images as the training data'),
+    (['--remote', 'SHARDS'], ['--eval_remote', 'LATENTS'], 'has the same images as the training data'),
     (['--use_synth_data', '--image_size', '128'], ['--eval_remote', 'MOMENTS'], 'latents with image_size 64'),
 ])
 def test_copies_of_the_training_data_and_latents_of_another_size_are_refused(source, flags, words, shards, moments,

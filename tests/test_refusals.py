@@ -30,7 +30,7 @@ ROWS = [
     ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read (No such file or directory)'),
     ('benchmark.py', '@utf-16.txt', '@utf-16.txt is not UTF-8 text; save it as UTF-8'),
     ('benchmark.py', '@quote.txt', '@quote.txt, line 2: no closing quotation'),
-    ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'WORLD_SIZE of the environment is 4(x2), and no number'),
+    ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'variable WORLD_SIZE is 4(x2), which is not a number'),
     ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect '
      'with --lr_schedule constant'),
     ('WORLD_SIZE= LOCAL_RANK= convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a '
@@ -75,11 +75,11 @@ ROWS = [
      '--ema_start 9ba is not before the end of the run, --max_duration 9ba'),
 
     # Data
-    ('benchmark.py', f'--remote nowhere {TINY}', '--remote nowhere holds no index.json, so no whole MDS dataset; '),
+    ('benchmark.py', f'--remote nowhere {TINY}', '--remote nowhere holds no index.json, so it is not a complete MDS'),
     ('benchmark.py', f'--remote shards/index.json {TINY}', '--remote shards/index.json is a file; give the folder'),
     ('benchmark.py', f'--remote shards {TINY} --batch_size 25', 'holds 24 samples, fewer than --batch_size 25'),
-    ('benchmark.py', f'--remote shards {TINY} --cache_limit 1mb', '--cache_limit has no cache to bound'),
-    ('benchmark.py', f'--remote shards {TINY} --cache_limit 0', '--cache_limit 0 leaves no room for a shard; leave it'),
+    ('benchmark.py', f'--remote shards {TINY} --cache_limit 1mb', '--cache_limit 1mb has no cache to limit'),
+    ('benchmark.py', f'--remote shards {TINY} --cache_limit 0', '--cache_limit 0 leaves no room for a shard; omit'),
     ('convert.py', 'notes oci://bucket/a', 'OUT oci://bucket/a: only the stores s3://, gs:// and azure:// can be used; '
      'use an S3-compatible address with S3_ENDPOINT_URL'),
     ('convert.py', 'notes s3://', 'OUT s3:// names no bucket; write s3://BUCKET/folder'),
@@ -120,7 +120,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes does not exist, or holds no complete checkpoint'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts no-prompt.txt', 'no-prompt.txt holds no prompt'),
-    ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, and the training'),
+    ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, but the training'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights whole.safetensors', '--load_weights whole.safetensors is a single '
      'file, and not a model folder in the layout of diffusers; if it holds the weights of a Stable Diffusion, '
      'convert it: python -c "from diffusers import StableDiffusionPipeline as P; P.from_single_file('),

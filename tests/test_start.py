@@ -2,7 +2,9 @@
 import importlib.util
 import io
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,7 @@ from sdbench import process
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import answer_early
 from sdbench.training.run import announce_build
-from tests.runs import refusal, settings_of
+from tests.runs import ROOT, refusal, settings_of, wait_until
 
 
 def test_a_machine_without_gpu_warns_about_stable_diffusion_and_suggests_the_tiny_model(capsys, monkeypatch):
@@ -52,6 +54,26 @@ def test_without_the_environment_a_one_line_error_says_how_to_activate_it(monkey
     line = refusal(capfd, answer_early, Report, '')
     assert line.startswith('report.py: error: ')
     assert 'source .venv/bin/activate' in line
+
+
+RANK = """
+import os, signal, time
+os.environ['LOCAL_RANK'] = '0'
+signal.signal(signal.SIGTERM, lambda *_: (open('signalled', 'w').close(), os._exit(0)))
+from sdbench.process import begin
+begin()
+open('begun', 'w').close()
+time.sleep(600)
+"""
+LAUNCHER = 'import subprocess, sys; subprocess.run([sys.executable, "-c", sys.argv[1]])'
+
+
+def test_a_rank_gets_sigterm_when_its_launcher_is_killed(tmp_path):
+    launcher = subprocess.Popen([sys.executable, '-c', LAUNCHER, RANK], env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    wait_until(Path('begun').exists)
+    launcher.kill()
+    launcher.wait()
+    wait_until(Path('signalled').exists)
 
 
 @pytest.mark.parametrize('files, cores', [

@@ -1,1 +1,1 @@
-"""Datasets made in parts: reading sources, converting or encoding them, and writing the shards."""
+"""Make datasets part by part: read the sources, let workers convert or encode them, and write the shards."""

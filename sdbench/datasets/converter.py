@@ -11,10 +11,10 @@ from sdbench.datasets.tables import Columns
 from sdbench.datasets.workers import Part
 from sdbench.errors import BadSample
 from sdbench.flags.commands import Convert
-from sdbench.inputs.captions import CAPTION_COLUMNS, ONE_CAPTION, Named, to_columns
+from sdbench.inputs.captions import MDS_CAPTION_COLUMNS, ONE_CAPTION, Named, to_columns
 from sdbench.inputs.tokenizer import is_too_long
 
-SHARD_COLUMNS = {'jpg': 'bytes', **CAPTION_COLUMNS}  # MDS types by column
+SHARD_COLUMNS = {'jpg': 'bytes', **MDS_CAPTION_COLUMNS}  # MDS types by column
 
 
 def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -> None:

@@ -1,10 +1,8 @@
-"""Encode the images of shards with the VAE, in a process that keeps it from call to call."""
+"""Encode shards of images with the VAE. A worker process builds the VAE once and uses it in all its calls."""
 import functools
-import multiprocessing
 import os
 import platform
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -26,8 +24,9 @@ from sdbench.datasets.workers import Part
 from sdbench.errors import BadSample, DataError
 from sdbench.flags.commands import Encode
 from sdbench.inputs.batches import decode_sample, normalize, stack_images
-from sdbench.inputs.captions import CAPTION_COLUMNS, CAPTIONS, to_columns
+from sdbench.inputs.captions import CAPTIONS, MDS_CAPTION_COLUMNS, to_columns
 from sdbench.inputs.images import decode_image
+from sdbench.inputs.loader import begin_worker
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.stream import VerifiedStream, is_readable_in_place
 from sdbench.models.loading import build_vae, find_model
@@ -35,36 +34,28 @@ from sdbench.models.switches import compile_in_place
 
 
 class ImageShard(NamedTuple):
-    """A shard of images, of which a part is made.
+    """A shard of images, which is encoded into one part of the dataset of latents.
 
     Attributes:
-        entry: its entry in the index.json of the images.
-        first: number of its first sample among all.
-        is_counted: whether that index.json counts captions, as `from_columns` takes it.
+        entry: the shard's entry in the index.json of the images.
+        first: index of the shard's first sample in the dataset.
+        is_ours: see `from_columns`.
     """
     entry: dict
     first: int
-    is_counted: bool
+    is_ours: bool
 
     @property
     def name(self) -> str:
-        """Name of its file."""
+        """File name of the shard."""
         return self.entry['raw_data']['basename']
 
 
-def end_with_encoder(loader_worker: int) -> None:
-    """Let a loader's process end when the encoder is gone, whose child it is not where a fork server has forked it."""
-    def wait_for_its_end() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-    threading.Thread(target=wait_for_its_end, daemon=True).start()
-
-
 class Batches(Dataset):
-    """Batches of images of some shards. No other sample takes the place of a bad one.
+    """Batches of images from several shards. A bad sample is not replaced by another one.
 
-    A batch has the number of its `shard` among these, the `image` uint8 (B, 3, H, H) of the good samples, the
-    columns of their `captions`, their `number` in the shard, and (number, reason) of each `bad` one.
+    A batch has `shard`, the position of its shard in `shards`; `image` uint8 (B, 3, H, H), `captions` (MDS columns) and
+    `indices` (in the shard) of the good samples; and `bad`, the (index, reason) of each bad sample.
     """
 
     def __init__(self, readers: list[MDSReader], shards: list[ImageShard], image_size: int):
@@ -73,20 +64,20 @@ class Batches(Dataset):
         self.image_size = image_size
 
     def __getitem__(self, key: tuple[int, range]) -> dict:
-        """Return the batch of so many samples of a shard."""
-        shard, numbers = key
+        """Return the batch with these samples of this shard. `key` is (position of the shard, indices in the shard)."""
+        shard, indices = key
         reader = self.readers[shard]
-        batch = {'shard': shard, 'number': [], 'captions': [], 'bad': []}
+        batch = {'shard': shard, 'indices': [], 'captions': [], 'bad': []}
         images = []
-        for number in numbers:
+        for index in indices:
             try:
-                sample = decode_sample(reader[number], self.shards[shard].is_counted,
+                sample = decode_sample(reader[index], self.shards[shard].is_ours,
                                        partial(decode_image, image_size=self.image_size))
             except (BadSample, UnicodeDecodeError) as error:
-                batch['bad'].append((number, str(error)))
+                batch['bad'].append((index, str(error)))
                 continue
             images.append(sample['image'])
-            batch['number'].append(number)
+            batch['indices'].append(index)
             batch['captions'].append(to_columns(sample[CAPTIONS]))
         if images:
             batch['image'] = stack_images(images, self.image_size)
@@ -94,11 +85,11 @@ class Batches(Dataset):
 
 
 class Encoder:
-    """The VAE on a device, and how fast it has encoded.
+    """Encode shards with the VAE on one device, and measure the speed.
 
     Args:
-        settings: of the encoding.
-        on_gpu: it is on the GPU of this process, or else on the CPU.
+        settings: settings of encode.py.
+        on_gpu: True uses the GPU of this process, False the CPU.
     """
 
     def __init__(self, settings: Encode, on_gpu: bool):
@@ -107,7 +98,7 @@ class Encoder:
         self.device = torch.device('cuda', torch.cuda.current_device()) if on_gpu else torch.device('cpu')
         files = find_model(settings.model_name, settings.pretrained)
 
-        # the VAE as it encodes; random weights are the same on all devices
+        # Build the VAE. Seed its weights, because random weights must be the same on all devices.
         torch.manual_seed(settings.seed)
         self.vae = build_vae(files, settings.encoder_precision).to(self.device)
         if settings.channels_last:
@@ -116,17 +107,18 @@ class Encoder:
             compile_in_place([self.vae.encoder], settings.compile)
 
         self.latent_size = files.latent_size(settings.image_size)
-        self.clock = [time.perf_counter()]  # when each batch ended
-        self.encoded = [0]  # images so far, after each batch
+        self.clock = [time.perf_counter()]  # time at which each batch ended
+        self.encoded = [0]  # images encoded so far, after each batch
 
     def encode(self, output: Output, parts: list[Part], copies: str | None) -> None:
         """Encode one part after the other.
 
         Args:
-            output: where to.
-            parts: each of one ImageShard.
-            copies: folder for the shards while they are read; None: they are read in place.
+            output: dataset to write to.
+            parts: parts to encode. The source of each part is one ImageShard.
+            copies: folder for temporary copies of the shards. None: the shards are read in place.
         """
+        # Open the shards.
         settings = self.settings
         shards = [part.sources[0] for part in parts]
         entries = [shard.entry for shard in shards]
@@ -134,94 +126,100 @@ class Encoder:
         readers = [reader_from_json(stream.local, '', entry) for entry in entries]
 
         def keys_of_batches() -> Iterator[tuple[int, range]]:
-            # The shards are fetched one after the other while others are encoded. An empty one has one batch without
-            # samples, so that its part is written as well.
+            # Fetch the next shards while earlier ones are encoded. An empty shard gets one batch without samples,
+            # because its part must be written as well.
             with ThreadPoolExecutor(1) as fetcher:
                 for shard, _ in enumerate(fetcher.map(stream.prepare_shard, readers)):
                     samples = len(readers[shard])
                     for start in range(0, max(1, samples), settings.batch_size):
                         yield shard, range(start, min(start + settings.batch_size, samples))
 
+        # Encode the batches, which the loader decodes in order, shard by shard.
         loader = DataLoader(Batches(readers, shards, settings.image_size), batch_size=None, sampler=keys_of_batches(),
                             num_workers=settings.num_workers, pin_memory=self.device.type == 'cuda',
-                            worker_init_fn=end_with_encoder)
-        for number, batches in groupby(loader, itemgetter('shard')):
-            self.encode_part(output, parts[number], batches)
+                            worker_init_fn=begin_worker)
+        for position, batches in groupby(loader, itemgetter('shard')):
+            self.encode_part(output, parts[position], batches)
             if copies is not None:
-                readers[number].evict()
+                readers[position].evict()
 
     def encode_part(self, output: Output, part: Part, batches: Iterator[dict]) -> None:
-        """Encode the batches of a part's shard, and list its bad samples by their number among all."""
+        """Encode the batches of one part, write its shards, and log its bad samples by their index in the dataset."""
         [shard] = part.sources
-        columns = CAPTION_COLUMNS | {MOMENTS: f'ndarray:float16:8,{self.latent_size},{self.latent_size}'}
+        columns = MDS_CAPTION_COLUMNS | {MOMENTS: f'ndarray:float16:8,{self.latent_size},{self.latent_size}'}
         writer = PartWriter(output, part.name, columns)
         skipped = []
 
         def write(moments: list[np.ndarray], captions: list[dict]) -> None:
-            for of_image, its_captions in zip(moments, captions, strict=True):
-                writer.write({MOMENTS: of_image, **its_captions})
+            for image_moments, image_captions in zip(moments, captions, strict=True):
+                writer.write({MOMENTS: image_moments, **image_captions})
 
+        # Write each batch in a thread while the GPU encodes the next batch.
         writing = []
-        with ThreadPoolExecutor(1) as thread:  # which writes a batch while the GPU is at the next
+        with ThreadPoolExecutor(1) as thread:
             for batch in batches:
-                writing.append(thread.submit(write, self.moments_of(batch, shard), batch['captions']))
-                for number, reason in batch['bad']:
-                    skipped.append({'source': shard.name, 'key': shard.first + number, 'reason': reason})
-                self.encoded.append(self.encoded[-1] + len(batch['number']))
+                writing.append(thread.submit(write, self.encode_batch(batch, shard), batch['captions']))
+                for index, reason in batch['bad']:
+                    skipped.append({'source': shard.name, 'key': shard.first + index, 'reason': reason})
+                self.encoded.append(self.encoded[-1] + len(batch['indices']))
                 self.clock.append(time.perf_counter())
+
+        # Raise any error of the thread before the part is marked as complete.
         for written in writing:
             written.result()
         writer.finish(skipped)
 
     @torch.no_grad()
-    def moments_of(self, batch: dict, shard: ImageShard) -> list[np.ndarray]:
-        """Return the moments of each of a batch's good images, float16 (8, H/8, H/8).
+    def encode_batch(self, batch: dict, shard: ImageShard) -> list[np.ndarray]:
+        """Return the moments of each good image in a batch, float16 (8, H/8, H/8).
 
-        Raises DataError if one is not finite.
+        Raises DataError if the moments of an image are not finite.
         """
-        if not batch['number']:
+        if not batch['indices']:
             return []
+
+        # Encode. Pad the batch to its full size for a compiled encoder, which otherwise compiles again for each size.
         images = batch['image'].to(self.device, non_blocking=True)
-        if self.settings.compile:  # the encoder would be compiled again for another number of images
+        if self.settings.compile:
             missing = self.settings.batch_size - len(images)
             images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))
         images = normalize({'image': images}, self.settings.image_size)['image'].to(self.vae.dtype)
         moments = self.vae.encode(images).latent_dist.parameters.half()  # (B, 8, H/8, W/8)
-        moments = moments[:len(batch['number'])].cpu()
-        for number, of_image in zip(batch['number'], moments, strict=True):
-            if not of_image.isfinite().all():
-                raise DataError(f'sample {shard.first + number} has moments that are not finite in float16, with '
-                                f'--encoder_precision {self.settings.encoder_precision}; try another, or leave that '
-                                'image out')
+        moments = moments[:len(batch['indices'])].cpu()
+
+        # Stop at values that would make the training loss NaN.
+        for index, image_moments in zip(batch['indices'], moments, strict=True):
+            if not image_moments.isfinite().all():
+                raise DataError(f'sample {shard.first + index} has moments that are not finite in float16, with '
+                                f'--encoder_precision {self.settings.encoder_precision}; try another precision, or '
+                                'remove that image')
         return list(moments.numpy())
 
     def figures(self) -> dict:
         """Return the speed of this process so far: `measured` images in `measured_batches` and in `seconds`.
 
-        It is the speed after the warm-up, over one batch at least. A single batch counts the loader's start as well.
+        The warm-up batches are not counted, but at least one batch is. A single batch includes the loader's start.
         """
-        begun = min(self.settings.warmup_batches, len(self.clock) - 2)
-        device = None  # the name of a processor takes a second to find out
+        first = min(self.settings.warmup_batches, len(self.clock) - 2)
+        device = None  # for a CPU, because looking up its name takes a second
         if self.device.type == 'cuda':
             device = torch.cuda.get_device_name(self.device)
         return {'name': self.name, 'machine': platform.node(), 'device': device,
-                'measured': self.encoded[-1] - self.encoded[begun], 'measured_batches': len(self.clock) - 1 - begun,
-                'seconds': self.clock[-1] - self.clock[begun]}
+                'measured': self.encoded[-1] - self.encoded[first], 'measured_batches': len(self.clock) - 1 - first,
+                'seconds': self.clock[-1] - self.clock[first]}
 
 
-encoder_of_process = functools.cache(Encoder)  # built at the first call
+encoder_of_process = functools.cache(Encoder)  # a process builds it in its first call
 
 
 def encode_parts(settings: Encode, output: Output, on_gpu: bool, parts: list[Part]) -> dict:
-    """Encode shards of images: what a worker does.
+    """Encode shards of images in a worker process. Return the `figures()` of this process so far.
 
     Args:
-        settings: of the encoding.
-        output: where to.
-        on_gpu: whether this process has a GPU, or else works on the CPU.
-        parts: each of one ImageShard.
-
-    Returns the figures of this process so far.
+        settings: settings of encode.py.
+        output: dataset to write to.
+        on_gpu: True uses the GPU of this process, False the CPU.
+        parts: parts to encode. The source of each part is one ImageShard.
     """
     output.require_begun()
     encoder = encoder_of_process(settings, on_gpu)

@@ -1,7 +1,7 @@
-"""Call a function with some parts at a time, in processes of this machine or as tasks of a Ray cluster.
+"""Make the parts of a dataset in worker processes on this machine, or in tasks on a Ray cluster.
 
-Where a process of this machine dies, the parts that were in flight are made again, one at a time. Where a machine of a
-cluster is lost, Ray makes its parts again elsewhere. Machines that join a cluster later get work as well.
+If a process on this machine dies, the parts that were in progress are made again, one at a time. If a machine of a Ray
+cluster is lost, Ray makes its parts again on another machine. Machines that join the cluster later get work as well.
 """
 import logging
 import multiprocessing
@@ -10,198 +10,200 @@ import re
 import signal
 import socket
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
-from multiprocessing import connection
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import NamedTuple
 
 from sdbench import stores
-from sdbench.errors import DataError, UserError, one_line
-from sdbench.process import progress_bar
+from sdbench.errors import DataError, UserError, one_line, plural
+from sdbench.process import end_with_parent, progress_bar
 
-SECONDS_BETWEEN_LOOKS = 1.0  # at how many slots a cluster has
+SECONDS_BETWEEN_LOOKS = 1.0  # between checks of how many CPUs or GPUs the cluster has
 SECONDS_TO_CONNECT = 20
-PACKAGE = Path(__file__).parents[1]  # what the machines of a cluster need of this program: the folder sdbench
+PACKAGE = Path(__file__).parents[1]  # the folder sdbench, which is the only code that machines of a cluster need
 
 
 class Part(NamedTuple):
     """A part of a dataset."""
-    name: str  # of its folder in OUT
-    sources: list  # that it is made of, each with a `name`; what else they are the function knows that makes it
-    size: int = 0  # of what it is made of, for the progress bar
+    name: str  # name of its folder in OUT
+    sources: list  # files or shards to make it from; each has a `name`, and other attributes for the function
+    size: int = 0  # size of the sources, for the progress bar
 
 
 def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing: Iterable[Part],
-               is_done: Callable[[str], bool], unit: str, at_once: int = 1) -> list:
-    """Have all missing parts made, with a progress bar; return what the calls returned, in the order in which they end.
+               is_done: Callable[[str], bool], unit: str, parts_per_call: int = 1) -> list:
+    """Let workers make all missing parts, and show a progress bar. Return the results of the calls as they ended.
 
-    Parts that were in flight when a worker died are made again one at a time, with nothing else at work. So a part that
-    only lacked memory beside others is made, and one that kills its worker is known.
+    Parts that were in progress when a worker died are made again one at a time, while nothing else is in progress. So a
+    part that only lacked memory next to other parts is made, and a part that kills its worker is identified.
 
     Args:
-        workers: that make them.
-        parts: all parts, which the bar counts.
-        missing: those that are made, in their order.
-        is_done: tells whether the part of a name is there, which is asked where a worker has died.
-        unit: of the size of a part, as `progress_bar` takes it.
-        at_once: the most parts of a call.
+        workers: workers that make the parts.
+        parts: all parts of the dataset, which the progress bar counts.
+        missing: the parts to make, in this order.
+        is_done: returns whether the part with this name is complete; called after a worker has died.
+        unit: unit of `Part.size`, see `progress_bar`.
+        parts_per_call: the most parts that a worker gets in one call.
 
-    Raises DataError, which names its files, if a worker dies at a part that it makes alone, and what a call raised.
+    Raises DataError, which names the files, if a worker dies while it makes only one part. Raises any error of a call.
     """
     waiting = deque(missing)
-    at_work = {}  # the parts of each call
-    lost = []  # parts that were in flight when a worker died
-    answers = []
+    in_progress = {}  # call: its parts
+    lost = []  # parts that were in progress when a worker died
+    results = []
     total = sum(part.size for part in parts)
     with progress_bar(total, unit, total - sum(part.size for part in waiting)) as bar:
-        while waiting or at_work:
-            # give work to whoever has none, but not after a death: then all that is in flight ends first
+        while waiting or in_progress:
+            # Give parts to all idle workers. After a worker has died, start no more calls until all others have ended.
             slots = workers.slots()
-            while waiting and not lost and len(at_work) < slots:
-                number = min(at_once, 1 + len(waiting) // (2 * slots))  # fewer towards the end
+            while waiting and not lost and len(in_progress) < slots:
+                number = min(parts_per_call, 1 + len(waiting) // (2 * slots))  # fewer parts per call towards the end
                 given = [waiting.popleft() for _ in range(number)]
-                at_work[workers.call(given)] = given
+                in_progress[workers.call(given)] = given
 
-            # take what has ended; there may be more slots after a second
-            ended, _ = wait(at_work, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
+            # Wait for a call to end, but only for a second, because machines may have joined the cluster by then.
+            ended, _ = wait(in_progress, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
             for call in ended:
-                given = at_work.pop(call)
+                given = in_progress.pop(call)
                 if workers.is_death(call.exception()):
                     lost += [part for part in given if not is_done(part.name)]
                 else:
-                    answers.append(call.result())
+                    results.append(call.result())
                     bar.update(sum(part.size for part in given))
 
-            # make what was lost, one part at a time
-            if lost and not at_work:
-                print(f'a worker was lost; parts in flight are made again, one at a time: {len(lost)}', file=sys.stderr)
+            # Make the lost parts again, one at a time, so if a worker dies again, that part is the reason.
+            if lost and not in_progress:
+                print(f'a worker died; making the {plural(len(lost), "part")} in progress again, one at a time',
+                      file=sys.stderr)
                 for part in lost:
                     call = workers.call([part])
                     if workers.is_death(call.exception()):
-                        raise fatal_part(part)
-                    answers.append(call.result())
+                        raise fatal_part_error(part)
+                    results.append(call.result())
                     bar.update(part.size)
                 lost = []
-    return answers
+    return results
 
 
-def fatal_part(part: Part) -> DataError:
-    """Return the error for a part that has killed its worker."""
+def fatal_part_error(part: Part) -> DataError:
+    """Return the error for a part whose worker died while no other part was in progress."""
     files = part.sources[0].name
     if len(part.sources) > 1:
         files = f'one of the {len(part.sources):,} files from {files} to {part.sources[-1].name}'
-    return DataError(f'a worker was killed, or had no memory, while nothing but {files} was at work; give it more '
-                     'memory, or leave that file out')
+    return DataError(f'a worker was killed or ran out of memory while it read only {files}; give it more memory, or '
+                     'remove that file')
 
 
 class LocalWorkers(AbstractContextManager):
-    """A pool of processes of this machine, which end with this one. Where one dies, all are begun anew.
+    """A pool of processes on this machine, which end with this process. If one dies, the whole pool is started again.
 
     Args:
-        do: called with a list of parts.
-        number: of processes.
-        use_gpu: called first in each process, with the number of a GPU that no other has; None: they need none.
+        do: function that makes a list of parts.
+        number: number of processes.
+        use_gpu: function that each process calls first, with the number of its GPU, which no other process has. None:
+            the processes use no GPU.
     """
 
     def __init__(self, do: Callable, number: int, use_gpu: Callable[[int], None] | None = None):
         self.do = do
         self.number = number
         self.use_gpu = use_gpu
-        # A client of a store does not survive a fork, and CUDA not one of a process that has asked for its devices.
+        # Do not fork this process: clients of object stores do not survive a fork, and CUDA does not survive it either
+        # if this process has asked for its devices.
         self.context = multiprocessing.get_context('spawn' if use_gpu else 'forkserver')
         self.begin_pool()
 
     def begin_pool(self) -> None:
-        """Build a pool, whose processes begin as they are needed."""
-        self.worker_end, self.command_end = self.context.Pipe(duplex=False)
+        """Make a pool. Its processes start when they are needed."""
         numbers = self.context.SimpleQueue()
         for number in range(self.number):
             numbers.put(number)
-        arguments = (self.worker_end, dict(os.environ), numbers, self.use_gpu)
+        arguments = (dict(os.environ), numbers, self.use_gpu)
         self.pool = ProcessPoolExecutor(self.number, self.context, begin_process, arguments)
 
     def end_pool(self) -> None:
-        """End all processes, whatever they are at.
-
-        Where one has died the pool sends SIGTERM to the others and waits for them; but Composer's handler raises
-        SystemExit, which is taken as the answer of a call, and the process goes on.
-        """
-        self.command_end.close()
+        """Kill all processes, even in the middle of a call. `shutdown` alone would wait for the calls to end."""
+        for process in list(self.pool._processes.values()):  # Python 3.14 has pool.kill_workers()
+            process.kill()
         self.pool.shutdown(cancel_futures=True)
 
     def __exit__(self, *error) -> None:
         self.end_pool()
 
     def slots(self) -> int:
-        """Return how many calls there may be at once."""
+        """Return how many calls can be in progress at the same time."""
         return self.number
 
     def call(self, parts: list[Part]) -> Future:
-        """Give a process parts to make."""
+        """Let a process make these parts."""
         try:
             return self.pool.submit(self.do, parts)
-        except BrokenProcessPool:  # of which a process has died
+        except BrokenProcessPool:  # one of its processes died
             self.end_pool()
             self.begin_pool()
             return self.pool.submit(self.do, parts)
 
     def is_death(self, error: BaseException | None) -> bool:
-        """Tell whether a call ended because its process is gone, or had no memory for it."""
+        """Return whether a call ended because its process died or ran out of memory."""
         return isinstance(error, (BrokenProcessPool, MemoryError))
 
 
-def begin_process(alive: connection.Connection, environment: dict[str, str], numbers: SimpleQueue,
-                  use_gpu: Callable[[int], None] | None) -> None:
-    """Prepare a new process: take the environment of the command, and end when the command closes `alive` or ends."""
-    def end_with_command() -> None:
-        alive.poll(None)  # returns when nobody has the other end any more
-        os._exit(1)
+def begin_process(environment: dict[str, str], numbers: SimpleQueue, use_gpu: Callable[[int], None] | None) -> None:
+    """Prepare a new process of the pool.
 
+    Args:
+        environment: environment variables of the command. A fork server may have been started with other ones.
+        numbers: a queue with a GPU number for each process.
+        use_gpu: see LocalWorkers.
+    """
     os.environ.clear()
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's to answer
-    threading.Thread(target=end_with_command, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C
+    end_with_parent(signal.SIGKILL)
     if use_gpu:
-        # What it starts, such as a loader's processes for each call, is forked from a server that has imported all.
+        # The loader starts new workers in each call. Let them be forked from a server that has imported everything,
+        # because spawning takes seconds, and this process, which uses CUDA, must not be forked.
         multiprocessing.set_start_method('forkserver', force=True)
         use_gpu(numbers.get())
 
 
 class RayWorkers(AbstractContextManager):
-    """Tasks on a Ray cluster, one at once for each CPU, or for each GPU, of which one is waited for.
+    """Tasks on a Ray cluster, as many at the same time as it has CPUs or GPUs. Without a GPU, tasks wait for one.
 
     Args:
-        do: as for LocalWorkers.
-        address: of the cluster, as `ray.init` takes it.
-        on_gpus: whether each task has a GPU, and sees no other. Each then is a process of its own, since a process that
-            went on would keep memory of the GPU that the next task has.
+        do: function that makes a list of parts.
+        address: address of the cluster, for `ray.init`.
+        on_gpus: whether each task uses one GPU and sees no other. Each such task is a new process, because an old
+            process would keep memory on the GPU that the next task gets.
 
-    Raises UserError if there is no cluster at that address.
+    Raises UserError if no cluster answers at that address.
     """
 
     def __init__(self, do: Callable, address: str, on_gpus: bool = False):
-        os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')  # Ray reports how it is used unless it is told not to
-        # Ray makes a task again three times if its worker or machine is lost, but without end if its memory runs out.
+        os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')  # Ray sends usage statistics by default
+        # Ray repeats a task three times if its worker or machine is lost, but forever if it runs out of memory.
         os.environ.setdefault('RAY_task_oom_retries', '0')
         import ray
         self.ray = ray
 
+        # Connect to the cluster, and send it this program and the settings of object stores.
         settings = {name: os.environ[name] for name in stores.SETTINGS if name in os.environ}
         environment = {'py_modules': [str(PACKAGE)], 'env_vars': settings}
         match = re.fullmatch(r'(?:ray://)?([^/]+):(\d+)', address)
         try:
-            if match:  # Ray would call what does not listen there for many minutes; auto and the like are Ray's to find
+            if match:  # if nothing listens there, Ray would try for many minutes; other addresses, like auto, are Ray's
                 socket.create_connection((match[1], int(match[2])), SECONDS_TO_CONNECT).close()
             ray.init(address, runtime_env=environment, logging_level=logging.ERROR, log_to_driver=False)
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
             raise UserError(f'--ray {address}: no Ray cluster answers there ({one_line(error, 200)}); start one with '
                             '"ray start --head"') from None
+
+        # Define the task by the resources that it needs.
         self.on_gpus = on_gpus
         needs = {'num_gpus': 1, 'max_calls': 1} if on_gpus else {'num_cpus': 1}
         if on_gpus and 'GPU' not in ray.cluster_resources():
@@ -214,20 +216,20 @@ class RayWorkers(AbstractContextManager):
         self.ray.shutdown()
 
     def slots(self) -> int:
-        """Return how many calls there may be now: at least one, for which a cluster that grows starts a machine."""
+        """Return how many calls can be in progress now: at least one, so an autoscaling cluster starts a machine."""
         return max(1, int(self.ray.cluster_resources().get('GPU' if self.on_gpus else 'CPU', 0)))
 
     def call(self, parts: list[Part]) -> Future:
-        """Give a task parts to make."""
+        """Let a task make these parts."""
         return self.task.remote(self.do, parts).future()
 
     def is_death(self, error: BaseException | None) -> bool:
-        """Tell whether a call ended because its machine is gone, or had no memory for it.
+        """Return whether a call ended because its machine was lost or ran out of memory.
 
-        Raises what the function itself raised, and DataError if no machine can work for this program.
+        Raises the error that the function raised, and DataError if the machines cannot run this program.
         """
         if isinstance(error, self.ray.exceptions.RuntimeEnvSetupError):
-            raise DataError(f'a machine of the cluster cannot work for this program ({one_line(error)})') from None
+            raise DataError(f'a machine of the Ray cluster cannot run this program ({one_line(error)})') from None
         if isinstance(error, self.ray.exceptions.RayTaskError) and not isinstance(error.cause, MemoryError):
             raise error.cause from error
         return isinstance(error, self.ray.exceptions.RayError)

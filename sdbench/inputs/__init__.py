@@ -1,1 +1,1 @@
-"""What training reads: images, captions, shards and their cache, and each patch that Streaming needs."""
+"""Read training data: images, captions, tokens, and MDS shards with their cache, with our fixes to Streaming."""

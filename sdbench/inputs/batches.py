@@ -1,4 +1,4 @@
-"""What a batch passes through on its way from the shards to the model: its samples, the bad ones, and its scale."""
+"""Turn samples from shards into batches for the model: decode, collate, count bad samples, and scale the images."""
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -12,23 +12,24 @@ from sdbench.inputs.captions import CAPTIONS, ONE_CAPTION, from_columns
 from sdbench.inputs.images import resize
 from sdbench.inputs.shards import MOMENTS
 
-NOISE = 'noise'  # float32 (B, 8, H/8, W/8): 4 channels for the draw of the latents, and 4 to be added to them
+# An evaluation's batch also has:
+NOISE = 'noise'  # float32 (B, 8, H/8, W/8): 4 channels to sample the latents with, and 4 channels to add to the latents
 TIMESTEP = 'timestep'  # int64 (B,)
 
 
-def decode_sample(columns: Mapping, is_counted: bool, decode: Callable[[bytes], torch.Tensor]) -> dict:
+def decode_sample(columns: Mapping, is_ours: bool, decode: Callable[[bytes], torch.Tensor]) -> dict:
     """Return `image` uint8 (3, H, W) or `moments` float16 (8, H/8, H/8), the first `caption`, and all `captions`.
 
     Args:
-        columns: of the sample in its shard.
-        is_counted: as `from_columns` takes it.
-        decode: makes an image of the bytes of its file.
+        columns: MDS columns of the sample.
+        is_ours: see `from_columns`.
+        decode: decodes the bytes of an image file.
 
-    Raises UserError if the sample is bad.
+    Raises BadSample if the sample has no caption or its image does not decode.
     """
     if not columns[ONE_CAPTION].strip():
         raise BadSample('no caption')
-    captions = {ONE_CAPTION: columns[ONE_CAPTION], CAPTIONS: from_columns(columns, is_counted)}
+    captions = {ONE_CAPTION: columns[ONE_CAPTION], CAPTIONS: from_columns(columns, is_ours)}
     if MOMENTS in columns:
         return {MOMENTS: torch.from_numpy(columns[MOMENTS].copy()), **captions}
     return {'image': decode(columns['jpg']), **captions}
@@ -37,18 +38,19 @@ def decode_sample(columns: Mapping, is_counted: bool, decode: Callable[[bytes], 
 def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[str, torch.Tensor]:
     """Return a batch: `image` uint8 (B, 3, H, H) or `moments`, `caption` int64 (B, 77), and any `bad_samples`.
 
-    An evaluation's has its draws as well: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
+    An evaluation's batch also has `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
     """
-    # images or moments, and captions
     if MOMENTS in samples[0]:
         batch = {MOMENTS: torch.stack([sample[MOMENTS] for sample in samples])}
     else:
         batch = {'image': stack_images([sample['image'] for sample in samples], image_size)}
-    tokenizer.encode_special_tokens = True  # else "!" is padding: pickling loses it, as for a loader's process on macOS
+
+    # Tokenize "!" as a word, not as padding. Set this here because pickling a tokenizer for a loader worker loses it.
+    tokenizer.encode_special_tokens = True
     captions = tokenizer.encode_batch([sample['caption'] for sample in samples])
     batch['caption'] = torch.tensor([caption.ids for caption in captions])
 
-    # what an evaluation has drawn, and the samples that others stand in for
+    # Pass on the noise and timesteps of an evaluation, and which samples were bad and were replaced.
     for name in (NOISE, TIMESTEP):
         if name in samples[0]:
             batch[name] = torch.stack([sample[name] for sample in samples])
@@ -59,53 +61,52 @@ def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[
 
 
 def stack_images(images: list[torch.Tensor], image_size: int) -> torch.Tensor:
-    """Stack images into uint8 (B, 3, H, H). H is their size if all have the same; else all become `image_size`."""
+    """Stack images into uint8 (B, 3, H, H). If their sizes differ, all are resized to `image_size` first."""
     if len({image.shape for image in images}) > 1:
         images = [resize(image, image_size) for image in images]
-    # decoders lay pixels out as (H, W, 3): copying them in that order is 6 times as fast as turning them here
+    # Stack in the memory layout of the decoders, (H, W, 3), which copies 6 times as fast as converting the layout here.
     return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
 
 
 def bad_sample_line(index: int, reason: str) -> str:
-    return f'bad sample {index} is left out: {reason}'
+    return f'bad sample {index} is skipped: {reason}'
 
 
 class BadSamples:
-    """Names each bad sample once, and ends the run where too many are bad.
+    """Print each bad sample once, and end the run if too many samples are bad.
 
-    By chance more than the limit can be bad among few samples: up to three standard deviations more are accepted.
+    Among few samples, more than the limit can be bad by chance, so up to three standard deviations more are accepted.
 
     Args:
-        limit: the share of samples that may be bad.
+        limit: fraction of samples that may be bad.
     """
 
     def __init__(self, limit: float):
         self.limit = limit
-        self.read = 0  # samples so far
-        self.found: set[int] = set()  # the bad ones
+        self.samples_read = 0
+        self.found: set[int] = set()  # indices of the bad samples so far
 
     def __call__(self, batch: dict) -> dict:
         """Return the batch without its `bad_samples`. Raises DataError if too many are bad."""
-        self.read += len(batch['caption'])
+        self.samples_read += len(batch['caption'])
         for index, reason in batch.pop('bad_samples', ()):
             if index not in self.found:
                 self.found.add(index)
                 print(bad_sample_line(index, reason), file=sys.stderr)
-        expected = self.limit * self.read
+        expected = self.limit * self.samples_read
         if len(self.found) > math.ceil(expected + 3 * math.sqrt(expected)):
-            raise DataError(f'{len(self.found):,} of {self.read:,} samples are bad, more than --max_bad_samples '
-                            f'{self.limit:g} of them; mend the data or raise it')
+            raise DataError(f'{len(self.found):,} of {self.samples_read:,} samples are bad, more than the fraction '
+                            f'--max_bad_samples {self.limit:g}; fix the data or raise the flag')
         return batch
 
 
 def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> dict[str, torch.Tensor]:
-    """Bring a batch's images as stored, uint8 (B, 3, H, H), to float32 (B, 3, image_size, image_size) in [-1, 1].
+    """Scale a batch's stored images, uint8 (B, 3, H, H), to float32 (B, 3, image_size, image_size) in [-1, 1].
 
-    Without `image_size` they keep their size. Images that are floats are in [-1, 1] already, and stay so. A batch of
-    moments stays as it is. All stay on their device.
+    Without `image_size`, images keep their size. Float images are taken to be in [-1, 1] already and are only resized.
+    A batch of moments is returned unchanged. Everything stays on its device.
 
-    Raises UserError if the images are whole numbers of another type, so that nothing says what is black and what is
-    white.
+    Raises UserError if the images are integers of another type, because their range of values is unknown.
     """
     if 'image' not in batch:
         return batch

@@ -1,18 +1,18 @@
-"""The captions of an image in MDS shards: which it has, by name, and which of them a training draws."""
+"""Store the captions of an image in MDS columns, read them again, and choose one of them for training."""
 import random
 from collections.abc import Iterable, Mapping
 
 from sdbench.errors import UserError
 
-ONE_CAPTION = 'caption'  # the column of the first caption of an image, and what captions without a name are called
-CAPTIONS = 'captions'  # the column of all by their names, and in index.json how many there are of each name
-CAPTION_COLUMNS = {ONE_CAPTION: 'str', CAPTIONS: 'json'}
+ONE_CAPTION = 'caption'  # column with the first caption of an image, and the name of captions that have no other name
+CAPTIONS = 'captions'  # column with all captions by name, and the key in index.json that counts the captions by name
+MDS_CAPTION_COLUMNS = {ONE_CAPTION: 'str', CAPTIONS: 'json'}
 
-Named = dict[str, list[str]]  # the captions of an image, by name
+Named = dict[str, list[str]]  # the captions of an image, by name: {'short': ['a cat'], 'long': [...]}
 
 
 def to_columns(captions: Named) -> dict:
-    """Return the columns of an image's captions. One alone is not written twice."""
+    """Return the MDS columns for an image's captions. A single caption without a name is stored only once."""
     captions = {name: texts for name, texts in captions.items() if texts}
     [first, *_] = [text for texts in captions.values() for text in texts]
     if captions == {ONE_CAPTION: [first]}:
@@ -20,47 +20,57 @@ def to_columns(captions: Named) -> dict:
     return {ONE_CAPTION: first, CAPTIONS: captions}
 
 
-def from_columns(columns: Mapping, is_counted: bool) -> Named:
-    """Return the captions of an image.
+def from_columns(columns: Mapping, is_ours: bool) -> Named:
+    """Return the captions of an image, by name.
 
     Args:
-        columns: of its sample.
-        is_counted: whether index.json counts the captions in the column of all, as only our converter writes it. A
-            column of that name in shards from another program may hold anything, so it is ignored.
+        columns: MDS columns of the sample.
+        is_ours: whether index.json has the key CAPTIONS, which only our converter writes. In shards of another program
+            a column named `captions` may hold anything, so it is ignored.
     """
-    if is_counted and columns.get(CAPTIONS):
+    if is_ours and columns.get(CAPTIONS):
         return columns[CAPTIONS]
     return {ONE_CAPTION: [columns[ONE_CAPTION]]}
 
 
 def require_names(wanted: Iterable[str], index: dict, flag: str, data: str) -> None:
-    """Raise UserError, by a flag, if by its index.json a dataset has no captions of the names that are wanted."""
+    """Raise UserError, which names the flag, if a dataset has no captions with one of the wanted names.
+
+    Args:
+        wanted: names of captions that the flag asks for.
+        index: index.json of the dataset.
+        flag: flag that gave the names.
+        data: name of the dataset, for the error.
+    """
     names = index.get(CAPTIONS, [ONE_CAPTION])
     for name in wanted:
         if name not in names:
             raise UserError(f'{flag} {name}: {data} has no captions of that name; it has {", ".join(names)}')
 
 
-def draw_caption(captions: Named, weights: Mapping[str, float], seed: int, epoch: int, number: int) -> str:
-    """Draw a caption of an image, by seed, epoch and number of the sample alone.
+def choose_caption(captions: Named, weights: Mapping[str, float], seed: int, epoch: int, index: int) -> str:
+    """Choose one of an image's captions at random.
 
-    So a resumed run draws the same, and so do other numbers of ranks and of processes that decode.
+    The choice depends only on the seed, the epoch and the sample. Therefore a resumed run chooses the same captions,
+    and so does a run with another number of ranks or loader workers.
 
     Args:
-        captions: of the image.
-        weights: of each name, shared by the captions of that name. Without any, and where the image has no caption of
-            a name with a weight, each of its captions has the same chance.
-        seed: of the run.
-        epoch: counted from 0.
-        number: of the sample in the dataset.
+        captions: captions of the image, by name.
+        weights: weight of each name, divided equally among the captions with that name. Every caption has the same
+            chance if there are no weights, or if none of the image's captions has a weight.
+        seed: seed of the run.
+        epoch: epoch, counted from 0.
+        index: index of the sample in the dataset.
     """
+    # Give each caption its part of the weight of its name.
     texts = []
     chances = []
-    for name, of_name in captions.items():
-        for text in of_name:
+    for name, texts_with_name in captions.items():
+        for text in texts_with_name:
             texts.append(text)
-            chances.append(weights.get(name, 0) / len(of_name))
+            chances.append(weights.get(name, 0) / len(texts_with_name))
     if not any(chances):
-        chances = None
-    [drawn] = random.Random(f'{seed} {epoch} {number}').choices(texts, chances)
-    return drawn
+        chances = None  # equal chances
+
+    [caption] = random.Random(f'{seed} {epoch} {index}').choices(texts, chances)
+    return caption

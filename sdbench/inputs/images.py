@@ -14,20 +14,21 @@ from PIL import ExifTags, Image, ImageCms, ImageOps, PngImagePlugin, TiffImagePl
 
 from sdbench.errors import BadSample, is_out_of_memory
 
-# Some others are decoded in Python, minutes for a few hundred bytes (DDS), or run a program (EPS: Ghostscript).
+# Pillow's other formats are not safe for unknown files: DDS is decoded in Python and can take minutes for a few hundred
+# bytes, and EPS runs a program (Ghostscript).
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
-DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
-FLOAT_BITS = (8, 16, 32)  # of whole numbers that are stored as floats
-MOST_FRAMES = 10  # of an animation that are looked at for one that is not wholly transparent
-SRGB_TOLERANCE = 2  # of 255, within which a colour profile counts as sRGB: the many profiles of sRGB differ by rounding
+DEEP_MODES = ('I', 'F')  # first letters of Pillow's modes for more than 8 bits
+FLOAT_BITS = (8, 16, 32)  # bit depths of integers that are stored as floats
+MOST_FRAMES = 10  # frames of an animation that are searched for one that is not fully transparent
+SRGB_TOLERANCE = 2  # of 255: a profile that changes colours by at most this counts as sRGB, whose profiles are rounded
 
-# Of a profile of colours and of a text in a PNG. With Pillow's limit, 1 MiB, an image with more would not be read.
+# Accept colour profiles and texts of any length in a PNG. Pillow's default limit of 1 MiB rejects the whole image.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 
 @functools.cache
 def formats() -> tuple[str, ...]:
-    """Return the formats that are decoded, by Pillow's names: FORMATS, and HEIF where pillow-heif is installed."""
+    """Return the names that Pillow uses for the decoded formats: FORMATS, and HEIF if pillow-heif is installed."""
     with contextlib.suppress(ImportError):
         from pillow_heif import register_heif_opener
         register_heif_opener()
@@ -36,11 +37,13 @@ def formats() -> tuple[str, ...]:
 
 
 def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
-    """Decode the centre square of an image in one of `formats()`: uint8 (3, H, H), upright and in sRGB.
+    """Decode an image in one of `formats()`, and crop it to its centre square: uint8 (3, H, H), upright and in sRGB.
 
     Args:
-        data: the encoded image. Raises BadSample if it does not decode.
-        image_size: a larger square is reduced to this many pixels a side (antialiased); None leaves the size.
+        data: bytes of the image file.
+        image_size: height and width in pixels to which a larger square is reduced (antialiased); None keeps its size.
+
+    Raises BadSample if the image does not decode.
     """
     image = decode_whole_image(data, image_size)  # (3, H, W)
     height, width = image.shape[-2:]
@@ -53,17 +56,18 @@ def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
 
 
 def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
-    """Decode an image in one of `formats()`: uint8 (3, H, W), upright and in sRGB, transparent parts on white.
+    """Decode an image in one of `formats()`: uint8 (3, H, W), upright and in sRGB, with transparent parts in white.
 
     Args:
-        data: the encoded image. Raises BadSample if it does not decode, or has more pixels than Pillow reads, which
-            is 179 million unless a program sets PIL.Image.MAX_IMAGE_PIXELS, and MemoryError if there is no memory for
-            it at the moment.
-        image_size: a much larger image may be decoded smaller, with no side shorter than this.
+        data: bytes of the image file.
+        image_size: a much larger image may be decoded at a reduced size, with no side shorter than this many pixels.
+
+    Raises BadSample if the image does not decode or has more pixels than Pillow accepts: 179 million, unless a program
+    sets PIL.Image.MAX_IMAGE_PIXELS. Raises MemoryError if there is not enough memory at the moment.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # such as Pillow's of palettes, and of half as many pixels as it reads
+            warnings.simplefilter('ignore')  # Pillow warns about palettes, and from half of its pixel limit on
             with Image.open(io.BytesIO(data), formats=formats()) as image:
                 return decode_pixels(image, data, image_size)
     except UnidentifiedImageError:
@@ -71,51 +75,54 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
     except Image.DecompressionBombError as error:
         pixels, most = (int(number) / 1e6 for number in re.findall('[0-9]+', str(error)))
         raise BadSample(f'image is too large: {pixels:,.0f} megapixels, and at most {most:,.0f} are read; reduce it, '
-                        'as a training would in every epoch') from None
+                        'because training would reduce it again in every epoch') from None
     except MemoryError:
         raise  # the image may be good
-    except Exception as error:  # damaged bytes make Pillow raise nearly anything
-        if isinstance(error, RuntimeError) and is_out_of_memory(error):  # of torch's own decoder
+    except Exception as error:  # Pillow raises many types of errors for damaged bytes
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):  # raised by torchvision's decoder
             raise MemoryError(str(error)) from None
         raise BadSample(f'image does not decode: {error or type(error).__name__}'.splitlines()[0]) from None
 
 
 def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> torch.Tensor:
-    """Decode an opened image into uint8 (3, H, W), with torchvision where it is a plain JPEG, else with Pillow."""
-    # Pillow reads the colour profile with the header, before it decodes any pixel.
+    """Decode an opened image into uint8 (3, H, W): with torchvision if it is a plain JPEG, else with Pillow."""
+    # Read the colour profile, which is in the header, so no pixels are decoded yet.
     to_srgb = None
     if 'icc_profile' in image.info:
         to_srgb = srgb_transform(image.info['icc_profile'], image.mode)
 
-    # torchvision's decoder is faster. It neither converts colours nor turns by all metadata that Pillow turns by, so it
-    # only gets upright images in sRGB.
+    # Use torchvision for most images, because its decoder is faster. It ignores colour profiles and some of the
+    # orientation metadata, so it only gets upright images in sRGB.
     much_larger = image_size is not None and min(image.size) >= 2 * image_size
     is_plain = image.format == 'JPEG' and image.mode in ('L', 'RGB') and to_srgb is None
     if is_plain and not much_larger and is_upright(image):
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB)
 
-    # all that is in the file; a TIFF is turned upright by that
+    # Decode with Pillow, which also rotates a TIFF upright. Choose a frame of an animation.
     if much_larger:
-        image.draft(None, (image_size, image_size))  # JPEG decodes straight to 1/2, 1/4 or 1/8; others ignore it
+        image.draft(None, (image_size, image_size))  # JPEG decodes directly to 1/2, 1/4 or 1/8; other formats ignore it
     image.load()
     if image.has_transparency_data and getattr(image, 'is_animated', False):
         seek_visible_frame(image)
 
-    # upright, unless its EXIF is odd, which Pillow rewrites after it has rotated the image
+    # Rotate the image upright by its EXIF. Afterwards Pillow rewrites the EXIF, which fails if the EXIF is unusual.
     try:
         ImageOps.exif_transpose(image, in_place=True)
     except MemoryError:
         raise
-    except Exception:  # of many kinds
+    except Exception:  # many types of errors
         pass
 
-    # 8 bits, on white, sRGB; of 48 bits a PNG names the transparent colour by 16 each, and Pillow keeps the upper 8
+    # Reduce to 8 bits per channel. In a PNG with 16 bits per channel the transparent colour also has 16 bits, but
+    # Pillow reduces only the pixels to 8 bits.
     if image.mode[0] in DEEP_MODES:
         image = to_eight_bits(image)
     transparent = image.info.get('transparency')
     if isinstance(transparent, tuple) and max(transparent) > 255:
         image.info['transparency'] = tuple(value >> 8 for value in transparent)
+
+    # Put transparent parts on white, then convert to sRGB, because a profile does not know about transparency.
     if image.has_transparency_data:
         image = image.convert('RGBA')
         image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image)
@@ -125,18 +132,19 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (3, H, W)
 
 
-@functools.lru_cache(16)  # building a transform takes 30 ms, and the images of a dataset share a few profiles
+@functools.lru_cache(16)  # building a transform takes 30 ms, and the images in a dataset share a few profiles
 def srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """Return the transform from an embedded colour profile (ICC) to sRGB, which takes images of its `input_mode`.
+    """Return the transform from an embedded colour profile (ICC) to sRGB. It takes images in its `input_mode`.
 
-    Return None if the pixels can stay as they are: the profile is sRGB, or it is broken or of another colour space than
-    the image, and viewers ignore it too. A profile counts as sRGB if it hardly changes random colours, because names do
-    not tell: many profiles of sRGB are called otherwise, such as c2.
+    Return None if no conversion is needed: the profile is sRGB, or it is broken or belongs to another colour space than
+    the image, and image viewers then ignore it, too. A profile counts as sRGB if it hardly changes random colours.
+    Names are no help, because many sRGB profiles have another name, such as c2.
 
     Args:
-        profile: as it is embedded in the image.
+        profile: bytes of the profile in the image file.
         mode: Pillow's mode of the image.
     """
+    # Read the profile, and ignore it unless its colour space fits the image.
     spaces = ['RGB']
     if mode == 'CMYK':
         spaces = ['CMYK']
@@ -151,9 +159,10 @@ def srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransfo
         transform = ImageCms.buildTransform(source, ImageCms.createProfile('sRGB'), input_mode, 'RGB')
     except MemoryError:
         raise
-    except Exception:  # a damaged profile raises nearly anything
+    except Exception:  # damaged profiles raise many types of errors
         return None
 
+    # Convert random colours to see whether the profile differs from sRGB.
     values = random.Random(0).randbytes(64 * 64 * Image.getmodebands(input_mode))
     colours = Image.frombytes(input_mode, (64, 64), values)
     unconverted = np.asarray(colours.convert('RGB')).astype(int)
@@ -162,20 +171,20 @@ def srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransfo
 
 
 def to_eight_bits(image: Image.Image) -> Image.Image:
-    """Scale a grey image of more than 8 bits to 8 bits. Pillow's own conversion would make 255 and more white.
+    """Scale a grey image with more than 8 bits to 8 bits. Pillow's own conversion would clip all values above 255.
 
     Integers are taken as 16 bits, the depth of PNG, PPM, JPEG 2000 and nearly every TIFF, and as 31 or 32 bits if a
-    value is larger. The scale is that of the depth, not of the brightest pixel, so that a dark image stays dark. Floats
-    up to 1 are taken as brightness, and larger ones as integers of the fewest of FLOAT_BITS that hold the largest
-    value.
+    value is larger. The scale follows from the bit depth, not from the brightest pixel, because a dark image must stay
+    dark. Floats up to 1 are taken as brightness. Larger floats are taken as integers with the first of FLOAT_BITS that
+    holds the largest value.
     """
-    # Pillow reads the unsigned 32 bits of a TIFF with a sign
+    # Read the pixels. Pillow reads unsigned 32-bit integers in a TIFF as signed ones, so correct that.
     tags = getattr(image, 'tag_v2', {})
     values = np.asarray(image)  # (H, W)
     if tags.get(TiffImagePlugin.BITSPERSAMPLE) == (32,) and tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,)) == (1,):
         values = values.view(np.uint32)
 
-    # the depth
+    # Find the number of brightness levels from the bit depth, and scale to 256 levels.
     values = np.nan_to_num(values.astype(np.float64), posinf=0, neginf=0)
     largest = values.max()
     if image.mode == 'F' and largest <= 1:
@@ -186,7 +195,8 @@ def to_eight_bits(image: Image.Image) -> Image.Image:
         end = next((2 ** bits for bits in depths if largest < 2 ** bits), largest)
     grey = (values * (256 / end)).clip(0, 255).astype(np.uint8)
 
-    # what Pillow does only to 8 bits: a TIFF may count from white to black, and a PNG may have a transparent grey
+    # Handle two cases that Pillow handles only in 8-bit images: a TIFF that stores white as 0, and a PNG with a
+    # transparent grey value.
     if tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
         grey = 255 - grey
     if 'transparency' in image.info:
@@ -195,17 +205,17 @@ def to_eight_bits(image: Image.Image) -> Image.Image:
 
 
 def is_upright(image: Image.Image) -> bool:
-    """Tell whether neither EXIF nor XMP says that an image is to be turned, or what they say cannot be read."""
+    """Return whether an image needs no rotation by its EXIF or XMP. Unreadable EXIF counts as no rotation."""
     try:
         return image.getexif().get(ExifTags.Base.Orientation, 1) == 1
     except MemoryError:
         raise
-    except Exception:  # of odd EXIF
+    except Exception:  # unusual EXIF raises many types of errors
         return True
 
 
 def seek_visible_frame(image: Image.Image) -> None:
-    """Go to the first frame of an animation that is not wholly transparent: many begin with an empty one."""
+    """Go to the first frame of an animation that is not fully transparent, because many begin with an empty frame."""
     for number in range(MOST_FRAMES):
         try:
             image.seek(number)

@@ -1,4 +1,6 @@
-"""Data loaders that measure how long the training waits for batches, and how many batches lie in their queues."""
+"""Data loaders that measure how long training waits for batches and how many batches are prefetched; their workers."""
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import RawArray
@@ -6,20 +8,32 @@ from multiprocessing import RawArray
 from streaming import StreamingDataLoader
 from torch.utils.data import DataLoader, get_worker_info
 
-BATCHES_PER_WORKER = 2  # that each worker prepares ahead: torch's default prefetch_factor
+from sdbench.process import end_with_parent
+
+BATCHES_PER_WORKER = 2  # batches that each worker prefetches: torch's default prefetch_factor
+
+
+def begin_worker(worker: int) -> None:
+    """Protect a loader's worker process from Ctrl-C, and let it end with its parent. Use it as `worker_init_fn`."""
+    # Leave the process group of the run. Otherwise Ctrl-C kills the workers, and the run fails before it can save a
+    # checkpoint.
+    os.setpgrp()
+
+    # If all ranks of a run are killed at the start of an epoch, Streaming's workers wait for one another forever.
+    end_with_parent(signal.SIGKILL)
 
 
 class CountedCollate:
     """A collate function that counts the batches that each worker of a loader has made.
 
     Args:
-        collate: makes a batch of a list of samples.
-        num_workers: worker processes of the loader.
+        collate: turns a list of samples into a batch.
+        num_workers: number of worker processes of the loader.
     """
 
     def __init__(self, collate: Callable[[list], dict], num_workers: int):
         self.collate = collate
-        self.made = RawArray('q', max(1, num_workers))  # a slot for each: a killed worker could hold a lock forever
+        self.made = RawArray('q', max(1, num_workers))  # one per worker: a killed worker could hold a lock forever
 
     def __call__(self, samples: list) -> dict:
         batch = self.collate(samples)
@@ -30,7 +44,7 @@ class CountedCollate:
 
 
 class TimedIteration:
-    """A mixin that times the `next` of a DataLoader alone, without what Composer does around it."""
+    """A mixin that times only `next` of a DataLoader, without the work that Composer does around it."""
     _seconds_waited = 0.0
     _batches_taken = 0
 
@@ -45,7 +59,7 @@ class TimedIteration:
             finally:
                 self._seconds_waited += time.perf_counter() - start
             self._batches_taken += 1
-            yield batch  # the training's own time, which is not counted
+            yield batch  # the time until the next batch is requested belongs to training, so it is not counted
             start = time.perf_counter()
 
     def seconds_waited(self) -> float:
@@ -56,20 +70,20 @@ class TimedIteration:
 
     @property
     def queue_length(self) -> int:
-        """Number of batches that the workers prepare ahead, when the queue is full."""
+        """Number of prefetched batches when the queue is full."""
         return self.num_workers * BATCHES_PER_WORKER
 
     @property
     def queued_batches(self) -> int:
-        """Number of batches in the queue, ready to be taken; 0 without workers."""
+        """Number of batches that are prefetched now; 0 without workers."""
         if self.num_workers == 0:
             return 0
         return sum(self.collate_fn.made) - self._batches_taken
 
 
 class TimedDataLoader(TimedIteration, DataLoader):
-    """torch's own loader, timed."""
+    """torch's DataLoader, timed."""
 
 
 class TimedStreamingDataLoader(TimedIteration, StreamingDataLoader):
-    """Streaming's loader, timed; its `collate_fn` is a CountedCollate."""
+    """Streaming's DataLoader, timed. Its `collate_fn` must be a CountedCollate."""

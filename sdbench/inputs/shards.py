@@ -1,4 +1,4 @@
-"""Read the index.json of a dataset of MDS shards, and refuse what cannot be trusted."""
+"""Read the index.json of a dataset of MDS shards, and refuse datasets that would run code or write outside a folder."""
 import hashlib
 import json
 import os
@@ -11,27 +11,31 @@ from sdbench.errors import UserError, one_line
 from sdbench.paths import INDEX, is_url
 from sdbench.stores import download
 
-MOMENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
-IMAGES_HASH = 'images_sha256'  # among the facts of latents in their index.json: `index_hash` of the images
-DRAW = 'draw'  # in the index.json of each side of convert.py --held_out: its `share`, `seed`, `conversion` and `side`
+MOMENTS = 'moments'  # column in encode.py's shards and key in a batch: mean and log variance, float16 (8, H/8, W/8)
+IMAGES_HASH = 'images_sha256'  # key in `latents` of index.json: `index_hash` of the images that were encoded
+# Key in the index.json of both datasets that convert.py --held_out writes: `share`, `seed`, `conversion` and `side`.
+DRAW = 'draw'
 HELD_OUT_SIDE = 'held out'
-MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any format in inputs.images; other columns are ignored
-LATENT_COLUMNS = {'caption': 'str'}  # and MOMENTS, whose type has the size in it
+MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # `jpg` has any format of inputs/images.py; other columns are ignored
+LATENT_COLUMNS = {'caption': 'str'}  # and MOMENTS, whose MDS type contains the size
 
 
 def read_index(remote: str, flag: str = '--remote') -> dict:
-    """Read the index.json of a dataset of MDS shards, in a folder or a store.
+    """Read and check the index.json of a dataset of MDS shards, in a folder or an object store.
 
-    Raises UserError, by the `flag` that the dataset was given by, if there is none that can be read and trusted, or a
-    shard lacks a column.
+    Args:
+        remote: folder or address of the dataset.
+        flag: flag that gave the dataset, for errors.
+
+    Raises UserError if the index.json cannot be read or trusted, or if a shard lacks a column.
     """
     label = f'{flag} {remote}'
 
-    # the file
+    # Explain a common mistake, the path of the file instead of its folder, before a confusing "not a directory".
     if os.path.isfile(remote) or os.path.basename(remote) == INDEX:
         raise UserError(f'{label} is a file; give the folder that holds {INDEX} and the shards')
 
-    # its content
+    # Get the content of the file.
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(remote, INDEX)
@@ -40,63 +44,71 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
                 download(os.path.join(remote, INDEX), str(path), label)
             content = path.read_bytes()
     except FileNotFoundError:
-        raise UserError(f'{label} holds no {INDEX}, so no whole MDS dataset; check the name, or make one: '
-                        'convert.py and encode.py write that file last') from None
+        raise UserError(f'{label} holds no {INDEX}, so it is not a complete MDS dataset; check the name, or make the '
+                        'dataset: convert.py and encode.py write that file last') from None
     except OSError as error:
         raise UserError(one_line(error) if is_url(remote) else f'{label} cannot be read ({error.strerror})') from None
 
-    # what it says of each shard
+    # Check the entry of each shard. An error of these types means that the structure is not ours.
     try:
         index = json.loads(content)
         for shard in index['shards']:
             check_shard(shard, 'latents' in index, label)
         hash_of_images(index)
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError):
-        raise UserError(f'{label} has an {INDEX} that is not one of convert.py or encode.py; make the data again'
+        raise UserError(f'{label} has an {INDEX} that is not one of convert.py or encode.py; make the dataset again'
                           ) from None
     return index
 
 
 def number_of_samples(index: dict) -> int:
-    """Count the samples of a dataset by its index.json."""
+    """Return the number of samples in a dataset, from its index.json."""
     return sum(shard['samples'] for shard in index['shards'])
 
 
 def read_image_index(remote: str, flag: str = '--remote') -> dict:
-    """Read the index.json of a dataset of images. Raises UserError if there is none, or the dataset is of latents."""
+    """Read the index.json of a dataset of images. Raises UserError if it cannot be read, or if the data are latents."""
     index = read_index(remote, flag)
     if 'latents' in index:
-        raise UserError(f'{flag} {remote} holds latents; give the images that they were made of')
+        raise UserError(f'{flag} {remote} holds latents; give the images that were encoded')
     return index
 
 
 def index_hash(index: dict) -> str:
-    """Return a SHA-256 of what an index.json says, in hex, which tells a dataset from one that was made again."""
+    """Return the SHA-256 of an index.json's content, in hex. It changes when a dataset is made again."""
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def hash_of_images(index: dict) -> str:
-    """Return the `index_hash` of the images of a dataset; of latents, that of those that they were made of."""
+    """Return the `index_hash` of a dataset of images. For latents, return the hash of the images that were encoded."""
     if 'latents' in index:
         return index['latents'][IMAGES_HASH]
     return index_hash(index)
 
 
 def are_two_sides(draw: dict | None, other: dict | None) -> bool:
-    """Tell whether two datasets, by what their index.json says of a DRAW, are the two sides of one conversion.
+    """Return whether two datasets are the training side and the held-out side of the same conversion.
 
-    The sides of two conversions can have a picture in common, although share and seed are the same: at another size it
-    has other bytes, and the draw is by the bytes.
+    Two conversions can put the same picture on different sides, even with the same fraction and seed, because the side
+    depends on the bytes of the image file, and these differ if the picture has another size.
+
+    Args:
+        draw: value of DRAW in the index.json of one dataset; None if it has no such key.
+        other: the same for the other dataset.
     """
-    if not draw or not other or 'conversion' not in draw:  # older versions did not write it
+    if not draw or not other or 'conversion' not in draw:  # older versions did not write `conversion`
         return False
     return draw['conversion'] == other.get('conversion') and draw['side'] != other['side']
 
 
 def check_shard(shard: dict, latents: bool, label: str) -> None:
-    """Raise UserError if an entry of an index is no MDS of images, or of latents, and captions, or would do harm."""
-    # nothing that is written outside its folder, or run as code
-    if shard['format'] != 'mds':  # others name more files, which a small cache would remove
+    """Check the entry of a shard in index.json.
+
+    Raises UserError if the shard is not MDS, would be written outside its folder, would run code, or lacks a column.
+    """
+    # Refuse entries that could write outside the cache or run code. Formats other than MDS have more files per shard.
+    # Their names are not checked here, and a small cache would delete these files.
+    if shard['format'] != 'mds':
         raise UserError(f'{label} has a shard of format {shard["format"]}, which is not read; convert the data again')
     for file in (shard['raw_data'], shard['zip_data']):
         name = PurePosixPath(file['basename'] if file else '')
@@ -107,7 +119,7 @@ def check_shard(shard: dict, latents: bool, label: str) -> None:
         if not is_mds_encoding_safe(encoding):
             raise UserError(f'{label} has a column {name} of type {encoding}, which can run code; do not use it')
 
-    # the columns that a training reads
+    # Require the columns that training reads.
     columns = dict(columns)
     needed = MDS_COLUMNS
     if latents:
@@ -120,7 +132,14 @@ def check_shard(shard: dict, latents: bool, label: str) -> None:
 
 
 def require_same_origin(remote: str, index: dict, origin: dict, flag: str = '--remote') -> None:
-    """Raise UserError if the latents of `index` are not of the size and VAE that `origin` names (models.latents)."""
+    """Raise UserError if latents were not encoded at the image size and with the VAE of this run.
+
+    Args:
+        remote: dataset of latents.
+        index: index.json of the dataset.
+        origin: image size and VAE of this run, from `ModelFiles.origin_of_latents`.
+        flag: flag that gave the dataset, for errors.
+    """
     for key, ours in origin.items():
         theirs = index['latents'].get(key)
         if theirs != ours:

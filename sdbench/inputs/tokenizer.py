@@ -1,4 +1,4 @@
-"""Tokenize captions into 77 token ids each, with CLIP's vocabulary or another tokenizer's."""
+"""Tokenize captions into 77 token ids, with CLIP's vocabulary or with another tokenizer."""
 import functools
 import gzip
 import hashlib
@@ -13,23 +13,23 @@ from tokenizers.models import BPE
 from sdbench.errors import UserError
 from sdbench.hub import find_or_download
 
-CAPTION_LENGTH = 77  # tokens: the text encoder's positions
-CLIP_VOCABULARY = 49408  # token ids
-WORDS_IN_A_CAPTION = 20  # of those that `hash_of_ids` makes of a vocabulary
+CAPTION_LENGTH = 77  # tokens in a caption: the number of positions in the text encoder
+CLIP_VOCABULARY = 49408  # number of token ids
+WORDS_PER_CAPTION = 20  # in the captions that `hash_of_ids` makes from a vocabulary
 # `hash_of_ids` of CLIP's own vocabulary, which takes two seconds to compute
 CLIP_HASH = '39e11d223720cd722d1d0ab6b6585986bf6ed3b695bd943ca49430a10f3e8d9b'
 
 
 def build_tokenizer(name: str | None = None) -> Tokenizer:
-    """Build a tokenizer that pads or cuts each caption to 77 tokens: `encode_batch(captions)`.
+    """Build a tokenizer whose `encode_batch(captions)` pads or truncates each caption to 77 tokens.
 
     Args:
-        name: folder or hub name of a tokenizer or of a diffusers model; None is CLIP's own
-            vocabulary as open_clip packages it, padded with id 0 like Stable Diffusion 2.
+        name: folder or hub name of a tokenizer or a diffusers model. None: CLIP's vocabulary, which the open_clip
+            package contains, padded with id 0 like Stable Diffusion 2.
 
-    Raises UserError if there is no tokenizer of that name.
+    Raises UserError if there is no tokenizer with that name.
     """
-    os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # the workers are the parallelism
+    os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # the loader's workers already run in parallel
     if name is None:
         tokenizer = clip_tokenizer()
         padding = {'pad_id': 0, 'pad_token': '!'}
@@ -43,25 +43,25 @@ def build_tokenizer(name: str | None = None) -> Tokenizer:
 
 
 def load_transformers_tokenizer(name: str):
-    """Load the transformers tokenizer of a folder or of a hub repository. Raises UserError if there is none."""
+    """Load a transformers tokenizer from a folder or a hub repository. Raises UserError if there is none."""
     from transformers import AutoTokenizer
     folder = find_or_download('--tokenizer', name, ['*.json', '*.txt', 'tokenizer/*'])
     if (folder / 'tokenizer').is_dir():
-        folder = folder / 'tokenizer'  # of a diffusers model
+        folder = folder / 'tokenizer'  # in a diffusers model
     try:
         return AutoTokenizer.from_pretrained(folder, split_special_tokens=True,
-                                             trust_remote_code=False)  # else it may ask on the terminal
-    except Exception as error:  # of many kinds, some of which list all models that transformers knows
+                                             trust_remote_code=False)  # by default it may ask on the terminal
+    except Exception as error:  # many types, some with a message that lists all models of transformers
         raise UserError(f'--tokenizer {name} holds no tokenizer that loads ({type(error).__name__}); give a folder '
-                        'with tokenizer.json or vocab.json and merges.txt') from None
+                        'with tokenizer.json, or with vocab.json and merges.txt') from None
 
 
 def hash_of_tokenizer(name: str | None = None) -> str:
-    """Return a SHA-256 of the token ids that `build_tokenizer(name)` gives, in hex.
+    """Return a SHA-256, in hex, of the token ids that `build_tokenizer(name)` returns for its whole vocabulary.
 
-    Tokenizers that give the same ids have the same hash, in whichever files and by whichever library they were saved.
+    Tokenizers that return the same ids have the same hash, even if different libraries saved them in different files.
 
-    Raises UserError if there is no tokenizer of that name.
+    Raises UserError if there is no tokenizer with that name.
     """
     if name is None:
         return CLIP_HASH
@@ -71,28 +71,30 @@ def hash_of_tokenizer(name: str | None = None) -> str:
 
 
 def hash_of_ids(vocabulary: Iterable[str], encode: Callable[[list[str]], list[list[int]]]) -> str:
-    """Return a SHA-256 of the ids of the empty caption, which is padding, and of captions of all words of a vocabulary.
+    """Return a SHA-256, in hex, of the token ids of an empty caption and of captions with all words of a vocabulary.
+
+    The empty caption shows the padding.
 
     Args:
-        vocabulary: the symbols that a tokenizer knows.
-        encode: gives the ids of captions.
+        vocabulary: symbols of the tokenizer.
+        encode: returns the token ids of captions.
     """
     words = []
     for symbol in sorted(vocabulary):
-        words.append(symbol.removesuffix('</w>'))  # the mark of a word's end
+        words.append(symbol.removesuffix('</w>'))  # marks the end of a word
     captions = ['']
-    for first in range(0, len(words), WORDS_IN_A_CAPTION):
-        captions.append(' '.join(words[first:first + WORDS_IN_A_CAPTION]))
+    for first in range(0, len(words), WORDS_PER_CAPTION):
+        captions.append(' '.join(words[first:first + WORDS_PER_CAPTION]))
     return hashlib.sha256(json.dumps([captions, encode(captions)]).encode()).hexdigest()
 
 
 def pipeline_tokenizer(name: str | None = None):
-    """Build a transformers tokenizer that gives a diffusers pipeline the ids of `build_tokenizer`.
+    """Build a transformers tokenizer for a diffusers pipeline that returns the same ids as `build_tokenizer(name)`.
 
     In transformers the padding token "!" of Stable Diffusion 2 is a special token. Without `split_special_tokens` each
     "!" in a caption would become padding.
 
-    Raises UserError if there is no tokenizer of that name.
+    Raises UserError if there is no tokenizer with that name.
     """
     if name is not None:
         tokenizer = load_transformers_tokenizer(name)
@@ -106,12 +108,12 @@ def pipeline_tokenizer(name: str | None = None):
 def clip_tokenizer() -> Tokenizer:
     """Build CLIP's byte-pair encoding (Radford et al. 2021) from the vocabulary in the open_clip_torch package.
 
-    "!" is the padding token, but no special token: in a caption it is the word 256, as the text encoder was trained.
-    "<|endoftext|>" is no special token either where a caption contains it.
+    "!" is the padding token but not a special token: in a caption it is an ordinary word with id 256, as in the
+    training of the text encoder. "<|endoftext|>" in a caption is not a special token either.
     """
-    # the vocabulary: bytes, bytes that end a word, merged pairs in their order, and two special tokens
+    # Number the symbols as CLIP does: bytes, bytes at the end of a word, merged pairs in order, two special tokens.
     merges = clip_merges()
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())  # one for each byte
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())  # 256, one for each byte
     last_symbols = [symbol + '</w>' for symbol in symbols]
     merged = [''.join(pair) for pair in merges]
     special = ['<|startoftext|>', '<|endoftext|>']
@@ -119,34 +121,36 @@ def clip_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(BPE(vocabulary, list(merges), continuing_subword_prefix='', end_of_word_suffix='</w>',
                               unk_token=special[1]))
 
-    # text to words, and words to bytes
+    # Normalize the text, split it into words and punctuation, and turn these into bytes.
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r'\s+'), ' '), normalizers.Lowercase()])
-    words_and_marks = Regex(r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+")
+    words_and_punctuation = Regex(r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(words_and_marks, 'removed', invert=True), pre_tokenizers.ByteLevel(False)])
+        [pre_tokenizers.Split(words_and_punctuation, 'removed', invert=True), pre_tokenizers.ByteLevel(False)])
 
-    # start and end tokens around each caption
+    # Put the start and end tokens around each caption.
     start, end = ((token, vocabulary[token]) for token in special)
     tokenizer.post_processor = processors.RobertaProcessing(end, start, add_prefix_space=False, trim_offsets=False)
     return tokenizer
 
 
 def is_too_long(caption: str) -> bool:
-    """Tell whether a caption has more than 77 tokens of CLIP's vocabulary, so that its end is cut."""
-    if len(caption.encode()) < CAPTION_LENGTH - 1:  # beside the two tokens around it each has a byte at least
+    """Return whether a caption has more than 77 tokens in CLIP's vocabulary, so training truncates it."""
+    # Skip the tokenizer for most captions: two of the 77 tokens are start and end, and each of the other tokens has at
+    # least one byte.
+    if len(caption.encode()) < CAPTION_LENGTH - 1:
         return False
     return len(counting_tokenizer().encode(caption).ids) > CAPTION_LENGTH
 
 
-counting_tokenizer = functools.cache(clip_tokenizer)  # built at the first long caption
+counting_tokenizer = functools.cache(clip_tokenizer)  # built when the first long caption is counted
 
 
-@functools.cache  # a run that is evaluated makes two tokenizers
+@functools.cache  # a run with an evaluation builds two tokenizers
 def clip_merges() -> tuple[tuple[str, str], ...]:
-    """Read the pairs of symbols that CLIP's vocabulary merges, in order of priority."""
-    package = importlib.util.find_spec('open_clip')  # finds the file without the 3 s of importing open_clip
+    """Return the pairs of symbols that CLIP's byte-pair encoding merges, in order of priority."""
+    package = importlib.util.find_spec('open_clip')  # finds the file without importing open_clip, which takes 3 s
     path = os.path.join(package.submodule_search_locations[0], 'bpe_simple_vocab_16e6.txt.gz')
     with gzip.open(path, 'rt', encoding='utf-8') as file:
         lines = file.read().split('\n')
-    return tuple(tuple(line.split()) for line in lines[1:48895])  # after a heading; what follows was never used
+    return tuple(tuple(line.split()) for line in lines[1:48895])  # between a heading and lines that CLIP ignores

@@ -1,4 +1,4 @@
-"""Parts on a Ray cluster of two machines: what a lost worker or machine was at is made elsewhere, to the same bytes."""
+"""Parts on a Ray cluster with two machines: a part that a lost machine was making is made elsewhere, byte for byte."""
 import contextlib
 import os
 import pickle
@@ -22,7 +22,7 @@ from tests.samples import sample_files, write_tar
 
 @pytest.fixture(scope='module')
 def cluster():
-    """Two machines with a core each, as far as Ray knows, and a store, which the environment that they get names."""
+    """A Ray cluster that simulates two machines with one core each, and an object store in their environment."""
     if ' ' in sys.executable:
         pytest.skip('Ray 2.60 gives the path of Python to a shell unquoted')
     os.environ['RAY_USAGE_STATS_ENABLED'] = '0'
@@ -30,8 +30,8 @@ def cluster():
     with pytest.MonkeyPatch.context() as monkeypatch, local_s3(monkeypatch) as store:
         cluster = Cluster(initialize_head=True, head_node_args={
             'num_cpus': 1, 'object_store_memory': 1 << 27, 'include_dashboard': False,
-            # A machine is lost after twenty failed looks: one that is gone fails each at once, one that is slow does
-            # not. Workers have a niceness of 15 by default, and stand still where other programs are busy.
+            # A machine counts as lost after twenty failed health checks. They fail immediately if the machine is gone,
+            # but not if it is slow. By default workers have a niceness of 15, and hardly run on a busy machine.
             '_system_config': {'health_check_period_ms': 500, 'health_check_failure_threshold': 20,
                                'worker_register_timeout_seconds': 600, 'worker_niceness': 0}})
         cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
@@ -41,7 +41,7 @@ def cluster():
 
 
 def in_thread(function, *arguments) -> tuple[threading.Thread, list]:
-    """Make a call in a thread, and return the thread and the list that gets what the call returns."""
+    """Call a function in a thread. Return the thread, and a list to which the result is appended."""
     returned = []
     thread = threading.Thread(target=lambda: returned.append(function(*arguments)), daemon=True)
     thread.start()
@@ -49,7 +49,7 @@ def in_thread(function, *arguments) -> tuple[threading.Thread, list]:
 
 
 @pytest.mark.long
-def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, tmp_path):
+def test_a_conversion_that_loses_a_machine_writes_the_same_bytes(cluster, tmp_path):
     store = cluster.store
     for number in range(12):
         store.put(f'tars/{number:02}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())
@@ -60,16 +60,16 @@ def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, 
     conversion, status = in_thread(convert.convert, parse(Convert, '', [*argv, 'out', '--ray', cluster.address]))
     wait_until(lambda: len(list(out.glob('*/index.json'))) >= 2 or status)
     [raylet] = cluster.second_node.all_processes['raylet']
-    with store.lock:  # it answers nothing, so that both machines stay in the middle of a part
+    with store.lock:  # the store answers no request, so both machines stay in the middle of a part
         wait_until(lambda: len(store.waiting) == 2)
         lost = psutil.Process(raylet.process.pid).children(recursive=True)
         cluster.remove_node(cluster.second_node, allow_graceful=False)
-        for process in lost:  # Ray kills what began them, and leaves it to them to see that
+        for process in lost:  # Ray kills only their parent, and they end when they notice that
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(lost)
         store.delay = 0
-    conversion.join(300)  # on the machine that is left
+    conversion.join(300)  # on the remaining machine
     cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
     assert status == [0]
     assert files_of(out) == files_of(tmp_path / 'undisturbed')
@@ -88,21 +88,21 @@ def test_an_encoding_on_a_cluster_equals_one_on_this_machine(cluster, shards, mo
 
 
 def process_of(name: str, parts: list[Part]) -> tuple[int, str | None]:
-    """Return in which process a task is, and the GPUs that it sees: work that needs neither."""
+    """Return the process of a task and the GPUs that it sees."""
     return os.getpid(), os.environ.get('CUDA_VISIBLE_DEVICES')
 
 
 @pytest.mark.long
-def test_work_for_gpus_waits_for_one_and_says_so_and_each_task_is_a_process_of_its_own(cluster, capfd,
+def test_gpu_tasks_wait_for_a_gpu_with_a_message_and_each_task_is_a_new_process(cluster, capfd,
                                                                                           monkeypatch):
     import ray
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster knows no tests
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster cannot import tests
     parts = [Part(str(number), []) for number in range(2)]
     with RayWorkers(partial(process_of, 'x'), cluster.address, on_gpus=True) as workers:
         assert 'no machine of the cluster has a GPU yet; waiting for one (--cpu' in capfd.readouterr().err
         made, answers = in_thread(make_parts, workers, parts, parts, lambda name: False, 'B')
         assert workers.slots() == 1
-        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')  # which Ray looks at: the tests hide all
+        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')  # Ray reads it, and the tests hide all GPUs
         node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=1 << 27)
         made.join(300)
     cluster.remove_node(node)
@@ -112,7 +112,7 @@ def test_work_for_gpus_waits_for_one_and_says_so_and_each_task_is_a_process_of_i
 
 
 @pytest.mark.long
-def test_the_machines_of_a_cluster_ask_a_store_with_the_settings_of_the_command(cluster, tmp_path, monkeypatch):
+def test_machines_of_a_cluster_use_the_store_settings_of_the_command(cluster, tmp_path, monkeypatch):
     store = cluster.store
     store.put('paid/0.tar', write_tar(tmp_path / 'x.tar', sample_files('x', 0)).read_bytes())
     for name, value in (('S3_CANNED_ACL', 'bucket-owner-full-control'),
@@ -130,14 +130,14 @@ def test_the_machines_of_a_cluster_ask_a_store_with_the_settings_of_the_command(
 
 
 @pytest.mark.long
-def test_the_machines_of_a_cluster_need_no_more_of_this_program_than_they_are_sent(tmp_path):
+def test_machines_of_a_cluster_need_only_the_code_that_they_are_sent(tmp_path):
     (tmp_path / 'work').write_bytes(pickle.dumps([convert.convert_parts, encode.encode_parts]))
     (tmp_path / PACKAGE.name).symlink_to(PACKAGE)
     load = "import pickle; pickle.load(open('work', 'rb'))"
     subprocess.run([sys.executable, '-c', load], cwd=tmp_path, env={**os.environ, 'PYTHONPATH': ''}, check=True)
 
 
-def test_a_cluster_that_is_not_there_is_one_line(tmp_path, capsys):
+def test_a_cluster_that_does_not_answer_is_reported_in_one_line(tmp_path, capsys):
     write_tar(tmp_path / 'x.tar', sample_files('x', 1))
     line = one_error_line(['x.tar', 'out', '--ray', '127.0.0.1:1'], capsys, convert.main)
     assert '--ray 127.0.0.1:1' in line and 'ray start --head' in line

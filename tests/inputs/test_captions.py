@@ -1,11 +1,11 @@
-"""Which caption of an image is trained: that of seed, epoch and sample, by the weights, whoever reads it."""
+"""The caption of a sample depends only on seed, epoch, sample and weights."""
 from collections import Counter
 
 import pytest
 from torch.utils.data import DataLoader
 
 from data import HeldOutSamples, StreamingLAIONDataset
-from sdbench.inputs.captions import draw_caption
+from sdbench.inputs.captions import choose_caption
 from tests.samples import three_captions
 
 CAPTIONS = {'short': ['a'], 'long': ['b', 'c'], 'tags': ['d']}
@@ -14,34 +14,34 @@ CAPTIONS = {'short': ['a'], 'long': ['b', 'c'], 'tags': ['d']}
 @pytest.mark.parametrize('captions, weights, expected', [
     (CAPTIONS, {}, {'a': 1, 'b': 1, 'c': 1, 'd': 1}),
     (CAPTIONS, {'short': 1, 'long': 3}, {'a': 2, 'b': 3, 'c': 3}),
-    ({'short': ['a'], 'tags': ['d']}, {'short': 1, 'long': 3}, {'a': 1}),  # the image has no long one
-    ({'short': [], 'tags': ['d']}, {'short': 1, 'long': 3}, {'d': 1}),  # nor a short one
+    ({'short': ['a'], 'tags': ['d']}, {'short': 1, 'long': 3}, {'a': 1}),  # the image has no long caption
+    ({'short': [], 'tags': ['d']}, {'short': 1, 'long': 3}, {'d': 1}),  # nor a short caption
 ])
-def test_captions_are_drawn_in_the_shares_of_their_weights_of_those_that_an_image_has(captions, weights, expected):
-    drawn = Counter(draw_caption(captions, weights, 17, epoch, number) for epoch in range(2) for number in range(5000))
-    assert drawn.keys() == expected.keys()
-    for caption, share in expected.items():
-        assert drawn[caption] / 10_000 == pytest.approx(share / sum(expected.values()), abs=0.025)  # 5 deviations
+def test_captions_are_chosen_in_proportion_to_the_weights_of_the_names_that_an_image_has(captions, weights, expected):
+    chosen = Counter(choose_caption(captions, weights, 17, epoch, index) for epoch in range(2) for index in range(5000))
+    assert chosen.keys() == expected.keys()
+    for caption, weight in expected.items():
+        assert chosen[caption] / 10_000 == pytest.approx(weight / sum(expected.values()), abs=0.025)  # 5 deviations
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
-def test_a_programs_own_loop_draws_anew_in_each_epoch_and_the_same_with_any_workers_and_after_a_resume(
+def test_captions_are_chosen_again_in_each_epoch_and_identically_with_any_workers_and_after_a_resume(
         several_captions, samples, num_workers):
     def epoch_of(dataset) -> list[str]:
         dataset.gives_text = True
         loader = DataLoader(dataset, batch_size=4, num_workers=num_workers, collate_fn=list)
         return [sample['caption'] for batch in loader for sample in batch]
 
-    def drawn_in(epoch: int) -> list[str]:
-        return [draw_caption(three_captions(sample['caption']), {'short': 1, 'long': 2}, 5, epoch, number)
-                for number, sample in enumerate(samples)]
+    def expected_in(epoch: int) -> list[str]:
+        return [choose_caption(three_captions(sample['caption']), {'short': 1, 'long': 2}, 5, epoch, index)
+                for index, sample in enumerate(samples)]
 
     options = {'batch_size': 4, 'shuffle_seed': 5, 'caption_weights': {'short': 1, 'long': 2}}
     dataset = StreamingLAIONDataset(several_captions, **options)
-    assert [sorted(epoch_of(dataset)) for _ in range(2)] == [sorted(drawn_in(0)), sorted(drawn_in(1))]
-    assert drawn_in(0) != drawn_in(1)
+    assert [sorted(epoch_of(dataset)) for _ in range(2)] == [sorted(expected_in(0)), sorted(expected_in(1))]
+    assert expected_in(0) != expected_in(1)
     evaluated = HeldOutSamples(dataset, 8, 1000, seed=5)
-    assert [evaluated[number]['caption'] for number in range(24)] == [sample['caption'] for sample in samples]
+    assert [evaluated[index]['caption'] for index in range(24)] == [sample['caption'] for sample in samples]
     resumed = StreamingLAIONDataset(several_captions, **options)
     resumed.resume_at(1, 8)
-    assert sorted(epoch_of(resumed)) == sorted(drawn_in(1)[8:])
+    assert sorted(epoch_of(resumed)) == sorted(expected_in(1)[8:])

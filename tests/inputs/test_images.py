@@ -1,4 +1,4 @@
-"""Pixels, against Pillow."""
+"""Decoded pixels equal the pixels that Pillow alone decodes."""
 import re
 import struct
 import zlib
@@ -21,7 +21,7 @@ def with_orientation(orientation: int, format: str = 'JPEG') -> bytes:
 
 
 def with_xmp(attribute: bytes, orientation: int | None = None) -> bytes:
-    """Return a JPEG that has XMP, with EXIF behind it where an orientation is given."""
+    """Return a JPEG with XMP, and with EXIF after it if an orientation is given."""
     jpeg = encoded(picture(9, 96, 64)) if orientation is None else with_orientation(orientation)
     xmp = b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x="adobe:ns:meta/">' + attribute + b'</x:xmpmeta>'
     return jpeg[:2] + b'\xff\xe1' + (len(xmp) + 2).to_bytes(2) + xmp + jpeg[2:]
@@ -51,12 +51,12 @@ def test_pixels_are_pillows_in_every_format_and_upright_at_every_size(name):
     decoded = decode_image(ENCODED[name])
     assert decoded.dtype == torch.uint8
     np.testing.assert_array_equal(decoded.numpy(), pixels(pillow_square(ENCODED[name])))
-    whole, reduced = (decode_whole_image(ENCODED[name], size) for size in (None, 8))  # the loader takes it at any size
+    whole, reduced = (decode_whole_image(ENCODED[name], image_size) for image_size in (None, 8))
     assert (whole.shape[1] > whole.shape[2]) == (reduced.shape[1] > reduced.shape[2])
 
 
 SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes()
-RED_IS_BLUE = SRGB.replace(b'rXYZ', b'last').replace(b'bXYZ', b'rXYZ').replace(b'last', b'bXYZ')  # names of its tags
+RED_IS_BLUE = SRGB.replace(b'rXYZ', b'last').replace(b'bXYZ', b'rXYZ').replace(b'last', b'bXYZ')  # swaps two tags
 
 
 def grey_profile() -> bytes:
@@ -66,7 +66,7 @@ def grey_profile() -> bytes:
 
 
 def cmyk_profile() -> bytes:
-    """Return a profile of an ink that is white: cyan. Any other ink, or black, is black."""
+    """Return a CMYK profile that defines cyan as white, and any other ink as black."""
     curve = bytes(range(256))
     colours = [255 if corner in (0, 8) else 0 for corner in range(16)]  # lightness at the 16 corners of C, M, Y, K
     table = b'mft1' + bytes(4) + bytes([4, 3, 2, 0]) + struct.pack('>9i', *(65536, 0, 0, 0) * 2, 65536)
@@ -76,14 +76,14 @@ def cmyk_profile() -> bytes:
 
 
 @pytest.mark.parametrize('format', ['JPEG', 'PNG', 'WEBP', 'TIFF', 'AVIF', 'HEIF'])
-def test_the_colours_of_an_image_are_those_that_its_profile_means(format):
+def test_colours_are_converted_to_srgb_by_the_embedded_profile(format):
     formats()  # registers HEIF
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
     options = {'quality': 95} if format != 'PNG' else {}
     data = encoded(picture(1), format, icc_profile=RED_IS_BLUE, exif=exif.tobytes(), **options)
     plain = encoded(picture(1), format, exif=exif.tobytes(), **options)
-    for size in (None, 16):  # and where a JPEG is decoded at a smaller size
+    for size in (None, 16):  # also if a JPEG is decoded at a reduced size
         meant = decode_image(plain, size).numpy()[::-1].astype(int)
         np.testing.assert_allclose(decode_image(data, size), meant, atol=2)
 
@@ -91,14 +91,14 @@ def test_the_colours_of_an_image_are_those_that_its_profile_means(format):
 @pytest.mark.parametrize('image, profile', [
     (picture(1), SRGB), (picture(1), RED_IS_BLUE[:300]), (picture(1), b''), (picture(1), grey_profile()),
     (picture(1).convert('L'), SRGB), (picture(1).convert('CMYK'), RED_IS_BLUE)])
-def test_a_profile_that_is_srgb_or_broken_or_of_another_kind_of_image_changes_nothing(image, profile):
+def test_a_profile_that_is_srgb_or_broken_or_for_another_colour_space_changes_nothing(image, profile):
     plain = decode_image(encoded(image))
     np.testing.assert_array_equal(decode_image(encoded(image, icc_profile=profile)), plain)
-    assert srgb_transform(profile, image.mode) is None  # so that torchvision's decoder, the faster one, is used
+    assert srgb_transform(profile, image.mode) is None  # the faster decoder of torchvision is used
 
 
 @pytest.mark.parametrize('mode', ['RGBA', 'P', 'LA'])
-def test_a_transparent_image_with_a_profile_is_put_on_white(mode):
+def test_a_transparent_image_with_a_profile_gets_a_white_background(mode):
     image = Image.new('RGBA', (16, 16), (200, 40, 40, 255))
     image.paste((0, 0, 0, 0), (0, 0, 16, 8))
     decoded = decode_image(encoded(image.convert(mode), 'PNG', icc_profile=RED_IS_BLUE)).numpy()
@@ -120,7 +120,7 @@ def test_grey_and_cmyk_images_are_converted_by_their_own_profiles():
 
 
 @pytest.mark.parametrize('mode', ['RGBA', 'LA', 'P'])
-def test_what_is_transparent_is_put_on_white(mode):
+def test_transparent_pixels_get_a_white_background(mode):
     image = picture(7).convert('RGBA')
     image.putalpha(Image.fromarray(np.tile(np.uint8([0, 128, 255, 255]), (64, 16))))
     image = image.convert(mode)
@@ -132,7 +132,7 @@ def test_what_is_transparent_is_put_on_white(mode):
 
 
 @pytest.mark.parametrize('format', ['GIF', 'WEBP', 'PNG'])
-def test_of_an_animation_the_first_frame_counts_in_which_something_is_to_be_seen(format):
+def test_an_animation_becomes_its_first_visible_frame(format):
     clear, seen, later = (Image.new('RGBA', (32, 32), color) for color in ('#0000', '#f00f', '#00ff'))
     for frames, colour in (([clear, clear, seen, later], [255, 0, 0]), ([seen, later], [255, 0, 0]),
                            ([clear, clear], [255, 255, 255])):
@@ -150,10 +150,10 @@ def test_larger_images_are_reduced_like_pillows_antialiased_filter(format, side)
     assert np.abs(decoded.numpy().astype(int) - reference).mean() < 1.5
 
 
-def test_heic_of_a_phone_is_converted_and_decoded_upright_also_once_its_package_is_there(tmp_path, monkeypatch, capsys):
+def test_heic_photos_are_converted_upright_even_if_pillow_heif_is_installed_later(tmp_path, monkeypatch, capsys):
     assert 'HEIF' in formats()
     exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6  # to be turned to the right
+    exif[ExifTags.Base.Orientation] = 6  # viewers rotate it to the right
     stored = picture(3, 96, 64).rotate(90, expand=True)
     (tmp_path / 'photos').mkdir()
     (tmp_path / 'photos/IMG_1.HEIC').write_bytes(encoded(stored, 'HEIF', exif=exif.tobytes()))
@@ -166,7 +166,7 @@ def test_heic_of_a_phone_is_converted_and_decoded_upright_also_once_its_package_
     assert capsys.readouterr().err.count('converting 1 file in 1 of 1 part\n') == 2
     sample = StreamingLAIONDataset(str(tmp_path / 'out'), batch_size=1).sample(0)
     reference = pixels(picture(3, 96, 64).crop((16, 0, 80, 64)))
-    assert np.abs(sample['image'].numpy().astype(int) - reference).mean() < 4  # as HEIC thins out colours
+    assert np.abs(sample['image'].numpy().astype(int) - reference).mean() < 4  # HEIC reduces the colour resolution
 
 
 NO_FORMAT = 'image does not decode: not a known format'
@@ -176,9 +176,9 @@ NO_FORMAT = 'image does not decode: not a known format'
     (b'', NO_FORMAT), (ENCODED['jpeg'][:-40], 'image does not decode: .+'),
     (ENCODED['png'][:99], 'image does not decode: .+'),
     (large_png(), 'image is too large: 400 megapixels, and at most 179 are read; reduce it, .+'),
-    (encoded(picture(0), 'EPS'), NO_FORMAT),  # for which a program would be run
+    (encoded(picture(0), 'EPS'), NO_FORMAT),  # Pillow would run a program
 ])
-def test_what_does_not_decode_is_a_value_error_of_one_line(data, words):
+def test_an_image_that_does_not_decode_is_an_error_of_one_line(data, words):
     with pytest.raises(ValueError) as error:
         decode_image(data)
     assert re.fullmatch(words, str(error.value))
@@ -188,20 +188,20 @@ GREY = np.asarray(picture(9).convert('L')).astype(np.uint16)  # (64, 64), 0 to 2
 
 
 @pytest.mark.parametrize('format, values, expected', [
-    *((format, (GREY << 8) >> darker, GREY >> darker)  # of 16 bits, also a dark one
+    *((format, (GREY << 8) >> darker, GREY >> darker)  # 16 bits, also with dark images
       for format in ('PNG', 'TIFF', 'JPEG2000', 'PPM') for darker in (0, 2, 6)),
-    ('TIFF', (GREY / 255).astype(np.float32), GREY),  # brightness from 0 to 1
+    ('TIFF', (GREY / 255).astype(np.float32), GREY),  # floats from 0 to 1
     ('TIFF', (GREY * 257).astype(np.float32), GREY),
-    ('TIFF', GREY.astype(np.int32) << 23, GREY),     # 31 bits and a sign
+    ('TIFF', GREY.astype(np.int32) << 23, GREY),  # signed, 31 bits
     ('TIFF', GREY.astype(np.uint32) << 24, GREY),
     ('TIFF from white', GREY << 8, 255 - GREY)])
-def test_a_grey_image_of_more_than_8_bits_is_as_bright_as_it_was_stored(format, values, expected):
+def test_a_grey_image_with_more_than_8_bits_keeps_its_brightness(format, values, expected):
     options = {'irreversible': False} if format == 'JPEG2000' else {}
     if format == 'TIFF from white':
         options = {'tiffinfo': {TiffImagePlugin.PHOTOMETRIC_INTERPRETATION: 0}}
     stored = values.view(np.int32) if values.dtype == np.uint32 else values
     data = encoded(Image.fromarray(stored), format.partition(' ')[0], **options)
-    if values.dtype == np.uint32:  # which Pillow cannot write
+    if values.dtype == np.uint32:  # Pillow cannot write this type, so change the type in the file
         signed, unsigned = (struct.pack('<HHII', TiffImagePlugin.SAMPLEFORMAT, 3, 1, kind) for kind in (2, 1))
         assert signed in data
         data = data.replace(signed, unsigned)
@@ -210,8 +210,8 @@ def test_a_grey_image_of_more_than_8_bits_is_as_bright_as_it_was_stored(format, 
         np.testing.assert_allclose(channel, expected, atol=0 if values.dtype == np.uint16 else 1)
 
 
-@pytest.mark.parametrize('colour', [0, 2])  # grey, and 48 bits
-def test_the_transparent_colour_of_a_png_of_16_bits_is_put_on_white(colour):
+@pytest.mark.parametrize('colour', [0, 2])  # PNG's colour types grey and RGB
+def test_the_transparent_colour_of_a_16_bit_png_becomes_white(colour):
     values = np.repeat((GREY << 8)[..., None], colour + 1, axis=2)
     rows = b''.join(b'\0' + row.astype('>u2').tobytes() for row in values)
     chunks = {b'IHDR': struct.pack('>IIBBBBB', 64, 64, 16, colour, 0, 0, 0),

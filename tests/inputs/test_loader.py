@@ -1,7 +1,7 @@
-"""What a loader says of itself: how long it was waited for, and what lies ready."""
-import multiprocessing
+"""A loader measures the wait for it, and its workers end with their rank."""
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -22,7 +22,7 @@ class Numbers(Dataset):
         return index
 
 
-def test_the_wait_is_the_loaders_own_and_is_told_once(monkeypatch):
+def test_the_wait_excludes_training_and_is_reported_once(monkeypatch):
     now = [0.0]
 
     def slow(samples):
@@ -32,7 +32,7 @@ def test_the_wait_is_the_loaders_own_and_is_told_once(monkeypatch):
     loader = TimedDataLoader(Numbers(), 12, collate_fn=slow)
     batches = iter(loader)
     next(batches)
-    now[0] += 100  # a step of the training
+    now[0] += 100  # a training step
     assert (loader.seconds_waited(), loader.seconds_waited()) == (3, 0)
     next(batches)
     assert next(batches, None) is None
@@ -40,7 +40,7 @@ def test_the_wait_is_the_loaders_own_and_is_told_once(monkeypatch):
 
 
 @pytest.mark.parametrize('number, words', [(signal.SIGKILL, 'signal: Killed'), (signal.SIGBUS, 'signal: Bus error')])
-def test_a_killed_process_of_a_loader_is_one_line_with_the_remedy(number, words, capfd):
+def test_a_killed_loader_worker_is_reported_in_one_line_with_the_fix(number, words, capfd):
     loader = TimedDataLoader(Numbers(), 2, num_workers=1, collate_fn=lambda _: os.kill(os.getpid(), number))
     with pytest.raises(RuntimeError) as error:
         list(loader)
@@ -50,13 +50,16 @@ def test_a_killed_process_of_a_loader_is_one_line_with_the_remedy(number, words,
     assert 'Traceback' not in capfd.readouterr().err
 
 
-def wait_in_a_worker(note: Path) -> None:
-    multiprocessing.set_start_method('fork', force=True)
+def note_and_wait(note: Path, samples: list) -> None:
+    """Write this process's id into a file, and wait forever."""
+    note.write_text(str(os.getpid()))
+    signal.pause()
 
-    def wait(_):
-        note.write_text(str(os.getpid()))
-        signal.pause()
-    list(DataLoader(Numbers(), num_workers=1, worker_init_fn=begin_worker, collate_fn=wait))
+
+def load_in_worker(start_method: str, note: Path) -> None:
+    """Load batches with a worker process that makes none."""
+    list(DataLoader(Numbers(), num_workers=1, worker_init_fn=begin_worker, collate_fn=partial(note_and_wait, note),
+                    multiprocessing_context=start_method))
 
 
 def is_alive(pid: int) -> bool:
@@ -66,9 +69,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_loaders_process_that_waits_ends_when_its_rank_is_killed(server, tmp_path):
+@pytest.mark.parametrize('start_method', ['fork', 'forkserver'])  # Python 3.14's default is the second
+def test_a_loaders_worker_that_waits_ends_when_its_rank_is_killed(server, tmp_path, start_method):
     note = tmp_path / 'pid'
-    rank = server.Process(target=wait_in_a_worker, args=(note,))
+    rank = server.Process(target=load_in_worker, args=(start_method, note))
     rank.start()
     wait_until(lambda: note.exists() and note.read_text())
     worker = int(note.read_text())

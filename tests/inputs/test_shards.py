@@ -1,4 +1,4 @@
-"""Shards and their index: what they hold, what is wrong with them, and no harm from either."""
+"""The index of a dataset is checked before anything in the dataset is used."""
 import json
 from pathlib import Path
 
@@ -15,7 +15,7 @@ SHARD = {'samples': 1, 'format': 'mds', 'raw_data': {'basename': 'a', 'bytes': 1
     ('not json', 'index.json'), ('{}', 'index.json'), ('[]', 'index.json'), ('{"shards": [{}]}', 'index.json'),
     ('{"shards": 3}', 'index.json'), ('{"shards": [], "latents": {}}', 'not one of convert.py or encode.py'),
     (json.dumps({'shards': [SHARD | {'format': 'jsonl'}]}), 'has a shard of format jsonl, which is not read')])
-def test_an_index_that_cannot_be_read_says_why(tmp_path, content, words):
+def test_the_error_for_an_unreadable_index_gives_the_reason(tmp_path, content, words):
     (tmp_path / 'index.json').write_text(content)
     with pytest.raises(ValueError, match=words):
         read_index(str(tmp_path))
@@ -36,7 +36,7 @@ def test_nothing_in_a_dataset_runs_code_or_writes_outside_its_cache(tmp_path, ca
     assert not (tmp_path / 'escaped.mds').exists()
 
 
-def test_a_wrong_bucket_and_a_missing_permission_are_one_line_each_of_data_and_of_checkpoints(s3, capfd):
+def test_a_wrong_bucket_and_a_missing_permission_are_each_reported_in_one_line(s3, capfd):
     reading, saving = [*TINY, '--remote'], [*TINY, '--use_synth_data', '--save_folder']
     s3.put('runs/1/ep0-ba2-rank0.pt', b'')
     assert 'already holds files' in one_error_line([*saving, 's3://bucket/runs/1'], capfd)

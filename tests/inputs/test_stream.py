@@ -1,5 +1,7 @@
-"""Samples come from the shards of the index alone, in Streaming's own order, and an epoch ends whole or with the
-reason, whatever a remote, a cache, another dataset, another run or a killed one does."""
+"""Samples come only from shards that match the index, in Streaming's order. An epoch is complete or ends with an error.
+
+The tests damage the dataset, the cache and the store, and let other datasets and runs interfere.
+"""
 import contextlib
 import os
 import shutil
@@ -58,7 +60,7 @@ def loaded(dataset, num_workers: int) -> list[str]:
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
-def test_the_order_is_streamings_own_in_every_epoch_and_after_a_resume(remote, tmp_path, num_workers):
+def test_the_order_equals_streamings_in_every_epoch_and_after_a_resume(remote, tmp_path, num_workers):
     with own_shared_memory():
         theirs = StreamingDataset(local=str(remote), batch_size=1, shuffle=True, shuffle_seed=5)
     ours = open_text(remote, tmp_path / 'cache', shuffle=True, shuffle_seed=5)
@@ -71,8 +73,8 @@ def test_the_order_is_streamings_own_in_every_epoch_and_after_a_resume(remote, t
     assert loaded(resumed, num_workers) == epochs[1][10:]
 
 
-def test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index(tmp_path, remote):
-    """Not from a cache that was damaged, nor from a remote that was written again since the index was read."""
+def test_no_sample_comes_from_a_shard_that_does_not_match_the_index(tmp_path, remote):
+    """The cache may be damaged, or the remote may have been written again after the index was read."""
     cache = Path(cache_folder(str(tmp_path / 'cache'), read_index(str(remote))))
     assert by_number(open_text(remote, tmp_path / 'cache')) == CAPTIONS
     flip(cache / 'shard.00001.mds')
@@ -89,10 +91,10 @@ def test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index(tmp_path,
     assert not (cache / 'shard.00000.mds').exists()
 
 
-@pytest.mark.parametrize('fault, words', [(flip, 'fails its xxh64 hash'), (os.remove, 'is not there')])
-def test_a_fault_of_a_shard_that_is_read_in_place_is_told_and_nothing_there_is_changed(remote, fault, words):
+@pytest.mark.parametrize('damage, words', [(flip, 'fails its xxh64 hash'), (os.remove, 'is not there')])
+def test_a_damaged_shard_that_is_read_in_place_is_reported_and_not_changed(remote, damage, words):
     first = remote / 'shard.00000.mds'
-    fault(first)
+    damage(first)
     before = files_of(remote)
     dataset = open_text(remote)
     assert dataset.sample(23)['caption'] == CAPTIONS[23]
@@ -102,16 +104,16 @@ def test_a_fault_of_a_shard_that_is_read_in_place_is_told_and_nothing_there_is_c
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
-def test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason(tmp_path, remote, num_workers):
+def test_an_epoch_ends_with_an_error_if_a_shard_is_missing(tmp_path, remote, num_workers):
     dataset = open_text(remote, tmp_path / 'cache')
     (remote / 'shard.00001.mds').unlink()
-    for _ in range(2):  # and so does one that is begun after that
+    for _ in range(2):  # the next epoch ends in the same way
         with pytest.raises(DataError, match=r'remote/shard\.00001\.mds is not there; put a good copy in its place'):
             loaded(dataset, num_workers)
 
 
 @pytest.mark.parametrize('status, code, tries', [(503, 'SlowDown', 14), (400, 'InvalidRequest', 2)])
-def test_a_shard_of_a_store_is_waited_for_where_the_error_may_pass(tmp_path, remote, s3, status, code, tries):
+def test_a_request_for_a_shard_is_tried_again_if_the_error_may_be_temporary(tmp_path, remote, s3, status, code, tries):
     for path in remote.iterdir():
         s3.put(f'mds/{path.name}', path.read_bytes())
     dataset = open_text('s3://bucket/mds', tmp_path / 'cache')
@@ -127,13 +129,13 @@ def test_a_shard_of_a_store_is_waited_for_where_the_error_may_pass(tmp_path, rem
 def folder_size(folder: Path) -> int:
     size = 0
     for path in folder.glob('*/*.mds'):
-        with contextlib.suppress(FileNotFoundError):  # dropped since it was listed
+        with contextlib.suppress(FileNotFoundError):  # deleted after it was listed
             size += path.stat().st_size
     return size
 
 
 def test_a_small_cache_serves_the_whole_dataset(tmp_path):
-    """Also where an earlier run has filled it."""
+    """The limit holds even if an earlier run filled the cache above it."""
     shards = Path(write_shards(tmp_path / 'shards', [good(i) for i in range(120)], size_limit=4096))
     cache = tmp_path / 'cache'
     limit = 8 * max(path.stat().st_size for path in shards.glob('*.mds'))
@@ -151,7 +153,7 @@ def test_a_small_cache_serves_the_whole_dataset(tmp_path):
 
 
 @pytest.mark.parametrize('compression', ['br:1', 'bz2', 'gz', 'snappy', 'zstd:7'])
-def test_compressed_shards_are_unpacked_into_a_cache_that_nobody_else_can_write_to(tmp_path, compression, monkeypatch):
+def test_compressed_shards_are_unpacked_into_a_cache_only_this_user_can_write_to(tmp_path, compression, monkeypatch):
     monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
     remote = write(tmp_path / 'remote', compression=compression)
     before = set(remote.iterdir())
@@ -166,10 +168,10 @@ def test_compressed_shards_are_unpacked_into_a_cache_that_nobody_else_can_write_
         open_text(remote)
 
 
-def test_a_dataset_that_was_made_again_has_another_cache(tmp_path, remote):
+def test_a_dataset_that_was_made_again_gets_a_new_cache(tmp_path, remote):
     folder = tmp_path / 'cache'
     folder.mkdir()
-    (folder / 'index.json').write_text('mine')  # of another program
+    (folder / 'index.json').write_text('mine')  # a file of another program
     old = open_text(remote, folder)
     assert by_number(old) == CAPTIONS
     shutil.rmtree(remote)
@@ -177,11 +179,11 @@ def test_a_dataset_that_was_made_again_has_another_cache(tmp_path, remote):
     assert by_number(new) == [f'another {index:03}' for index in range(24)]
     assert by_number(old) == CAPTIONS
     assert (folder / 'index.json').read_text() == 'mine'
-    whole = new.streams[0].local
-    assert by_number(StreamingLAIONDataset(local=whole, batch_size=1)) == by_number(new)  # which is a dataset
+    complete = new.streams[0].local  # a full cache is itself a dataset
+    assert by_number(StreamingLAIONDataset(local=complete, batch_size=1)) == by_number(new)
 
 
-def test_a_split_is_a_dataset_of_its_own(tmp_path):
+def test_each_split_has_a_separate_cache(tmp_path):
     write(tmp_path / 'remote' / 'train')
     dataset = open_text(tmp_path / 'remote', tmp_path / 'cache', split='train')
     assert by_number(dataset) == CAPTIONS
@@ -189,10 +191,10 @@ def test_a_split_is_a_dataset_of_its_own(tmp_path):
 
 
 @pytest.mark.long
-def test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left(server, tmp_path, shards):
+def test_two_runs_stream_on_one_host_at_the_same_time_after_a_killed_run(server, tmp_path, shards):
     argv, folders = [*RUN, '--save_interval', '3ba', '--remote', shards], [tmp_path / name for name in 'abc']
     killed, *both = folders
-    run(server, 1, argv, killed, ('start', 7))  # leaves its shared memory
+    run(server, 1, argv, killed, ('start', 7))  # its shared memory is not removed
     with ThreadPoolExecutor() as pool:
         codes = list(pool.map(lambda folder: run(server, 1, argv, folder), both))
     assert codes == [[0], [0]], [(folder / 'log').read_text() for folder in both]

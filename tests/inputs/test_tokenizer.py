@@ -1,4 +1,4 @@
-"""Tokens, against open_clip's tokenizer."""
+"""Token ids equal the ids of open_clip's tokenizer."""
 import pickle
 from pathlib import Path
 
@@ -11,25 +11,25 @@ from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer
 
 
 def write_tokenizer(folder: Path, pad_token: str) -> str:
-    """Write CLIP's tokenizer as transformers has it, of vocab.json and merges.txt."""
+    """Write CLIP's tokenizer in the format of transformers, with vocab.json and merges.txt."""
     (folder / 'vocabulary').mkdir(exist_ok=True)
     files = clip_tokenizer().model.save(str(folder / 'vocabulary'))
     CLIPTokenizer(*files, pad_token=pad_token).save_pretrained(folder)
     return str(folder)
 
 
-def test_token_ids_and_mended_letters_agree_with_open_clips_on_odd_captions():
+def test_token_ids_and_fixed_letters_equal_open_clips_for_unusual_captions():
     import open_clip
     reference, tokenizer = open_clip.get_tokenizer('ViT-H-14'), build_tokenizer()
     captions = ['a photo of a cat', "Wow! it's 2024", '', "don't UPPER lower", 'naïve café 中文 🎉', '!!! ???',
-                'word ' * 100, 'x' * 500, ' two  blanks', '½ ≠ 1']
+                'word ' * 100, 'x' * 500, ' two  spaces', '½ ≠ 1']
     for caption, encoding in zip(captions, tokenizer.encode_batch(captions), strict=True):
         assert encoding.ids == reference(caption)[0].tolist(), caption
     for caption in (*captions, 'cafÃ©', '<b> &amp;amp; “c” '):
         assert clean_caption(caption) == open_clip.tokenizer.basic_clean(caption), caption
 
 
-def test_what_pads_is_a_word_where_a_caption_has_it_also_in_a_loader_process_that_is_no_fork(tmp_path):
+def test_the_padding_token_in_a_caption_is_a_word_even_after_the_tokenizer_is_pickled(tmp_path):
     captions = ['wow! a cat', 'stop !!', 'a <|endoftext|> b']
     of_clip = [encoding.ids for encoding in build_tokenizer().encode_batch(captions)]
     of_folder = build_tokenizer(write_tokenizer(tmp_path, '!'))
