@@ -1,8 +1,10 @@
-"""Measure how fast Stable Diffusion 2 trains here, and what training it from scratch would cost.
+"""Train Stable Diffusion 2 and measure how fast it trains here, or forecast its speed and cost with --dry_run.
 
     composer benchmark.py --use_ema --use_synth_data --device_train_microbatch_size 4
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
     python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
+
+The composer launcher starts one process per GPU. Without --max_duration only a short measurement runs.
 """
 from sdbench.flags.parser import answer_early, parse
 from sdbench.flags.train import Train

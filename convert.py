@@ -8,9 +8,9 @@
     python convert.py s3://my-bucket/tars/ s3://my-bucket/mds --ray auto    # on all machines of a Ray cluster
     python convert.py photos/ photos-mds --held_out 0.01         # about one in a hundred goes to photos-mds-held-out
 
-The bytes of the images do not change, and the samples are sorted by file. Skipped files and samples are counted by
-reason and listed in OUT/skipped.jsonl. If a tar or Parquet file is damaged, the exit status is 1. The same command,
-started again, converts only files that are new or have changed. OUT/index.json is written last.
+Images are stored byte for byte, in the order of the sorted files. Skipped files and samples are counted by reason and
+listed in OUT/skipped.jsonl. If a tar or Parquet file is damaged, the exit status is 1. The same command, started again,
+converts only files that are new or have changed. OUT/index.json is written last.
 """
 from sdbench.flags.commands import Convert
 from sdbench.flags.parser import answer_early, parse

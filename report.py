@@ -3,17 +3,16 @@
     python report.py results.jsonl                     # a row for each measured setting and GPU count
     python report.py published.csv --extrapolate 512 1024 --figure days.png --csv table.csv
     python report.py plan.jsonl results.jsonl --phase 256 --phase 512    # a plan, from forecasts and measurements
-    python report.py results.jsonl --compare           # a row for each training, with its speed over the first one's
-    python report.py results.jsonl --learned learned.png # eval losses of trainings, over images and over dollars
+    python report.py results.jsonl --compare           # one row per training, with its speed relative to the first
+    python report.py results.jsonl --learned learned.png # eval losses against images and against dollars
     python report.py results.jsonl --dollars_per_gpu_hour H100=2.5 H200=3.2  # costs at these prices
     python report.py results.jsonl --quality quality.png # FID and CLIP scores from evaluate.py
     python report.py results.jsonl --html report.html  # the whole report as a page to send, which needs no network
 
 A record is a line of JSON that benchmark.py, encode.py or evaluate.py has written, or a row of a CSV file with the same
 keys as columns. Settings that differ between rows are a column of the table, and settings that all rows share are one
-line below it. Figures are rounded once, when they are printed: to the decimals of the published table, or to three
-significant digits if these are more. --csv writes the rows of all tables unrounded, with every key of their records.
-report.py can read such a file again, except for plans.
+line below it. Numbers are only rounded for printing, to at least three significant digits. --csv writes the rows of all
+tables unrounded, with every key of their records. report.py can read such a file again, except for plans.
 """
 from sdbench.errors import UserError
 from sdbench.flags.commands import Report

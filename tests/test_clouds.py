@@ -101,7 +101,7 @@ def test_the_whole_training_is_the_recipe_with_the_variables_of_the_task(tmp_pat
 
 @pytest.mark.parametrize('envs, line', [
     ({'REMOTE': 's3://bucket/photos'}, 'SAVE_FOLDER: is empty; give --env SAVE_FOLDER='),
-    (WHOLE | {'WORK': ''}, 'WORK: is empty; give --env WORK='), (WHOLE | {'nodes': 2}, 'SOURCE is for one machine')])
+    (WHOLE | {'WORK': ''}, 'WORK: is empty; give --env WORK='), (WHOLE | {'nodes': 2}, 'SOURCE needs one machine')])
 def test_an_impossible_training_is_refused_in_one_line(tmp_path, envs, line):
     done = run_on(tmp_path, TASK['run'], **envs)
     assert done.returncode != 0

@@ -230,8 +230,8 @@ def test_the_record_names_the_model_the_data_and_the_networks(evaluated, pipelin
     again = run(pipeline, shards, evaluated.out, *clip, *TWO_SCALES)
     assert (again['images_generated'], again['images_per_sec']) == (0, None)
     summary = evaluation_summary(record)
-    assert 'too high: below 10,000 it is biased' in summary
-    assert 'not those of published FIDs' in summary
+    assert 'FID is too high, because it is biased below 10,000 images' in summary
+    assert '--inception has other weights than published FIDs' in summary
 
 
 def test_without_networks_images_are_generated_and_not_scored(tmp_path, pipeline, shards, clip, capfd):

@@ -53,29 +53,28 @@ class Cluster:
 class Convert(Cluster):
     heading = 'conversion'
 
-    source: tuple[str, ...] = positional('tars, Parquet files, folders of tars, Parquet files or images, or globs; in '
-                                         'an object store (s3://bucket/tars/) tars or Parquet files')
+    source: tuple[str, ...] = positional('files, folders or globs: tars, Parquet files, or folders that contain these '
+                                         'or images; in an object store (s3://bucket/tars/) only tars and Parquet '
+                                         'files')
     out: str = positional('new folder or object store (s3://, gs://, azure://) for the MDS shards')
     held_out: float | None = flag(None, 'fraction of the samples to hold out, such as 0.01; they go to OUT-held-out, '
                                   'for --eval_remote of benchmark.py (default: none)', converter=fraction)
     seed: int = flag(17, 'seed for --held_out; whether an image is held out depends only on its bytes and this seed',
                      converter=seed)
     captions: str | None = flag(None, 'table of captions as CSV, JSON lines (.jsonl) or Parquet, with image paths '
-                                'relative to its folder (default: captions.csv and metadata.csv, .jsonl or .parquet '
-                                'in the folders of SOURCE)', metavar='FILE')
+                                'relative to its folder (default: captions.csv, metadata.csv, metadata.jsonl and '
+                                'metadata.parquet in the folders of SOURCE)', metavar='FILE')
     image_column: str | None = flag(None, 'column with the images in Parquet files (default: image), or with the '
                                     'image paths in tables of captions (default: file_name or filename)',
                                     metavar='NAME')
-    caption_column: tuple[str, ...] = flag((), 'columns with the captions in Parquet files and tables, one or several '
-                                           'such as short long; for caption files next to the images their suffixes, '
-                                           'such as .txt .caption (default: text or caption; in the table passed with '
-                                           '--captions also its only other column; the first caption file of an image)',
-                                           metavar='NAME')
+    caption_column: tuple[str, ...] = flag((), 'caption columns in Parquet files and tables, such as short long, or '
+                                           'suffixes of caption files, such as .txt .caption (default: text or '
+                                           'caption; in a --captions table with only one other column, that column; '
+                                           'the first caption file of an image)', metavar='NAME')
     sample_per_caption: bool = flag(False, 'write one sample per caption (default: off, which writes one sample per '
-                                    'image with all its captions; a training then chooses one at random each time)')
-    clean_captions: bool = flag(False, 'fix wrongly decoded letters and HTML such as &amp; in captions, as open_clip '
-                                'does')
-    num_workers: int | None = flag(None, 'processes that convert on this machine (default: one per CPU core)',
+                                    'image with all its captions; training then draws one at random each time)')
+    clean_captions: bool = flag(False, 'fix mojibake and unescape HTML such as &amp; in captions, as open_clip does')
+    num_workers: int | None = flag(None, 'conversion processes on this machine (default: one per CPU core)',
                                    converter=count)
     size_limit: int = flag(64 << 20, 'maximum size of a shard (default: 64mb)', converter=shard_size, metavar='SIZE')
 
@@ -84,9 +83,9 @@ class Convert(Cluster):
 class Encode(DataLoading, Model, Encoders, Warmup, Results, Cluster):
     heading = 'latents'
 
-    out: str | None = flag(None, 'new folder or object store for the MDS shards of latents (needed)')
+    out: str | None = flag(None, 'new folder or object store for the MDS shards of latents (required)')
     batch_size: int = flag(32, 'images per forward pass on each device', converter=count)
-    cpu: bool = flag(False, 'encode on the CPUs of the Ray cluster (default: off, which waits for its GPUs)',
+    cpu: bool = flag(False, 'with --ray, encode on CPUs (default: off, which waits for GPUs of the cluster)',
                      needs='ray')
 
     def check(self) -> None:
@@ -101,12 +100,12 @@ class Export:
     checkpoint: str = positional('checkpoint written by benchmark.py, or a folder or object store with checkpoints '
                                  '(the newest is used)')
     out: str = positional('new folder for the pipeline; an earlier export there is first renamed to OUT-1')
-    raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports the '
-                             'EMA weights if there are any)')
-    model_name: str | None = flag(None, 'model with the configuration of each part: tiny, a diffusers folder or a hub '
-                                  'name (default: the --model_name of the training)')
-    tokenizer: str | None = flag(None, 'folder or hub name of the tokenizer, if it has moved since the training '
-                                 '(default: the tokenizer of the training)')
+    raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports EMA '
+                             'weights if there are any)')
+    model_name: str | None = flag(None, 'model whose configuration files are used: tiny, a diffusers folder or a '
+                                  'Hugging Face Hub ID (default: the --model_name of the training)')
+    tokenizer: str | None = flag(None, 'folder or Hugging Face Hub ID of the tokenizer, if it has moved since the '
+                                 'training (default: the tokenizer of the training)')
 
     def check(self) -> None:
         if os.path.lexists(self.out) and not os.path.isfile(os.path.join(self.out, EXPORTED)):
@@ -121,25 +120,24 @@ class Evaluate(Results):
                             'newest is used), or a diffusers pipeline folder such as export.py writes')
     data: str = positional('folder or object store with MDS shards of images and captions')
     out: str | None = flag(None, 'new folder for the generated images; the same command, started again, continues '
-                           'there (needed)')
+                           'there (required)')
     inception: str | None = flag(None, 'Inception weights for FID: weights-inception-2015-12-05-6726825d.pth from '
                                  'torch-fidelity (default: no FID)', metavar='FILE')
     clip: str | None = flag(None, f'folder with a CLIP model in the format of transformers, such as {CLIP_MODEL} '
                             '(default: no CLIP score)', metavar='FOLDER')
-    samples: int = flag(30_000, 'number of captions to use, the first ones in DATA; one image per caption is '
-                        'generated at each guidance scale',
-                        converter=number_between(int, 2, 10 ** 9, 'a whole number above 1'))
+    samples: int = flag(30_000, 'number of captions, taken from the start of DATA; one image per caption is generated '
+                        'at each guidance scale', converter=number_between(int, 2, 10 ** 9, 'a whole number above 1'))
     caption: str | None = flag(None, 'name of the captions to use, such as long; an image without a caption of that '
                                'name uses its first (default: the first caption of each image)', metavar='NAME')
     guidance: tuple[float, ...] = flag((7.5,), 'scales of classifier-free guidance, each applied to all captions; 1 '
                                        'is no guidance (default: 7.5)',
                                        converter=number_between(float, 1, 1000, 'a scale of at least 1', 'SCALE'))
-    steps: int = flag(50, 'sampling steps per image (DDIM), a divisor of 1000', converter=count)
+    steps: int = flag(50, 'sampling steps per image (DDIM); must divide 1000', converter=count)
     seed: int = flag(17, 'seed for the noise; the noise of an image depends only on this seed and the number of its '
                      'caption', converter=seed)
     image_size: int | None = flag(None, 'height and width of the generated images in pixels (default: the image size '
                                   'of the training)', converter=pixels)
-    batch_size: int = flag(16, 'images generated per batch on each device; a large GPU is faster with more',
+    batch_size: int = flag(16, 'images generated per batch on each device; larger is faster on large GPUs',
                            converter=count)
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
         None, 'precision of the UNet; everything else is float32 (default: amp_bf16 on GPUs that support it, amp_fp16 '
@@ -161,37 +159,36 @@ class Evaluate(Results):
 class Report:
     heading = 'report'
 
-    records: tuple[str, ...] = positional('files with records: JSON lines, or CSV if the name ends in .csv')
+    records: tuple[str, ...] = positional('files written with --results (JSON lines), or CSV files with the same keys')
     training_images: int | None = flag(None, 'images of a whole training, counted with repeats, for which days and '
-                                       f'dollars are shown (default: {TRAINING_IMAGES:,}, as Stable Diffusion 2; none '
-                                       'for the model tiny)', converter=count)
+                                       f'dollars are shown (default: {TRAINING_IMAGES:,}, as for Stable Diffusion 2; '
+                                       'none for the model tiny)', converter=count)
     dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
     extrapolate: tuple[int, ...] = flag((), 'GPU counts whose speed is predicted from the measured GPU counts '
                                         '(default: none)', converter=count, metavar='GPUS')
-    compare: bool = flag(False, 'show one row per training, with its speed divided by the speed of the first training '
-                         'with the same model and image size')
-    phase: tuple[tuple[int | None, str], ...] = flag((), 'show a plan instead: phases at these image sizes in pixels, '
-                                                     'each training on IMAGES images, or on as many as its record '
-                                                     'says (default: no plan)', converter=images_at_size,
+    compare: bool = flag(False, 'show one row per training, with its speed relative to the first training of the same '
+                         'model and image size')
+    phase: tuple[tuple[int | None, str], ...] = flag((), 'plan a training in phases: SIZE is the image size in '
+                                                     'pixels, IMAGES the number of images to train on (default: as in '
+                                                     'the record for that size)', converter=images_at_size,
                                                      metavar='[IMAGES@]SIZE')
-    encode: tuple[tuple[int, str], ...] = flag((), 'images, and their size in pixels, that the plan encodes once in '
-                                               'order to train on latents (default: none)', converter=images_at_size,
+    encode: tuple[tuple[int, str], ...] = flag((), 'images, and their size in pixels, that the plan encodes once for '
+                                               'training on latents (default: none)', converter=images_at_size,
                                                metavar='IMAGES@SIZE', needs='phase')
-    hours_between_preemptions: float | None = flag(None, 'mean hours between two preemptions of one spot machine; a '
-                                                   'plan then adds the cost of each preemption, half a save interval '
-                                                   'and a restart, for every machine (default: no preemptions)',
-                                                   converter=positive, metavar='HOURS', needs='phase')
-    max_dollars: float | None = flag(None, 'maximum cost of a plan in dollars: only plans within it are shown, or the '
-                                     'nearest one (default: no limit)', converter=positive, metavar='DOLLARS',
-                                     needs='phase')
-    max_days: float | None = flag(None, 'maximum duration of a plan in days: only plans within it are shown, or the '
-                                  'nearest one (default: no limit)', converter=positive, metavar='DAYS', needs='phase')
-    figure: str | None = flag(None, 'file for a plot of days over GPU count, or of the GPU-hours of each plan '
+    hours_between_preemptions: float | None = flag(None, 'mean hours between two preemptions of one spot machine; for '
+                                                   'each preemption a plan adds a restart and half a --save_interval '
+                                                   '(default: no preemptions)', converter=positive, metavar='HOURS',
+                                                   needs='phase')
+    max_dollars: float | None = flag(None, 'show only plans that cost at most this much, or else the nearest one '
+                                     '(default: no limit)', converter=positive, metavar='DOLLARS', needs='phase')
+    max_days: float | None = flag(None, 'show only plans that take at most this long, or else the nearest one '
+                                  '(default: no limit)', converter=positive, metavar='DAYS', needs='phase')
+    figure: str | None = flag(None, 'file for a plot of days against GPU count, or of the GPU-hours of each plan '
                               '(default: no plot)', metavar='FILE')
-    learned: str | None = flag(None, 'file for a plot of the loss on --eval_remote over images seen, and over dollars '
-                               'for runs on GPUs (default: no plot)', metavar='FILE')
-    quality: str | None = flag(None, 'file for a plot of the scores from evaluate.py: FID over CLIP score, and both '
-                               'over images seen (default: no plot)', metavar='FILE')
+    learned: str | None = flag(None, 'file for a plot of the loss on --eval_remote against images seen, and against '
+                               'dollars for runs on GPUs (default: no plot)', metavar='FILE')
+    quality: str | None = flag(None, 'file for a plot of the scores from evaluate.py: FID against CLIP score, and '
+                               'both against images seen (default: no plot)', metavar='FILE')
     csv: str | None = flag(None, 'CSV file for the rows of all tables, without rounding (default: none)',
                            metavar='FILE')
     html: str | None = flag(None, 'HTML file for the whole report with its plots, to send to others: it works without '

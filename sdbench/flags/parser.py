@@ -17,6 +17,7 @@ import math
 import os
 import shlex
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -126,7 +127,8 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     program = program or Path(sys.argv[0]).name
     positionals = [name.upper() for name, field in fields.items() if 'positional' in field.metadata]
     parser = Parser(program, ' '.join([program, *positionals, '[--flag VALUE ...]', '[@FILE]']), description,
-                    formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+                    '@FILE reads flags from FILE. A later flag overrides an earlier one, or adds to it if it takes several values.',
+                    formatter_class=HelpFormatter, allow_abbrev=False)
 
     # Add the fields class by class, in the order in which they are declared, which is the order in --help.
     groups = {}  # argparse's groups, by heading
@@ -152,7 +154,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     if get_origin(hint) in (Union, types.UnionType):
         types_of_value = [one for one in get_args(hint) if one is not types.NoneType]
     help = about['help'].replace('%', '%%')
-    if '(default' not in help and '(needed)' not in help:
+    if '(default' not in help and '(required)' not in help:
         help += f' (default: {SHOWN_DEFAULTS.get(str(field.default), field.default)})'
     options = {'default': argparse.SUPPRESS, 'help': help}
 
@@ -228,6 +230,13 @@ def with_files(arguments: Sequence[str]) -> list[str]:
                 raise UserError(f'{argument}, line {number}: {str(error).lower()}') from None
             found += with_files(words)
     return found
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps help strings without breaking file names and flags at their hyphens."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 class Parser(argparse.ArgumentParser):

@@ -75,13 +75,13 @@ PRICES_HELP = ('price per GPU-hour in dollars, for every GPU or by GPU name, suc
 class DataLoading:
     heading = 'data'
 
-    remote: str | None = flag(None, 'folder or object store with MDS shards: images and captions written by '
-                              'convert.py, or, for a training, latents written by encode.py')
-    local: str | None = flag(None, 'folder that caches the shards from --remote (default: a temporary folder if '
+    remote: str | None = flag(None, 'folder or object store with MDS shards: images from convert.py or, for a '
+                              'training, latents from encode.py')
+    local: str | None = flag(None, 'cache folder for the shards from --remote (default: a temporary folder if '
                              '--remote is an object store; a folder is read in place); without --remote, the folder '
                              'with the shards')
-    num_workers: int | None = flag(None, 'data loader processes per device (default: one per CPU core of the device, '
-                                   'at most 8)', converter=whole_number)
+    num_workers: int | None = flag(None, "data loader processes per device (default: the machine's CPU cores divided "
+                                   'by its devices, at most 8)', converter=whole_number)
     # Not a flag: the names of the flags that complete.py sets from the machine or from the length of the run.
     by_default: tuple[str, ...] = ()
 
@@ -92,15 +92,15 @@ class TrainingSamples:
 
     cache_limit: str | None = flag(None, 'disk space limit for the cached shards of a dataset, such as 500gb '
                                    '(default: no limit)', metavar='SIZE', may_change=True)
-    max_bad_samples: float = flag(0.01, 'fraction of bad samples above which the run stops', converter=fraction,
+    max_bad_samples: float = flag(0.01, 'fraction of unreadable samples above which the run stops', converter=fraction,
                                   may_change=True)
     use_synth_data: bool = flag(False, 'train on random images, which take no time to load, instead of --remote')
     use_synth_latents: bool = flag(False, 'train on random latents of the shape that encode.py writes, instead of '
                                    '--remote')
     batch_size: int = flag(BATCH_SIZE, 'images per optimizer step, summed over all devices', converter=count)
     # only the path may change: the token ids must stay the same
-    tokenizer: str | None = flag(None, 'folder or hub name of the tokenizer (default: the tokenizer in the folder '
-                                 "--model_name, or else CLIP's)", may_change=True)
+    tokenizer: str | None = flag(None, 'folder or Hugging Face Hub ID of the tokenizer (default: the one in the '
+                                 "--model_name folder, or else CLIP's)", may_change=True)
     caption_weights: tuple[tuple[str, float], ...] = flag((), 'weights for the random choice among the captions of an '
                                                           'image, by caption name, such as short=1 long=3; other '
                                                           'names get weight 0 (default: every caption of an image is '
@@ -116,10 +116,10 @@ class Model:
     heading = 'model'
 
     # only the path may change: the configuration must stay the same
-    model_name: str = flag(SD2_BASE, f'model to build: tiny, a diffusers folder or a hub name (default: {SD2_BASE}, '
-                           'whose architecture is built in)', may_change=True)
+    model_name: str = flag(SD2_BASE, 'model to build: tiny (a small test model), a diffusers folder or a Hugging Face '
+                           f'Hub ID (default: {SD2_BASE}, whose architecture is built in)', may_change=True)
     pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name; tiny has only '
-                            'VAE weights (default: off, which takes random weights of the same speed)')
+                            'VAE weights (default: off, so the weights are random, which has the same speed)')
     image_size: int = flag(512, 'image height and width in pixels', converter=pixels)
     seed: int = flag(17, 'seed for the random weights, the noise and the order of samples', converter=seed)
 
@@ -129,9 +129,9 @@ class Encoders:
     heading = 'speed'
 
     encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
-        None, 'precision of the frozen VAE and text encoder; with fp32 a training stores their weights in float32 and '
-        'computes in --precision (default: as --precision; encode.py uses bf16 on GPUs that support it, fp16 on other '
-        'GPUs and fp32 on CPUs)')
+        None, 'precision of the frozen VAE and text encoder; in a training, fp32 stores their weights in float32 and '
+        'computes in --precision (default: in a training as --precision; in encode.py bf16 on GPUs that support it, '
+        'fp16 on other GPUs and fp32 on CPUs)')
     channels_last: bool | None = flag(None, 'store image tensors in the channels_last memory format (default: on with '
                                       '--compile, else off)')
     compile: bool | Literal['max-autotune-no-cudagraphs', 'reduce-overhead'] = flag(
@@ -147,21 +147,21 @@ class Speed:
         'auto', 'images per forward and backward pass on each device; auto finds the largest microbatch that fits in '
         'GPU memory, and takes the whole per-device batch on a CPU', converter=microbatch, metavar='N')
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
-        None, 'precision of the UNet; fp32 uses TF32 for matrix products on the A100 and newer GPUs (default: '
+        None, 'precision of the UNet; fp32 uses TF32 for matrix multiplications on the A100 and newer GPUs (default: '
         'amp_bf16 on GPUs that support it, amp_fp16 on other GPUs, fp32 on CPUs)')
     attention: Literal['sdpa', 'cudnn', 'flash', 'efficient', 'math', 'xformers'] = flag(
         'sdpa', 'attention implementation: sdpa lets torch choose among its kernels cudnn, flash, efficient and math; '
         'xformers needs the xformers package')
     gradient_checkpointing: bool = flag(False, 'recompute activations in the backward pass, which saves memory and '
-                                        'adds about a third more arithmetic')
+                                        'adds about a third more compute')
     fused_optimizer: bool = flag(True, 'use the fused AdamW kernel')
     half_precision_norms: bool = flag(False, 'compute the norm layers of the UNet and the VAE encoder in half '
                                       'precision')
     cudnn_benchmark: bool = flag(False, 'let cuDNN time its algorithms for each new shape and use the fastest')
     compile_blocks: bool | None = flag(None, 'compile each kind of UNet block once instead of the whole UNet, which '
-                                       'starts sooner and overlaps the gradient all-reduce with the backward pass '
-                                       '(default: on with several devices, but off with --compile reduce-overhead)',
-                                       needs='compile')
+                                       'compiles faster and overlaps the gradient all-reduce with the backward pass '
+                                       '(default: on if --compile is given on several devices, but off with '
+                                       'reduce-overhead)', needs='compile')
     allreduce_precision: Literal['fp32', 'bf16'] = flag('fp32', 'precision of the gradient all-reduce')
 
 
@@ -176,9 +176,9 @@ class Warmup:
 class Results:
     heading = 'measurement'
 
-    results: str | None = flag(None, 'file to append the record of the run to, or - to print the record as the last '
-                               'line of output (default: results.jsonl; a forecast is only saved if this flag is '
-                               'given)', metavar='FILE')
+    results: str | None = flag(None, "file to which the run's record, one line of JSON, is appended, or - to print it "
+                               'as the last line of output (default: results.jsonl; a forecast is only saved if this '
+                               'flag is given)', metavar='FILE')
 
     @property
     def results_file(self) -> str:
@@ -204,9 +204,9 @@ class Results:
 class Measuring:
     heading = 'measurement'
 
-    measure_batches: int | None = flag(None, 'batches to measure after the warm-up (default: all of --max_duration; '
-                                       'without it 20, or more if the data loader prefetches many batches)',
-                                       converter=count)
+    measure_batches: int | None = flag(None, 'batches to measure after the warm-up (default: all batches if '
+                                       '--max_duration is given, or else 20, or more if the data loader prefetches '
+                                       'many batches)', converter=count)
     loader_only: bool = flag(False, 'measure only the data loader, without a model')
     profile: str | None = flag(None, 'folder for a torch profiler trace of 3 batches after the warm-up; the speed of '
                                'a profiled run is not reliable (default: no profile)', metavar='DIR')
@@ -220,21 +220,21 @@ class Cost:
                                            'GPU and without training; several counts, such as 8 16 32, make a table '
                                            '(default: off; without a count, as many GPUs as there are processes)',
                                            converter=count, metavar='GPUS', bare=(0,))
-    gpus_per_node: int | None = flag(None, 'GPUs per machine in a forecast (default: 8; GB200 and L40S 4, GH200 1)',
-                                     converter=count, metavar='GPUS', needs='dry_run')
+    gpus_per_node: int | None = flag(None, 'GPUs per machine in a forecast (default: 8; 4 for GB200 and L40S; 1 for '
+                                     'GH200)', converter=count, metavar='GPUS', needs='dry_run')
     network_gbits: float | None = flag(None, 'network bandwidth of each machine in Gbit/s, summed over its adapters; '
                                        'for plain TCP give half of it (default: the bandwidth of the GPU interconnect)',
                                        converter=positive, metavar='GBITS')
     gpu: tuple[str, ...] = flag((), 'GPUs to forecast, by name or part of a name, such as A100-40GB H200 (default: '
                                 'all known GPUs)', converter=known_gpu, metavar='NAME', needs='dry_run')
     training_images: int | None = flag(None, 'images of a whole training, for which days and dollars are printed '
-                                       f'(default: {TRAINING_IMAGES:,}, as Stable Diffusion 2; with --dry_run and '
-                                       '--max_duration the images of that run; for the model tiny no cost is printed)',
+                                       f'(default: {TRAINING_IMAGES:,}, as for Stable Diffusion 2; with --dry_run and '
+                                       '--max_duration the images of that run; none for the model tiny)',
                                        converter=count)
     dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
-    budget: float | None = flag(None, 'dollars that the GPU-hours of the training may cost, including the runs that '
-                                'this run resumes; at this limit the run saves a checkpoint and ends (default: no '
-                                'limit)', converter=positive, metavar='DOLLARS', needs='dollars_per_gpu_hour')
+    budget: float | None = flag(None, 'maximum cost of the training in dollars, including earlier runs that this run '
+                                'resumes; at this limit the run saves a checkpoint and stops (default: no limit)',
+                                converter=positive, metavar='DOLLARS', needs='dollars_per_gpu_hour')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,12 +254,12 @@ class Training:
                                      'end and on Ctrl-C or SIGTERM', converter=time_in('ba ep dur'),
                                      needs='save_folder dry_run')
     save_num_checkpoints_to_keep: int | None = flag(None, 'how many of the newest checkpoints to keep in a folder; an '
-                                                    'object store keeps all (default: all; each takes 15 GB for '
-                                                    'Stable Diffusion 2)', converter=count, needs='save_folder dry_run')
+                                                    'object store keeps all (default: all; one of Stable Diffusion 2 '
+                                                    'takes 15 GB)', converter=count, needs='save_folder dry_run')
     autoresume: bool = flag(False, 'resume from the newest complete checkpoint in --save_folder, if there is one',
                             needs='save_folder dry_run')
-    dist_timeout: int = flag(1800, 'seconds that a process waits for the others before the run fails; compiling, '
-                             'saving and image generation on one of them count', converter=count)
+    dist_timeout: int = flag(1800, 'seconds that a process waits for the others before the run fails; must be longer '
+                             'than any compilation, save or image generation', converter=count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,8 +270,8 @@ class Optimizer:
                                    'a higher signal-to-noise ratio (default: no weighting)', converter=positive,
                                    metavar='GAMMA')
     learning_rate: float = flag(1e-4, 'AdamW learning rate after --lr_warmup', converter=positive)
-    lr_warmup: str | None = flag(None, 'length of the learning rate warm-up, a linear rise from 0, such as 10000ba '
-                                 '(default: no warm-up)', converter=time_in('ba ep dur'))
+    lr_warmup: str | None = flag(None, 'length of the linear learning rate warm-up, such as 10000ba (default: no '
+                                 'warm-up)', converter=time_in('ba ep dur'))
     lr_schedule: Literal['constant', 'cosine', 'linear'] = flag(
         'constant', 'learning rate schedule after the warm-up: constant, or a cosine or linear decay until the end of '
         '--max_duration')
@@ -280,10 +280,10 @@ class Optimizer:
     weight_decay: float = flag(0.001, 'AdamW weight decay', converter=amount)
     adam_betas: tuple[float, float] = flag((0.9, 0.999), 'AdamW betas, the decay rates of the two moment estimates '
                                            '(default: 0.9 0.999)', converter=below_1, metavar='BETA')
-    clip_grad_norm: float | None = flag(None, 'gradient norm to which larger gradients are clipped (default: no '
-                                        'clipping)', converter=positive, metavar='NORM')
+    clip_grad_norm: float | None = flag(None, 'maximum gradient norm; larger gradients are scaled down to it '
+                                        '(default: no clipping)', converter=positive, metavar='NORM')
     use_ema: bool = flag(False, "keep an exponential moving average (EMA) of the UNet's weights")
-    ema_half_life: str | None = flag(None, 'half-life of the EMA: the time after which the weight of a step has '
+    ema_half_life: str | None = flag(None, "half-life of the EMA: the time after which a step's contribution has "
                                      'halved (default: 1000ba, or a tenth of a shorter run)',
                                      converter=time_in('ba ep'), needs='use_ema')
     ema_start: str | None = flag(None, 'time at which the EMA starts, such as 5000ba, or 0.5dur for half of the run '
@@ -299,17 +299,17 @@ class Optimizer:
 class EvaluationAndSamples:
     heading = 'evaluation, image generation and logging'
 
-    eval_remote: str | None = flag(None, 'folder or object store with held-out MDS shards; each evaluation computes '
-                                   'the loss with the first caption of each image and the same noise and timesteps; '
-                                   '--local and --cache_limit apply to these shards too (default: no evaluation)')
-    eval_interval: str | None = flag(None, f'time between evaluations {INTERVAL_DEFAULT}; the run also ends with one',
-                                     converter=time_in('ba ep'), needs='eval_remote dry_run')
+    eval_remote: str | None = flag(None, 'folder or object store with held-out MDS shards for the evaluation loss, '
+                                   "which uses each image's first caption and the same noise and timesteps each time; "
+                                   '--local and --cache_limit apply too (default: no evaluation)')
+    eval_interval: str | None = flag(None, f'time between evaluations {INTERVAL_DEFAULT}; an evaluation is also run '
+                                     'at the end', converter=time_in('ba ep'), needs='eval_remote dry_run')
     sample_prompts: str | None = flag(None, 'text file with one prompt per line; images are generated from them '
                                       'during the training, with the EMA weights if there are any; needs --pretrained '
                                       '(default: none)', metavar='FILE')
-    sample_interval: str | None = flag(None, 'time between two image generations from --sample_prompts '
-                                       f'{INTERVAL_DEFAULT}; the run also ends with one', converter=time_in('ba ep'),
-                                       needs='sample_prompts dry_run')
+    sample_interval: str | None = flag(None, 'time between image generations from --sample_prompts '
+                                       f'{INTERVAL_DEFAULT}; images are also generated at the end',
+                                       converter=time_in('ba ep'), needs='sample_prompts dry_run')
     wandb_name: str | None = flag(None, 'run name in Weights & Biases (default: W&B is not used)')
     wandb_project: str | None = flag(None, 'Weights & Biases project to log to (default: W&B is not used)')
     tensorboard: str | None = flag(None, 'folder for TensorBoard files (default: none)', metavar='DIR')

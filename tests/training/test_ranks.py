@@ -178,5 +178,5 @@ def test_a_user_error_is_printed_once_on_rank_0(server, tmp_path):
     argv = ['--use_synth_data', *TINY_RANKS, '--batch_size', '9']
     codes = run_ranks(server, logs, benchmark.main, [(argv,)] * 2)
     assert 2 in codes
-    assert logs[0].read_text() == 'benchmark.py: error: --batch_size 9 does not divide over 2 devices; use 8\n'
+    assert logs[0].read_text() == 'benchmark.py: error: --batch_size 9 is not divisible by 2 devices; use 8\n'
     assert 'error' not in logs[1].read_text()
