@@ -127,8 +127,8 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     program = program or Path(sys.argv[0]).name
     positionals = [name.upper() for name, field in fields.items() if 'positional' in field.metadata]
     parser = Parser(program, ' '.join([program, *positionals, '[--flag VALUE ...]', '[@FILE]']), description,
-                    '@FILE reads flags from FILE. A later flag overrides an earlier one, or adds to it if it takes several '
-                    'values.',
+                    '@FILE reads flags from FILE. A later flag overrides an earlier one, or adds to it if it takes '
+                    'several values.',
                     formatter_class=HelpFormatter, allow_abbrev=False)
 
     # Add the fields class by class, in the order in which they are declared, which is the order in --help.
