@@ -72,7 +72,7 @@ def test_a_machine_without_a_network_is_told_in_one_line(tmp_path):
         (programs / name).symlink_to(f'/usr/bin/{name}')
     (programs / 'python3.11').symlink_to(os.path.realpath('/proc/self/exe'))
     done = installed(tmp_path, str(programs), PIP_INDEX_URL='http://127.0.0.1:1/simple', PIP_CONFIG_FILE=os.devnull)
-    assert_one_line(done, 'no package index is in reach', 'PIP_INDEX_URL')
+    assert_one_line(done, 'pip cannot reach a package index', 'PIP_INDEX_URL')
 
 
 @pytest.mark.parametrize('answer, flags, newest', [

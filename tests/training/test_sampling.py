@@ -112,9 +112,9 @@ def test_a_run_on_latents_decodes_images_with_the_vae_of_the_model_folder(tmp_pa
 @pytest.mark.long
 def test_rank_0_generates_images_while_the_other_rank_waits(server, tmp_path, model_folder, prompts):
     argv = [*RUN, '--use_synth_data', '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
-            '--sample_prompts', prompts, '--sample_interval', '2ba', '--save_folder', tmp_path / 'kept']
+            '--sample_prompts', prompts, '--sample_interval', '2ba']
     assert run_ranks(server, 2, argv, tmp_path) == [0, 0], (tmp_path / 'log').read_text()
-    assert sorted(path.name for path in (tmp_path / 'kept-samples').glob('*/*')) == ['ba2.png', 'ba3.png']
+    assert sorted(path.name for path in (tmp_path / 'checkpoints-samples').glob('*/*')) == ['ba2.png', 'ba3.png']
     record = json.loads((tmp_path / 'results.jsonl').read_text())
     assert record['num_devices'] == 2
     assert record['sampling_seconds'] > 0
