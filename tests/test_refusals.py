@@ -34,7 +34,7 @@ ROWS = [
     ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect '
      'with --lr_schedule constant'),
     ('WORLD_SIZE= LOCAL_RANK= convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a '
-     'glob that matches some'),
+     'glob that matches files'),
     ('convert.py', "'' out", 'SOURCE is empty; is a shell variable unset?'),
 
     # A training

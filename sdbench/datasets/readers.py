@@ -235,7 +235,7 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
         try:
             image, captions = columns.find(file.name, parquet.schema_arrow.names, USUAL_IMAGE_COLUMNS)
         except NoSuchColumn as error:
-            yield None, {NO_SAMPLE: SkipReason(error)}
+            yield None, {NO_SAMPLE: SkipReason(f'missing column: {error}')}
             return
         except UserError as error:
             raise DataError(str(error)) from None

@@ -334,7 +334,7 @@ def why_unreadable(error: OSError, path: str) -> SkipReason:
 
 
 def nothing_there(source: str) -> UserError:
-    return UserError(f'SOURCE {source} does not exist; give a file, a folder, or a glob that matches some')
+    return UserError(f'SOURCE {source} does not exist; give a file, a folder, or a glob that matches files')
 
 
 def group_into_parts(files: list[File], part_bytes: int) -> list[list[File]]:
