@@ -122,7 +122,7 @@ def exit_with_error(program: str, status: int, message: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def one_line_errors(program: str, how_to_go_on: str = '') -> Iterator[None]:
+def one_line_errors(program: str, how_to_continue: str = '') -> Iterator[None]:
     """End the process with one line if code in this context raises an error that a user can fix.
 
     The exit status is 2 if the command line or a file named there is wrong (UserError), 1 for errors of data, a disk or
@@ -130,9 +130,9 @@ def one_line_errors(program: str, how_to_go_on: str = '') -> Iterator[None]:
 
     Args:
         program: name of the command.
-        how_to_go_on: text that follows an error with status 1 or 130: which results are kept, and how to continue.
+        how_to_continue: text that follows an error with status 1 or 130: which results are kept, and how to continue.
     """
-    suffix = how_to_go_on and f'; {how_to_go_on}'
+    suffix = how_to_continue and f'; {how_to_continue}'
     previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C
     try:
         yield

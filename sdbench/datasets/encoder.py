@@ -52,10 +52,11 @@ class ImageShard(NamedTuple):
 
 
 class Batches(Dataset):
-    """Batches of images from several shards. A bad sample is not replaced by another one.
+    """Batches of images from several shards. A bad sample is left out, and not replaced by another one.
 
     A batch has `shard`, the position of its shard in `shards`; `image` uint8 (B, 3, H, H), `captions` (MDS columns) and
-    `indices` (in the shard) of the good samples; and `bad`, the (index, reason) of each bad sample.
+    `indices` (in the shard) of the good samples; and `bad`, the (index, reason) of each bad sample. Without a good
+    sample, it has no `image`.
     """
 
     def __init__(self, readers: list[MDSReader], shards: list[ImageShard], image_size: int):
@@ -187,7 +188,7 @@ class Encoder:
         moments = self.vae.encode(images).latent_dist.parameters.half()  # (B, 8, H/8, W/8)
         moments = moments[:len(batch['indices'])].cpu()
 
-        # Stop at values that would make the training loss NaN.
+        # Stop at infinite values and NaN, which would make the training loss NaN.
         for index, image_moments in zip(batch['indices'], moments, strict=True):
             if not image_moments.isfinite().all():
                 raise DataError(f'sample {shard.first + index} has moments that are not finite in float16, with '
@@ -198,10 +199,11 @@ class Encoder:
     def figures(self) -> dict:
         """Return the speed of this process so far: `measured` images in `measured_batches` and in `seconds`.
 
-        The warm-up batches are not counted, but at least one batch is. A single batch includes the loader's start.
+        Warm-up batches do not count, but the last batch always does. A single batch includes the loader's start.
+        `name` identifies the process. `device` is the name of the GPU, and None for a CPU.
         """
-        first = min(self.settings.warmup_batches, len(self.clock) - 2)
-        device = None  # for a CPU, because looking up its name takes a second
+        first = min(self.settings.warmup_batches, len(self.clock) - 2)  # number of batches that do not count
+        device = None  # also for a CPU, because looking up its name takes a second
         if self.device.type == 'cuda':
             device = torch.cuda.get_device_name(self.device)
         return {'name': self.name, 'machine': platform.node(), 'device': device,
