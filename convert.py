@@ -182,7 +182,7 @@ def warn(joined: Joined, unread_tables: list[dict], unused: list[str], settings:
         if 'samples_kept' in line:
             kept = plural(line['samples_kept'], 'whole sample')
         print(f'{PROGRAM}: warning: {one_line(UserError(line["source"]))} is {line["reason"]}; kept: {kept}; '
-              'a sample without a caption may have it after the damage; fetch the file again, and start the same '
+              'the caption of a skipped sample may lie after the damage; fetch the file again, and start the same '
               'command again', file=sys.stderr)
     for line in unread_tables:
         print(f'{PROGRAM}: warning: {one_line(UserError(line["source"]))} is {line["reason"]}; rename the file if '

@@ -116,7 +116,7 @@ def encode(settings: Encode) -> dict | None:
 
 
 def speed_of_devices(figures: list[dict], devices: int) -> dict:
-    """Return the record's keys about speed.
+    """Return the record's keys about speed: the mean speed of a device, times the number of devices.
 
     Args:
         figures: `Encoder.figures()` of each process. Several processes may have used the same device one after another.

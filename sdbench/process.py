@@ -168,7 +168,7 @@ def progress_bar(total: int, unit: str, done: int = 0, doing: str | None = None,
 
     Args:
         total: size of the whole work, in units.
-        unit: text after a number, such as ' images'; 'B' means bytes and is shown as kB, MB or GB.
+        unit: text after a number, such as ' images'; 'B' means bytes, which are shown in kB, MB or GB.
         done: units that an earlier run completed.
         doing: text before the bar.
         hidden: True shows nothing.

@@ -165,7 +165,7 @@ def test_the_same_command_converts_new_and_repaired_files_and_removes_nothing(ta
     printed = capsys.readouterr()
     assert printed.out.startswith('done already')
     assert '00000.tar is cut short or damaged' in printed.err
-    assert '; kept: 1 whole sample; a sample without a caption may have it after the damage;' in printed.err
+    assert '; kept: 1 whole sample; the caption of a skipped sample may lie after the damage;' in printed.err
 
     (tars / '00000.tar').write_bytes(whole)  # fetched again
     write_tar(tars / '00003.tar', sample_files('6', 6))

@@ -18,7 +18,7 @@ SHARD_COLUMNS = {'jpg': 'bytes', **MDS_CAPTION_COLUMNS}  # MDS types by column
 
 
 def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -> None:
-    """Convert the files of some parts.
+    """Convert the files of the given parts into shards, and finish each part before the next one.
 
     Args:
         settings: flags of the command.

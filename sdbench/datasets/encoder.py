@@ -95,7 +95,7 @@ class Encoder:
 
     def __init__(self, settings: Encode, on_gpu: bool):
         self.settings = settings
-        self.name = uuid.uuid4().hex
+        self.name = uuid.uuid4().hex  # identifies this process in the reports of its calls
         self.device = torch.device('cuda', torch.cuda.current_device()) if on_gpu else torch.device('cpu')
         files = find_model(settings.model_name, settings.pretrained)
 
@@ -112,12 +112,13 @@ class Encoder:
         self.encoded = [0]  # images encoded so far, after each batch
 
     def encode(self, output: Output, parts: list[Part], copies: str | None) -> None:
-        """Encode one part after the other.
+        """Encode the parts, in order, into a dataset.
 
         Args:
             output: dataset to write to.
             parts: parts to encode. The source of each part is one ImageShard.
-            copies: folder for temporary copies of the shards. None: the shards are read in place.
+            copies: folder for temporary copies of the shards, each removed once it is encoded. None: the shards are
+                read in place.
         """
         # Open the shards.
         settings = self.settings

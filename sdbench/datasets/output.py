@@ -88,7 +88,7 @@ class Output:
         if content is None:
             names = os.listdir(self.out) if self.is_folder else self.names()
             if any(name not in (CLAIM, LOCK) for name in names):
-                raise UserError(f'{self.label} already holds something; give a new folder')
+                raise UserError(f'{self.label} already holds other files; give a new folder')
             self.write(CLAIM, json.dumps(settings).encode())
             return
 

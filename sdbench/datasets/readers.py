@@ -46,7 +46,7 @@ NO_SAMPLE = 'no sample'  # key in Fields: why there is no sample, or why the res
 MAX_BYTES = 256 << 20  # largest image or caption: the header of a tar can declare any size
 TAR_BUFFER_BYTES = 1 << 20
 END_BYTES = 1024  # zeros at the end of every tar; most programs add more to fill the last record
-LARGEST_RECORD = 1 << 20  # bytes
+LARGEST_RECORD = 1 << 20  # bytes; the zeros that fill the last record are fewer
 
 # Parquet
 USUAL_IMAGE_COLUMNS = ('image',)
@@ -62,7 +62,7 @@ class Place(NamedTuple):
     size: int
 
 
-Key = str | int | None  # of a sample: its name in a tar, its row number in Parquet, or None for the whole file
+Key = str | int | None  # name of a sample in a tar, number of its row in Parquet, or None for the whole file
 # The files of a sample by suffix, each bytes or a SkipReason. The captions from a table or a row are under CAPTIONS:
 # Named, where a SkipReason may replace a caption.
 Fields = dict[str, Any]
@@ -366,7 +366,7 @@ def caption_text(suffix: str, content: bytes | SkipReason) -> str | SkipReason:
 
 
 def cleaned(text: str | SkipReason, clean: Callable[[str], str]) -> str | SkipReason:
-    """Return a caption after cleaning, or the reason why it cannot be used."""
+    """Return a caption after cleaning, or a SkipReason if it cannot be used. A SkipReason is returned as it is."""
     if isinstance(text, SkipReason):
         return text
     try:

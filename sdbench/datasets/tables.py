@@ -387,6 +387,7 @@ def read_csv(path: str) -> Iterator:
 
 def read_json_lines(path: str) -> Iterator:
     """Read JSON lines as `read_rows` does. Raises UserError if a line is not a JSON object."""
+    fix = 'write one JSON object, such as {"file_name": "a.jpg", "text": "a cat"}, on each line'
     rows = []
     with open_text(path) as file:
         for number, line in enumerate(file, 1):
@@ -395,9 +396,9 @@ def read_json_lines(path: str) -> Iterator:
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise UserError(f'line {number} of the table {path} cannot be read ({error})') from None
+                raise UserError(f'line {number} of the table {path} cannot be read ({error}); {fix}') from None
             if not isinstance(values, dict):
-                raise UserError(f'line {number} of the table {path} cannot be read (it is not an object)')
+                raise UserError(f'line {number} of the table {path} cannot be read (it is not an object); {fix}')
             rows.append((number, values))
     yield list(dict.fromkeys(key for _, row in rows for key in row))
     yield from rows

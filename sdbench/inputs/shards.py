@@ -56,8 +56,8 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
             check_shard(shard, 'latents' in index, label)
         hash_of_images(index)  # raises KeyError if latents lack the hash
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError):
-        raise UserError(f'{label} has an {INDEX} that is not one of convert.py or encode.py; make the dataset again'
-                          ) from None
+        raise UserError(f'{label} has an {INDEX} that lacks what convert.py and encode.py write; make the dataset again'
+                        ) from None
     return index
 
 
