@@ -126,12 +126,7 @@ def index_extras(settings: Convert, parts: list[str], joined: Joined, side: str)
     """Return additional keys for index.json: the number of captions by name, and how held-out samples were chosen.
 
     `conversion` is a hash of the part names. It is equal in both datasets, and changes with the files or the flags.
-
-    Args:
-        settings: flags of the command.
-        parts: names of the parts.
-        joined: the totals of the dataset.
-        side: whether it has the samples for training ('training') or the held-out ones (HELD_OUT_SIDE).
+    `side` tells which of them this is: 'training' or HELD_OUT_SIDE.
     """
     extras = {}
     if not settings.sample_per_caption:  # which stores each caption in a sample of its own, without a name

@@ -34,16 +34,10 @@ from sdbench.models.switches import compile_in_place
 
 
 class ImageShard(NamedTuple):
-    """A shard of images, which is encoded into one part of the dataset of latents.
-
-    Attributes:
-        entry: the shard's entry in the index.json of the images.
-        first: index of the shard's first sample in the dataset.
-        is_ours: see `from_columns`.
-    """
-    entry: dict
-    first: int
-    is_ours: bool
+    """A shard of images, which is encoded into one part of the dataset of latents."""
+    entry: dict  # the shard's entry in the index.json of the images
+    first: int  # index of the shard's first sample in the dataset
+    is_ours: bool  # see `from_columns`
 
     @property
     def name(self) -> str:
@@ -52,7 +46,7 @@ class ImageShard(NamedTuple):
 
 
 class Batches(Dataset):
-    """Batches of images from several shards. A bad sample is left out, and not replaced by another one.
+    """Batches of images from several shards. Bad samples are not replaced, so a batch may have fewer images.
 
     A batch has `shard`, the position of its shard in `shards`; `image` uint8 (B, 3, H, H), `captions` (MDS columns) and
     `indices` (in the shard) of the good samples; and `bad`, the (index, reason) of each bad sample. Without a good

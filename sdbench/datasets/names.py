@@ -43,7 +43,7 @@ def is_shard(suffix: str) -> bool:
 
 
 def caption_suffixes(suffixes: Iterable[str]) -> list[str]:
-    """Return the suffixes that caption files have, in the order in which the files are tried."""
+    """Return the suffixes that caption files have, ordered as the files are tried."""
     return sorted(filter(is_caption, suffixes), key=lambda suffix: (CAPTION_SUFFIXES.index(suffix.lower()), suffix))
 
 

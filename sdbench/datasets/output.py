@@ -61,8 +61,7 @@ class Output:
     def begun(self, settings: dict, sources: Sequence[str] = ()) -> Iterator[None]:
         """Claim OUT for this run. For a folder, hold its lock until the context ends.
 
-        A store has no lock. Two runs with the same settings may write to it concurrently, because they write the same
-        bytes.
+        A store has no lock. Two runs with the same settings may write to it concurrently: their bytes are the same.
 
         Args:
             settings: values that the samples depend on, which JSON must support; `program` is the name of the command.
@@ -116,10 +115,7 @@ class Output:
         return parse_json(self.read(f'{part}/{INDEX}'), f'{part}/{INDEX} of {self.label}')
 
     def write(self, name: str, content: bytes | BinaryIO) -> None:
-        """Write a file of OUT. It appears only when it is complete, and replaces an earlier file with that name.
-
-        Raises DataError if the disk or the store fails.
-        """
+        """Write a file of OUT, which replaces an earlier one when it is complete. Raises DataError if OUT fails."""
         if isinstance(content, bytes):
             content = io.BytesIO(content)
         with self._os_errors_as_data_errors():
@@ -131,10 +127,7 @@ class Output:
                 shutil.copyfileobj(content, file)
 
     def read(self, name: str, **options: Any) -> bytes | None:
-        """Return the content of a file of OUT, or None if it does not exist. `options` are passed to `download`.
-
-        Raises DataError if the disk or the store fails.
-        """
+        """Return the content of a file of OUT, or None if it does not exist. Raises DataError if OUT cannot be read."""
         with self._os_errors_as_data_errors(), tempfile.TemporaryDirectory() as folder:
             try:
                 if self.is_folder:
@@ -146,7 +139,7 @@ class Output:
                 return None
 
     def names(self) -> list[str]:
-        """Return the paths of all files in OUT, relative to OUT. Raises DataError if the disk or the store fails."""
+        """Return the paths of all files in OUT, relative to OUT. Raises DataError if OUT cannot be listed."""
         with self._os_errors_as_data_errors():
             if self.is_folder:
                 return [os.path.relpath(os.path.join(folder, name), self.out)

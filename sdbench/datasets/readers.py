@@ -133,8 +133,7 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
 
     The headers of a tar are read first, and its files are paired by key, because a tar of a folder has its files in any
     order. For example, `a/b.jpg` is the .jpg of the sample a/b. The samples come in the order of their first files. If
-    a name occurs twice, for example because a file was appended to the tar again, nothing says which file counts, so
-    the sample gets a SkipReason instead.
+    a name occurs twice, as after a second `tar --append`, a SkipReason replaces the file: either file may be right.
 
     Raises tarfile.ReadError, or nearly any other exception, if the tar is damaged.
     """
@@ -154,12 +153,10 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
 
 
 def list_members(reader: BinaryIO) -> Iterator[Members]:
-    """Yield the images and captions of each tar in a file, by key and suffix.
+    """Yield the images and captions of each tar in a file, and separately each other member with a reason to skip it.
 
-    Each member that is neither an image nor a caption is yielded separately, with the reason to skip it.
-
-    Raises tarfile.ReadError, or nearly any other exception, if a tar is damaged, after the files before the damage were
-    yielded.
+    Raises tarfile.ReadError, or nearly any other exception, if a tar is damaged. The files before the damage are
+    yielded first.
     """
     members: Members = {}
     key = None  # of the last member
@@ -198,8 +195,8 @@ def list_members(reader: BinaryIO) -> Iterator[Members]:
                     files[suffix] = Place(member.offset_data, member.size)
         require_end_mark(reader, end, os.fstat(reader.fileno()).st_size)
     except Exception:
-        # More files of the last sample may lie after the damage. Unless its .txt was read, which has precedence over
-        # all other captions, its caption is not known.
+        # More files of the last sample may lie after the damage. Without its .txt, which has precedence over all other
+        # caption files, its caption is not known.
         if key in members and not any(suffix.lower() == CAPTION_SUFFIXES[0] for suffix in members[key]):
             members[key][CAPTION_SUFFIXES[0]] = SkipReason('it may lie behind the damage')
         yield members
@@ -341,10 +338,7 @@ def read_captions(fields: Fields, columns: Columns, clean: Callable[[str], str])
 
 
 def caption_text(suffix: str, content: bytes | SkipReason) -> str | SkipReason:
-    """Return the caption in a caption file, which is the text of a .txt or .caption or the `caption` in a .json.
-
-    Return a SkipReason if there is none.
-    """
+    """Return the text of a .txt or .caption, or the `caption` in a .json, or a SkipReason if there is none."""
     if isinstance(content, SkipReason):
         return SkipReason(f'no caption: {content}')
     try:

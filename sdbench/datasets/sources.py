@@ -98,7 +98,7 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
         columns: columns of images and captions in tables.
 
     Raises UserError if a source names nothing or a table of captions cannot be read, DataError if a disk fails, and
-    OSError if a store, or the folder of a file that a source names, cannot be listed.
+    OSError if a store, or the folder of a named file, cannot be listed.
     """
     # List the stores, then the folders of this machine.
     search = Search(sources, excluded)
@@ -108,8 +108,7 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
             converted |= {file.name: file for file in search.stored_files(source)}
     folders = search.folders()
 
-    # Read all tables first, because the table for an image may be in any folder. The order in TABLES decides which of
-    # two tables in a folder comes first.
+    # Read all tables first, because the table for an image may be in any folder. TABLES gives their order in a folder.
     tables = CaptionTables(columns, search.skip)
     if captions is not None:
         tables.add(captions, is_named=True)
@@ -135,18 +134,14 @@ class Search:
     Args:
         sources: as the user gave them.
         excluded: folders or addresses that are not searched.
-
-    Attributes:
-        skipped: lines for skipped.jsonl.
-        searched: the path under which each folder was first searched, by its real path.
     """
 
     def __init__(self, sources: Iterable[str], excluded: Iterable[str]):
         self.sources = [source if is_url(source) else os.path.abspath(source) for source in sources]
         self.excluded_folders = {os.path.realpath(path) for path in excluded if not is_url(path)}
         self.excluded_addresses = tuple(f'{url.rstrip("/")}/' for url in excluded if is_url(url))
-        self.skipped: list[dict] = []
-        self.searched: dict[str, str] = {}
+        self.skipped: list[dict] = []  # lines for skipped.jsonl
+        self.searched: dict[str, str] = {}  # the path under which a folder was first searched, by its real path
 
     def skip(self, name: str, reason: str, key: int | None = None) -> None:
         """Record that a file, a folder or a row of a table is skipped.
@@ -205,10 +200,10 @@ class Search:
                 self.skip(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
 
     def folders(self) -> list[Folder]:
-        """Return all folders of this machine that contain input files. A subfolder that cannot be opened is skipped.
+        """Return all folders of this machine that contain input files. Skip subfolders that cannot be opened.
 
-        Raises UserError if a source names nothing, DataError if a disk fails, and OSError if the folder of a file that
-        a source names cannot be listed.
+        Raises UserError if a source names nothing, DataError if a disk fails, and OSError if the folder of a named file
+        cannot be listed.
         """
         # Group by folder the files that SOURCE names, directly or by a glob.
         found = []
@@ -279,13 +274,7 @@ class Search:
         return files
 
     def with_captions(self, folder: Folder, files: dict[str, File], tables: CaptionTables) -> Iterator[File]:
-        """Yield the files of a folder to convert, with the captions of the images. Skip captions without an image.
-
-        Args:
-            folder: the folder.
-            files: its input files by name, from `classify`.
-            tables: the captions from tables, after `match`.
-        """
+        """Yield the tars and Parquet files in `files`, and the images with their captions. Skip other captions."""
         # Group the images and captions in the folder by key. SOURCE may name only some of them.
         names = defaultdict(dict)  # by key and suffix
         for name in folder.present:
@@ -295,7 +284,7 @@ class Search:
         join_similar_keys(names)
 
         # Find the captions whose image SOURCE names. An image that cannot be opened counts, because it was reported.
-        with_image = set()  # names of these captions, and of the images
+        with_image = set()
         for name in folder.named:
             key, suffix = split_name(name)
             if is_image(suffix):

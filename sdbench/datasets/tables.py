@@ -36,14 +36,9 @@ class NoSuchColumn(UserError):
 
 
 class Columns(NamedTuple):
-    """The values of --image_column and --caption_column.
-
-    Attributes:
-        image: name of the column with the images, or with their paths. None means the usual names.
-        captions: names of the columns with captions, and suffixes of caption files. () means the usual names.
-    """
-    image: str | None = None
-    captions: tuple[str, ...] = ()
+    """The values of --image_column and --caption_column."""
+    image: str | None = None  # column with the images or their paths; None means the usual names
+    captions: tuple[str, ...] = ()  # columns with captions, and suffixes of caption files; () means the usual names
 
     def name_of(self, given: str | None) -> str:
         """Return the caption name: the column or suffix itself if --caption_column gives several, else ONE_CAPTION."""
@@ -123,18 +118,11 @@ class Table(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of a table.
-
-    Attributes:
-        table: the table.
-        number: line in the file, counted from 1; for Parquet the row, counted from 0.
-        image: path of the image that the row names, in a folder without links.
-        cells: the cells with captions, by caption name.
-    """
+    """A row of a table."""
     table: Table
-    number: int
-    image: str
-    cells: dict[str, Any]
+    number: int  # line in the file, counted from 1; for Parquet the row, counted from 0
+    image: str  # path of the image that the row names; links in its folders are resolved
+    cells: dict[str, Any]  # cells with captions, by caption name
 
 
 class CaptionTables:
@@ -146,22 +134,16 @@ class CaptionTables:
         columns: the columns that the flags name.
         skip: function that is called with a table's path, a reason and a row number (None: the whole table) for
             everything that does not become a caption.
-
-    Attributes:
-        captions_table: path of the table of --captions, once it is read.
-        read: paths of all tables that were read, whether they have captions or not.
-        rows: rows of all tables; the rows of --captions are first.
-        captions: for the path of an image, the table that its captions come from, and the captions.
     """
 
     def __init__(self, columns: Columns, skip: Callable[[str, str, int | None], None]):
         self.columns = columns
         self.skip = skip
         self.real_folder = functools.cache(os.path.realpath)
-        self.captions_table: str | None = None
-        self.read: set[str] = set()
-        self.rows: list[Row] = []
-        self.captions: dict[str, tuple[Table, Named]] = {}
+        self.captions_table: str | None = None  # path of the table of --captions, once it is read
+        self.read: set[str] = set()  # paths of all tables that were read, whether they have captions or not
+        self.rows: list[Row] = []  # rows of all tables; the rows of --captions are first
+        self.captions: dict[str, tuple[Table, Named]] = {}  # by path of an image: its first table, and its captions
 
     def path_of(self, folder: str, name: str) -> str:
         """Return the path of a file. Links in its folders are resolved, but the file itself may be a link."""
@@ -220,9 +202,9 @@ class CaptionTables:
         An image gets the captions in all its rows of one table. If two tables name it, the first one decides.
 
         Args:
-            images: paths of the images in SOURCE, in folders without links.
+            images: paths of the images in SOURCE, with the links of their folders resolved.
 
-        Returns the number of rows in each table that gave a caption. Tables without one are left out.
+        Returns the number of rows with a caption in each table, for tables that have such rows.
 
         Raises UserError if no row of --captions names an image.
         """
@@ -283,10 +265,8 @@ class CaptionTables:
 
 
 def with_name(reason: SkipReason, name: str) -> str:
-    """Put the caption's name into the reason, so that skips are counted per caption name."""
-    if name == ONE_CAPTION:
-        return reason
-    return f'no caption called {name}: {reason.removeprefix("no caption: ")}'
+    """Put the caption's name into the kind of the reason, because skips are counted by kind."""
+    return reason if name == ONE_CAPTION else f'no caption called {name}: {reason.removeprefix("no caption: ")}'
 
 
 def captions_in(value: Any) -> list[str | SkipReason]:
@@ -360,8 +340,7 @@ def read_csv(path: str) -> Iterator:
             file.seek(0)
 
         # An opening quote without a closing one swallows later rows. In tab and pipe tables, a cell with both a
-        # separator and a line end shows this. Elsewhere, only a quote that is never closed is detected, by the csv
-        # module.
+        # separator and a line end shows this. Elsewhere, the csv module detects only a quote that is never closed.
         reader = csv.reader(file, delimiter=separator, strict=True, skipinitialspace=True)
         try:
             names = next(filter(None, reader), [])  # the first row that is not empty

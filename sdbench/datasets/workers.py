@@ -105,7 +105,7 @@ class LocalWorkers(AbstractContextManager):
     Args:
         do: function that makes a list of parts.
         number: number of processes.
-        use_gpu: function that each process calls first, with the number of its own GPU. None: no process uses a GPU.
+        use_gpu: function that each process first calls with the number of a GPU for it alone. None: use no GPU.
     """
 
     def __init__(self, do: Callable, number: int, use_gpu: Callable[[int], None] | None = None):

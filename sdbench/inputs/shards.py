@@ -102,12 +102,7 @@ def are_two_sides(draw: dict | None, other: dict | None) -> bool:
 
 
 def check_shard(shard: dict, latents: bool, label: str) -> None:
-    """Check the entry of a shard in index.json.
-
-    Args:
-        shard: the entry.
-        latents: whether the shard holds latents, not images.
-        label: begins the error messages.
+    """Check the entry in index.json of a shard of images or `latents`. `label` begins the error messages.
 
     Raises UserError if the shard is not MDS, would be written outside its folder, would run code, or lacks a column.
     """

@@ -30,7 +30,7 @@ class S3Store:
             self.request_payer = {'RequestPayer': 'requester'}
 
     def download(self, path: str, in_threads: bool) -> None:
-        """Download the file at the address to `path`. Raises the error that the store sends, with its message."""
+        """Download the file to `path`, in parallel parts if `in_threads`. Raises the store's error with its message."""
         from boto3.s3.transfer import TransferConfig
         from botocore.exceptions import ClientError
         bucket, key = self.place.bucket, self.place.key
@@ -38,8 +38,7 @@ class S3Store:
         try:
             self.client.download_file(bucket, key, path, self.request_payer, Config=config)
         except ClientError:
-            # download_file sends HEAD first, whose errors have no message. Repeat the request as GET, which raises the
-            # full error.
+            # download_file sends HEAD first, whose errors have no message. A GET raises the full error.
             self.client.get_object(Bucket=bucket, Key=key, **self.request_payer)
             raise
 
