@@ -129,7 +129,7 @@ def index_extras(settings: Convert, parts: list[str], joined: Joined, side: str)
     `side` tells which of them this is: 'training' or HELD_OUT_SIDE.
     """
     extras = {}
-    if not settings.sample_per_caption:  # which stores each caption in a sample of its own, without a name
+    if not settings.sample_per_caption:  # with it, each sample has one caption without a name
         extras[CAPTIONS] = {name: number for name, number in joined.captions.items() if number}
     if settings.held_out:
         extras[DRAW] = {'share': settings.held_out, 'seed': settings.seed, 'conversion': part_name(*parts),

@@ -385,7 +385,7 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
     if number_of_samples(index) == 0:
         raise UserError(f'{flag} {remote} holds no samples')
 
-    # Open the samples with the training's cache flags, and give each sample its noise and timestep. Leave out
+    # Open the samples with the training's cache flags, and give each sample its noise and timestep. Omit
     # --cache_limit for data that are read in place, because VerifiedStream refuses it there.
     is_cached = settings.local is not None or not is_readable_in_place(remote, index['shards'])
     images = StreamingLAIONDataset(remote, settings.local, image_size=settings.image_size, index=index, batch_size=1,
