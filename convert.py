@@ -9,7 +9,7 @@
     python convert.py photos/ photos-mds --held_out 0.01         # about one in a hundred goes to photos-mds-held-out
 
 Images are stored byte for byte, in the order of the sorted files. Skipped files and samples are counted by reason and
-listed in OUT/skipped.jsonl. If a tar or Parquet file is damaged, the exit status is 1. The same command, started again,
+logged in OUT/skipped.jsonl. If a tar or Parquet file is damaged, the exit status is 1. The same command, started again,
 converts only files that are new or have changed. OUT/index.json is written last.
 """
 from sdbench.flags.commands import Convert
@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     """Convert, and return the exit status."""
     begin()
     settings = parse(Convert, __doc__, argv, PROGRAM)
-    stays = f'finished parts stay in OUT {settings.out}; start the same command again to continue'
-    with one_line_errors(PROGRAM, stays):
+    how_to_continue = f'finished parts stay in OUT {settings.out}; start the same command again to continue'
+    with one_line_errors(PROGRAM, how_to_continue):
         return convert(settings)
 
 
@@ -67,8 +67,8 @@ def convert(settings: Convert) -> int:
             reason = f'{found.skipped[0]["source"]}: {found.skipped[0]["reason"]}'
         raise UserError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {reason}')
 
-    # Name each part by its files and by the flags that its samples depend on, so an existing part need not be converted
-    # again.
+    # Name each part by its files and by the flags that its samples depend on. Then a part of that name that is already
+    # in OUT need not be converted again. The seed matters only with --held_out.
     facts = {'size_limit': settings.size_limit, 'held_out': settings.held_out or None,
              'seed': settings.seed if settings.held_out else None, 'sample_per_caption': settings.sample_per_caption}
     for flag in ('image_column', 'caption_column', 'clean_captions'):
@@ -80,8 +80,8 @@ def convert(settings: Convert) -> int:
         parts.append(Part(name, files, sum(file.size for file in files)))
 
     with contextlib.ExitStack() as stack:
-        for output, is_held_out in zip(outputs, (False, True), strict=False):
-            table = os.path.abspath(settings.captions) if settings.captions else None
+        table = os.path.abspath(settings.captions) if settings.captions else None
+        for output, is_held_out in zip(outputs, (False, True), strict=False):  # without --held_out only one output
             made_of = {'program': PROGRAM, 'is_held_out': is_held_out, 'captions': table, **facts}
             stack.enter_context(output.begun(made_of, settings.source))
 
@@ -98,8 +98,8 @@ def convert(settings: Convert) -> int:
         if not joined.samples:
             raise nothing_converted(joined, held_out, settings)
         if settings.held_out:
-            write_index(outputs[1], held_out, **about_side(settings, names, held_out, HELD_OUT_SIDE))
-        is_new = write_index(outputs[0], joined, **about_side(settings, names, joined, 'training'))
+            write_index(outputs[1], held_out, **index_extras(settings, names, held_out, HELD_OUT_SIDE))
+        is_new = write_index(outputs[0], joined, **index_extras(settings, names, joined, 'training'))
 
     # Print warnings and a summary. Damage, or a captions.csv without its columns, makes the exit status 1.
     unread_tables = [line for line in found.skipped if line['reason'].startswith(NO_TABLE)]
@@ -122,18 +122,19 @@ def addresses_of_outputs(settings: Convert) -> list[str]:
     return [settings.out, out.rstrip('/') + HELD_OUT]
 
 
-def about_side(settings: Convert, parts: list[str], joined: Joined, side: str) -> dict:
-    """Return additional keys for index.json: the number of captions, and how the held-out samples were chosen.
+def index_extras(settings: Convert, parts: list[str], joined: Joined, side: str) -> dict:
+    """Return additional keys for index.json: the number of captions by name, and how held-out samples were chosen.
 
-    The names of the parts identify the conversion, because they depend on the files and the flags. They are the same on
-    the training side and on the held-out side.
+    `conversion` is a hash of the part names. It is equal in both datasets, and changes with the files or the flags.
+    `side` tells which of them this is: 'training' or HELD_OUT_SIDE.
     """
-    about = {}
-    if not settings.sample_per_caption:
-        about[CAPTIONS] = {name: number for name, number in joined.captions.items() if number}
+    extras = {}
+    if not settings.sample_per_caption:  # with it, each sample has one caption without a name
+        extras[CAPTIONS] = {name: number for name, number in joined.captions.items() if number}
     if settings.held_out:
-        about[DRAW] = {'share': settings.held_out, 'seed': settings.seed, 'conversion': part_name(*parts), 'side': side}
-    return about
+        extras[DRAW] = {'share': settings.held_out, 'seed': settings.seed, 'conversion': part_name(*parts),
+                        'side': side}
+    return extras
 
 
 def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part], missing: list[Part]) -> None:
@@ -150,7 +151,7 @@ def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part],
 
 
 def nothing_converted(joined: Joined, held_out: Joined, settings: Convert) -> UserError:
-    """Return the error for a SOURCE without a single usable sample for training."""
+    """Return the error for a SOURCE that gave no sample for training."""
     if held_out.samples:
         reason = f'--held_out {settings.held_out} takes all of {plural(held_out.samples, "sample")}'
     else:
@@ -176,7 +177,7 @@ def warn(joined: Joined, unread_tables: list[dict], unused: list[str], settings:
         if 'samples_kept' in line:
             kept = plural(line['samples_kept'], 'whole sample')
         print(f'{PROGRAM}: warning: {one_line(UserError(line["source"]))} is {line["reason"]}; kept: {kept}; '
-              'a sample without a caption may have it after the damage; fetch the file again, and start the same '
+              'the caption of a skipped sample may lie after the damage; fetch the file again, and start the same '
               'command again', file=sys.stderr)
     for line in unread_tables:
         print(f'{PROGRAM}: warning: {one_line(UserError(line["source"]))} is {line["reason"]}; rename the file if '
@@ -185,7 +186,7 @@ def warn(joined: Joined, unread_tables: list[dict], unused: list[str], settings:
         names = ' '.join(unused[:3])
         if len(unused) > 3:
             names += ' ...'
-        print(f'{PROGRAM}: warning: {plural(len(unused), "folder")} in OUT {settings.out} no longer in use, because '
+        print(f'{PROGRAM}: warning: OUT {settings.out} has {plural(len(unused), "folder")} no longer in use, because '
               f'files in SOURCE were removed or changed, or flags differ: {names}', file=sys.stderr)
 
 
@@ -210,7 +211,7 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Conv
         print(f'too long   {joined.long_captions:,} of {plural(number, "caption")}; the text encoder sees the first '
               f'{CAPTION_LENGTH} tokens')
 
-    # Say where the other samples are: in the held-out dataset, or in the list of skipped ones.
+    # Say how many samples are in the held-out dataset, and how many were skipped.
     flags = []
     if held_out.samples:
         flags = ['--eval_remote', addresses_of_outputs(settings)[1]]

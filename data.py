@@ -62,8 +62,8 @@ class SyntheticImageCaptionDataset(Dataset):
         image_size: height and width of the images, in pixels.
         caption_length: token ids per caption.
         num_samples: samples in an epoch, over all ranks.
-        vocab_size: token ids are random numbers from 0 to vocab_size - 1.
-        seed: seed of the random numbers; give each rank a different one.
+        vocab_size: number of token ids; captions are random ids from 0 to vocab_size - 1.
+        seed: seed of the random numbers; give each rank a different seed.
         latent_size: height and width L of the latents; samples then have `moments` float16 (8, L, L). None: images.
     """
 
@@ -88,7 +88,7 @@ class SyntheticImageCaptionDataset(Dataset):
         return {name: tensor[index % DIFFERENT_SAMPLES] for name, tensor in self.samples.items()}
 
     def collate(self, samples: list[dict]) -> dict[str, torch.Tensor]:
-        """Return a random batch as large as `samples`: `image` (B, 3, H, H) or `moments`, and `caption` (B, 77)."""
+        """Return a random batch with as many samples as `samples`, whose content is not used."""
         if self.batch is None or len(self.batch['caption']) != len(samples):
             self.batch = self.random_batch(len(samples))
             if torch.cuda.is_available():  # pinned only once: DataLoader(pin_memory=True) would copy every batch
@@ -126,7 +126,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         tokenizer_name_or_path: folder or hub name of a tokenizer (default: CLIP's vocabulary, without a download).
         transform: function of a stored image, a PIL.Image in RGB. Its result becomes the sample's `image`.
         predownload: samples to fetch ahead (default: Streaming's, which is a few batches).
-        download_retry: tries of each request to a store, with random pauses of up to 1, 2, 4, 8, 16, then 20 seconds.
+        download_retry: attempts per request to a store, with random pauses of up to 1, 2, 4, 8, 16, then 20 seconds.
         download_timeout: seconds without any data, after which a request is tried again.
         batch_size: samples per device.
         image_size: height and width in pixels to which larger images are reduced, unless there is a transform.
@@ -190,7 +190,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         """
         sample = self.good_sample(index)
 
-        # Make the random choices. Before the first iteration, use epoch 0.
+        # Make the random choices for this epoch. `next_epoch` is 0 before the first iteration, then the epoch plus one.
         epoch = max(0, self.next_epoch - 1)
         sample['caption'] = choose_caption(sample.pop(CAPTIONS), self.caption_weights, self.shuffle_seed, epoch, index)
         for_drop, for_flip = np.random.default_rng((self.shuffle_seed, epoch, index)).random(2)
@@ -249,8 +249,8 @@ class StreamingLAIONDataset(VerifiedDataset):
 class HeldOutSamples(Dataset):
     """Held-out samples for an evaluation, each with noise and a timestep that depend only on its index and the seed.
 
-    Therefore the loss of the same weights is the same with any number of ranks, with microbatches of any size, and at
-    any time during training. A bad sample is replaced by the next good one.
+    Therefore the loss of given weights is the same with any number of ranks, with microbatches of any size, and at any
+    time during training. A bad sample is replaced by the next good one.
 
     Args:
         samples: the held-out dataset.
@@ -385,8 +385,8 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
     if number_of_samples(index) == 0:
         raise UserError(f'{flag} {remote} holds no samples')
 
-    # Open the samples with the training's cache flags, and give each sample its noise and timestep. --cache_limit would
-    # be refused for data that are read in place.
+    # Open the samples with the training's cache flags, and give each sample its noise and timestep. Omit
+    # --cache_limit for data that are read in place, because VerifiedStream refuses it there.
     is_cached = settings.local is not None or not is_readable_in_place(remote, index['shards'])
     images = StreamingLAIONDataset(remote, settings.local, image_size=settings.image_size, index=index, batch_size=1,
                                    cache_limit=settings.cache_limit if is_cached else None)

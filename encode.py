@@ -47,22 +47,23 @@ def main(argv: list[str] | None = None) -> dict | None:
     """Run the command. Return its record, or None if an earlier run has encoded everything."""
     begin()
     settings = parse(Encode, __doc__, argv, PROGRAM)
-    how_to_go_on = f'encoded shards are kept in --out {settings.out}; start the same command again to go on'
-    with one_line_errors(PROGRAM, how_to_go_on):
+    how_to_continue = f'encoded shards are kept in --out {settings.out}; start the same command again to continue'
+    with one_line_errors(PROGRAM, how_to_continue):
         return encode(complete_encoding(settings))
 
 
 def encode(settings: Encode) -> dict | None:
     """Encode the missing shards, and make a dataset of all. Return the record, or None if no shard was missing."""
-    # Describe the parts of the dataset. The name of a part is a hash of its shard and of everything that changes the
-    # latents, so a part of that name never needs to be encoded again.
+    # Describe the parts of the dataset. The name of a part is a hash of its shard and of all settings that change the
+    # latents, so a part of that name in OUT never needs to be encoded again.
     output = Output(settings.out, '--out')
     files = find_model(settings.model_name, settings.pretrained)
     origin = files.origin_of_latents(settings.image_size)
     index = read_image_index(settings.remote)
     facts = {'encoder_precision': settings.encoder_precision, **origin}
     if not settings.pretrained:
-        facts |= {'model_name': absolute_if_folder(settings.model_name), 'seed': settings.seed}  # of the random weights
+        # Random weights depend on the configuration and the seed.
+        facts |= {'model_name': absolute_if_folder(settings.model_name), 'seed': settings.seed}
         print(f'{PROGRAM}: warning: without --pretrained the VAE has random weights, and a model that trains on these '
               'latents cannot generate images; give --model_name FOLDER --pretrained', file=sys.stderr)
     parts = []
@@ -78,14 +79,14 @@ def encode(settings: Encode) -> dict | None:
         if missing:
             figures, devices = encode_missing(settings, output, parts, missing)
 
-        # Join all parts into one dataset, which takes the captions' names and the held-out side from the images.
+        # Join all parts into one dataset. Copy the names of captions, and whether it is held out, from the images.
         joined = join_parts(output, [part.name for part in parts])
         if joined.samples == 0:
             raise DataError(f'no image could be encoded; {settings.out}/{SKIPPED} gives the reasons')
         about = {fact: index[fact] for fact in (DRAW, CAPTIONS) if fact in index}
         write_index(output, joined, latents=origin | {IMAGES_HASH: index_hash(index)}, **about)
 
-    # Print a summary with the next command: latents of held-out images are for an evaluation, others for training.
+    # Suggest the next command: latents of held-out images are for an evaluation, other latents for training.
     notes = {}
     if joined.skipped:
         notes['skipped'] = joined.skipped_line(settings.out)
@@ -115,7 +116,7 @@ def encode(settings: Encode) -> dict | None:
 
 
 def speed_of_devices(figures: list[dict], devices: int) -> dict:
-    """Return the record's keys about speed.
+    """Return the record's keys about speed: the mean speed of a device, times the number of devices.
 
     Args:
         figures: `Encoder.figures()` of each process. Several processes may have used the same device one after another.
@@ -147,9 +148,9 @@ def encode_missing(settings: Encode, output: Output, parts: list[Part], missing:
     # Prepare the function that workers call. Relative paths become absolute, because workers run in other folders.
     to_do = sum(part.size for part in missing)
     print(f'encoding {plural(to_do, "image")} from {redacted(settings.remote)}', file=sys.stderr, flush=True)
-    names = {flag: absolute_if_folder(getattr(settings, flag)) for flag in ('remote', 'local', 'model_name')}
+    paths = {flag: absolute_if_folder(getattr(settings, flag)) for flag in ('remote', 'local', 'model_name')}
     on_gpus = not settings.cpu if settings.ray else torch.cuda.is_available()
-    do = partial(encode_parts, dataclasses.replace(settings, **names), output, on_gpus)
+    do = partial(encode_parts, dataclasses.replace(settings, **paths), output, on_gpus)
 
     # Choose the workers.
     if settings.ray:
@@ -160,8 +161,8 @@ def encode_missing(settings: Encode, output: Output, parts: list[Part], missing:
         number = min(max(1, torch.cuda.device_count()), len(missing))
         workers = LocalWorkers(do, number, torch.cuda.set_device if on_gpus else None)
 
-    # Let them encode. A process reports its figures with each call, and the last report covers all its calls. If a
-    # process died, its successor on the same device is not another device.
+    # Let them encode. A process reports its figures with each call, and the last report covers all its calls. A process
+    # that replaced a dead one reports as well, but on the same device, so there are never more devices than slots.
     with workers:
         answers = make_parts(workers, parts, missing, output.is_done, ' images', parts_per_call)
         slots = workers.slots()

@@ -53,14 +53,14 @@ def redacted(text: str) -> str:
 
 
 def unreadable_shard(error: BaseException, path: str | None = None) -> DataError:
-    """Return a DataError about a shard, with the fix if the disk is full.
+    """Return the DataError for a shard that cannot be read, with the fix if the disk is full.
 
     Args:
         error: the error of the storage client or the disk.
-        path: of the shard; None if it is not known.
+        path: path or address of the shard; None if it is not known.
     """
-    which = f'a shard, {path},' if path else 'a shard'
-    text = f'{which} could not be read ({type(error).__name__}: {one_line(error)})'
+    shard = f'a shard, {path},' if path else 'a shard'
+    text = f'{shard} could not be read ({type(error).__name__}: {one_line(error)})'
     if disk_is_full(error):
         text += '; free some of the disk, or bound the cache with --cache_limit'
     return DataError(text)
@@ -74,7 +74,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Tell whether a disk is full, according to an error or the errors in its context: torch raises another on top."""
+    """Tell whether an error, or an earlier error in its context, means a full disk. torch raises its own on top."""
     while error is not None:
         if getattr(error, 'errno', None) == errno.ENOSPC or 'No space left' in str(error):
             return True
@@ -94,7 +94,7 @@ def known_reason(error: BaseException, less_memory: str = 'use a smaller --batch
         return one_line(error)
 
     # Libraries raise plain RuntimeErrors for most failures of the machine, so the text of the error decides.
-    for raised in (error.__cause__, error):  # the cause names the signal that ended the worker, if torch knows it
+    for raised in (error.__cause__, error):  # if there is a cause, it names the signal that ended the worker
         if 'DataLoader worker' in str(raised):
             return (f'{one_line(raised).rstrip(".")}; use fewer --num_workers if memory ran out, and a larger /dev/shm '
                     '(docker run --shm-size) if that is full')

@@ -18,10 +18,10 @@ def read_text(path: str, label: str) -> str:
     """Read a text file from the user: UTF-8, with or without a byte order mark, and with any line ends.
 
     Args:
-        path: of the file.
+        path: path of the file.
         label: begins the error messages: the flag and its value.
 
-    Raises UserError if it cannot be read or has another encoding.
+    Raises UserError if the file cannot be read or has another encoding.
     """
     try:
         text = Path(path).read_text(encoding='utf-8-sig')
@@ -29,16 +29,16 @@ def read_text(path: str, label: str) -> str:
         raise UserError(f'{label} cannot be read ({error.strerror})') from None
     except UnicodeDecodeError:
         text = '\0'
-    if '\0' in text:  # UTF-16 contains many of these
+    if '\0' in text:  # UTF-16 without a byte order mark contains many NULs, and is valid UTF-8
         raise UserError(f'{label} is not UTF-8 text; save it as UTF-8, or convert it with iconv')
     return text
 
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Yield a file that is renamed to `path` after it is complete and on disk. After an error it is removed.
+    """Yield a new file. When the context ends, it is flushed to disk and renamed to `path`; after an error, removed.
 
-    A killed process leaves a file called `.NAME.RANDOM.unfinished`. Several processes may write the same path
+    A killed process leaves a file called `.NAME.RANDOM.unfinished`. Several processes may write to the same path
     concurrently.
     """
     unfinished = Path(path).with_name(f'.{os.path.basename(path)}.{uuid.uuid4().hex}.unfinished')
@@ -58,36 +58,35 @@ def parse_json(content: str | bytes, label: str) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:  # bytes that are not UTF-8 raise it as well
-        raise UserError(f'{label} is not JSON ({error}); it may have been cut short: move it away') from None
+        raise UserError(f'{label} is not JSON ({error}), perhaps because it was cut short; move it away') from None
 
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike, label: str, seconds: float = 0) -> Iterator[None]:
     """Hold the lock of a folder, and create the folder if needed. The system releases the lock of a killed process.
 
-    If the file system has no locks, a warning is printed and nothing is locked. filelock would fall back to a lock that
-    is held as long as its file exists, so if a machine is lost, all others would be locked out forever.
+    If the file system has no locks, this prints a warning and locks nothing. filelock's own fallback is a lock that is
+    held as long as its file exists, so if a machine is lost, all other machines would be locked out forever.
 
     Args:
-        path: of the lock file in the folder.
+        path: path of the lock file in the folder.
         label: begins the error messages: the flag and its value.
         seconds: how long to wait for another run to end.
 
     Raises UserError if another run holds the lock, or the folder cannot be written to.
     """
-    # The folder is often the first thing that a run creates, so a full or read-only disk shows here.
     from filelock import FileLock, Timeout
     lock = FileLock(path, thread_local=False, fallback_to_soft=False)
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.makedirs(os.path.dirname(path), exist_ok=True)  # fails on a full or read-only disk
         lock.acquire(timeout=seconds)
     except Timeout:
         raise UserError(f'{label} is in use by another run; wait until it has ended') from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            raise UserError(f'{label} cannot be written to ({error.strerror}); give another') from None
-        print(f'warning: {label} is on a file system without locks ({error.strerror}), so a second run there would not '
-              'be refused; make sure that there is only one', file=sys.stderr)
+            raise UserError(f'{label} cannot be written to ({error.strerror}); give another folder') from None
+        print(f'warning: {label} is on a file system without locks ({error.strerror}), so a second run in it would not '
+              'be refused; start only one run at a time', file=sys.stderr)
     try:
         yield
     finally:

@@ -8,14 +8,15 @@ CLIP_MODEL = 'openai/clip-vit-large-patch14'  # the usual one for CLIP scores
 
 
 def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
-    """Return the folder `name` if it exists, or else download that repository from the hub, unless it is cached.
+    """Return the folder `name` if it exists, else the folder of the hub's repository `name`, downloaded if not cached.
 
     Args:
         flag: name of the flag, for error messages.
         name: a folder of this machine, or a repository such as stabilityai/stable-diffusion-2-base.
         patterns: glob patterns of the files to download.
 
-    Raises UserError with the hub's reason if there is neither, and OSError if the cache on this machine is the reason.
+    Raises UserError with the hub's reason if there is no such folder or repository, and OSError if the cache on this
+    machine cannot be written to.
     """
     if os.path.isdir(name):
         return Path(name)
@@ -30,7 +31,7 @@ def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
         raise UserError(f'{flag} {name} is gated on the hub ({one_line(error, 300)}); accept its terms on its page '
                         'there, and log in: hf auth login') from None
     except Exception as error:  # wrong names, missing repositories, a network or a disk that fails
-        if isinstance(error, LocalEntryNotFoundError) and error.__cause__:  # it only says that the cache is empty
+        if isinstance(error, LocalEntryNotFoundError) and error.__cause__:  # only its cause says what failed
             error = error.__cause__
         if isinstance(error, OSError) and error.filename:  # a file of the cache
             raise OSError(f'{flag} {name} cannot be downloaded: {one_line(error)}; free some of the disk, or set '

@@ -11,7 +11,7 @@ CLAIM = 'claim.json'  # in an output folder: the program and settings that make 
 def sibling_path(folder: str, name: str) -> str:
     """Return FOLDER-NAME, a path next to a folder.
 
-    For a folder in a store, the path is on this machine, with the address as its folders: s3/BUCKET/KEY-NAME.
+    For a folder in a store, return a relative path on this machine: s3/BUCKET/KEY-NAME.
     """
     folder = folder.rstrip('/')
     if is_url(folder):

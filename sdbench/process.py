@@ -14,13 +14,13 @@ from typing import NoReturn
 
 from sdbench.errors import UserError, known_reason, one_line, redacted
 
-GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # device files of the NVIDIA driver and of the AMD driver
+GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # device files of the NVIDIA driver and the AMD driver
 
 LAUNCHER_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')
 # Job scripts often set these from other variables, as in WORLD_SIZE=$SLURM_NTASKS. If SLURM_NTASKS is unset, that gives
 # an empty text.
 EMPTY_IS_UNSET = (*LAUNCHER_VARIABLES, 'MASTER_ADDR', 'MASTER_PORT', 'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
-SECONDS_BETWEEN_CHECKS = 1.0  # whether the launcher of a rank is still running
+SECONDS_BETWEEN_CHECKS = 1.0  # between checks whether the launcher of a rank is still running
 SECONDS_BETWEEN_LINES = 60  # between progress lines in a log; shorter work prints none
 LINE = '{desc}{n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}'  # tqdm's bar_format
 
@@ -38,9 +38,8 @@ def begin() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors='backslashreplace')
 
-    # Let waiting OpenMP threads sleep on a machine without a GPU. By default they spin. When another program takes a
-    # core, the spinning threads then keep the thread that they wait for from running, and training on a CPU becomes ten
-    # times slower.
+    # Let waiting OpenMP threads sleep on a machine without a GPU. By default they spin, and if another program takes a
+    # core, they keep the thread that they wait for from running, and training on a CPU becomes ten times slower.
     if not any(os.path.exists(device) for device in GPU_DEVICES):
         os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
 
@@ -48,7 +47,7 @@ def begin() -> None:
     if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # the second name is new in torch 2.9
         os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'
 
-    # End this rank as SIGTERM does, with a checkpoint, if its launcher is killed: no rank runs on alone.
+    # If the launcher of this rank is killed, send the rank SIGTERM, so it saves a checkpoint and does not run on alone.
     if os.environ.get('LOCAL_RANK'):
         end_with_parent(signal.SIGTERM)
 
@@ -73,8 +72,8 @@ def end_with_parent(signal_number: int) -> None:
 
     If multiprocessing started this process, the thread waits for the parent that multiprocessing reports, which is the
     right one even if a fork server did the fork. In any other process, such as a rank under a launcher, the thread
-    checks once per second whether the parent process id has changed. PR_SET_PDEATHSIG of Linux is not used: it watches
-    the fork server, which lives as long as the processes that it forked.
+    checks once per second whether the parent process id has changed. Linux's PR_SET_PDEATHSIG is no alternative,
+    because it watches the fork server, which lives as long as the processes that it forked.
 
     Args:
         signal_number: signal to send, such as signal.SIGKILL.
@@ -94,15 +93,15 @@ def end_with_parent(signal_number: int) -> None:
 
 
 def launcher_variable(name: str) -> int | None:
-    """Return an environment variable that a launcher sets, such as RANK, as a number; None if it is not set.
+    """Return the number in an environment variable that a launcher sets, such as RANK; None if it is not set.
 
     Raises UserError if any of LAUNCHER_VARIABLES is not a number.
     """
     for variable in LAUNCHER_VARIABLES:
         text = os.environ.get(variable) or '0'
         if not text.isdecimal():
-            raise UserError(f'environment variable {variable} is {text}, which is not a number; unset it, or let the '
-                            'launcher set it')
+            raise UserError(f'environment variable {variable} is {text}, which is not a number; unset it, or start the '
+                            'command with a launcher, which sets it')
     text = os.environ.get(name)
     return int(text) if text else None
 
@@ -110,8 +109,8 @@ def launcher_variable(name: str) -> int | None:
 def exit_with_error(program: str, status: int, message: str) -> NoReturn:
     """Print the error in one line, with passwords removed, and exit with `status`.
 
-    Most errors happen on all ranks at the same time. Therefore ranks other than 0 wait ten seconds first: rank 0 prints
-    the error, and the launcher then ends the other ranks before they print it again.
+    Most errors happen on all ranks at the same time. Therefore ranks other than 0 wait for ten seconds. Meanwhile rank
+    0 prints the error, and the launcher ends the other ranks before they print it again.
     """
     rank = os.environ.get('RANK') or '0'
     if rank != '0':
@@ -123,7 +122,7 @@ def exit_with_error(program: str, status: int, message: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def one_line_errors(program: str, how_to_go_on: str = '') -> Iterator[None]:
+def one_line_errors(program: str, how_to_continue: str = '') -> Iterator[None]:
     """End the process with one line if code in this context raises an error that a user can fix.
 
     The exit status is 2 if the command line or a file named there is wrong (UserError), 1 for errors of data, a disk or
@@ -131,9 +130,9 @@ def one_line_errors(program: str, how_to_go_on: str = '') -> Iterator[None]:
 
     Args:
         program: name of the command.
-        how_to_go_on: text that follows an error with status 1 or 130: which results are kept, and how to continue.
+        how_to_continue: text that follows an error with status 1 or 130: which results are kept, and how to continue.
     """
-    suffix = how_to_go_on and f'; {how_to_go_on}'
+    suffix = how_to_continue and f'; {how_to_continue}'
     previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C
     try:
         yield
@@ -169,7 +168,7 @@ def progress_bar(total: int, unit: str, done: int = 0, doing: str | None = None,
 
     Args:
         total: size of the whole work, in units.
-        unit: text after a number, such as ' images'; 'B' means bytes and is shown as kB, MB or GB.
+        unit: text after a number, such as ' images'; 'B' means bytes, which are shown in kB, MB or GB.
         done: units that an earlier run completed.
         doing: text before the bar.
         hidden: True shows nothing.

@@ -165,7 +165,7 @@ def test_the_same_command_converts_new_and_repaired_files_and_removes_nothing(ta
     printed = capsys.readouterr()
     assert printed.out.startswith('done already')
     assert '00000.tar is cut short or damaged' in printed.err
-    assert '; kept: 1 whole sample; a sample without a caption may have it after the damage;' in printed.err
+    assert '; kept: 1 whole sample; the caption of a skipped sample may lie after the damage;' in printed.err
 
     (tars / '00000.tar').write_bytes(whole)  # fetched again
     write_tar(tars / '00003.tar', sample_files('6', 6))
@@ -173,7 +173,7 @@ def test_the_same_command_converts_new_and_repaired_files_and_removes_nothing(ta
     assert convert.main(argv) == 0
     errors = capsys.readouterr().err
     assert 'converting 2 files in 2 of 3 parts\n' in errors
-    assert f'2 folders in OUT {out} no longer in use, because' in errors
+    assert f'OUT {out} has 2 folders no longer in use, because' in errors
     assert read_back(out) == pairs(0, 1, 2) + pairs(4, 5, suffix='webp') + pairs(6)
     parts = {path: time for path, time in before.items() if path.parent != out}
     assert {path: times_of(out)[path] for path in parts} == parts  # even the parts that are no longer used

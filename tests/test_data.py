@@ -30,7 +30,7 @@ def test_bytes_are_scaled_only_once_and_upsampled_like_torch_in_float64():
     scaled = normalize({'image': image}, 64)
     torch.testing.assert_close(scaled['image'].double(), reference, atol=1e-5, rtol=0)
     assert normalize(scaled)['image'] is scaled['image']
-    with pytest.raises(ValueError, match='images of torch.int64; give bytes'):
+    with pytest.raises(ValueError, match='images have the type torch.int64; give bytes'):
         normalize({'image': image.long()})
 
 

@@ -34,7 +34,7 @@ ROWS = [
     ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect '
      'with --lr_schedule constant'),
     ('WORLD_SIZE= LOCAL_RANK= convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a '
-     'glob that matches some'),
+     'glob that matches files'),
     ('convert.py', "'' out", 'SOURCE is empty; is a shell variable unset?'),
 
     # A training
@@ -86,7 +86,7 @@ ROWS = [
     ('convert.py', "notes 's3://<my-bucket>/a'", 'OUT s3://<my-bucket>/a: <my-bucket> cannot be the name of a bucket'),
     ('S3_ENDPOINT_URL=http://<host>:9 benchmark.py', f'--remote s3://b/a {TINY}', 'Invalid endpoint: http://<host>:9'),
     ('convert.py', 'notes nowhere://me:PASSWORD@bucket/out', 'OUT nowhere://***@bucket/out: only the stores s3://, gs://'),
-    ('convert.py', 'photo.jpg notes', 'OUT notes already holds something; give a new folder'),
+    ('convert.py', 'photo.jpg notes', 'OUT notes already holds other files; give a new folder'),
     ('convert.py', 'photo.jpg prompts.txt', 'OUT prompts.txt cannot be written to (File exists)'),
     ('convert.py', 'photo.jpg s3://bucket/out', 'OUT s3://bucket/out: the connection is refused; check the address'),
     ('convert.py', 'empty out', 'nothing to convert in SOURCE empty: it holds no tars, Parquet or images'),
@@ -135,7 +135,7 @@ ROWS = [
     ('evaluate.py', 'pipeline shards --out out --samples 25', 'fewer than --samples 25'),
     ('WORLD_SIZE=5 evaluate.py', 'pipeline shards --out out --samples 4', '4 is fewer than the 5'),
     ('evaluate.py', 'pipeline shards --out out --samples 4 --caption long', '--caption long: DATA shards has no'),
-    ('evaluate.py', 'pipeline shards --out notes --samples 4', 'notes already holds something'),
+    ('evaluate.py', 'pipeline shards --out notes --samples 4', 'notes already holds other files'),
     ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere does not exist; download it'),
     ('export.py', 'notes out', 'holds no complete checkpoint'),
     ('export.py', 'shards notes', 'notes already exists'),

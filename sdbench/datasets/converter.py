@@ -18,18 +18,18 @@ SHARD_COLUMNS = {'jpg': 'bytes', **MDS_CAPTION_COLUMNS}  # MDS types by column
 
 
 def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -> None:
-    """Convert the files of some parts.
+    """Convert the files of the given parts into shards, and finish each part before the next one.
 
     Args:
         settings: flags of the command.
         outputs: OUT and, with --held_out, the dataset of held-out samples.
-        parts: the sources of each are a list of File.
+        parts: parts to convert. The sources of each part are Files.
     """
     torch.set_num_threads(1)  # each core has a worker already
     for output in outputs:
         output.require_begun()
     columns = Columns(settings.image_column, settings.caption_column)
-    clean = str
+    clean = str  # returns a caption unchanged
     if settings.clean_captions:
         clean = clean_caption
 
@@ -38,7 +38,7 @@ def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -
         if settings.held_out:
             held_out_writer = PartWriter(outputs[1], part.name, SHARD_COLUMNS, settings.size_limit)
 
-        # Write each sample, or the reason why there is none. A damaged file also gets the number of its good samples.
+        # Write each sample, or record the reason why it is skipped. Count the good samples of a damaged file.
         skipped = []
         for file in part.sources:
             kept = 0
@@ -82,8 +82,8 @@ def clean_caption(caption: str) -> str:
 def is_held_out(image: bytes, fraction: float, seed: int) -> bool:
     """Tell whether an image is held out, by a hash of its bytes and the seed.
 
-    The result does not depend on the number of workers or on other files in SOURCE, and copies of an image are on the
-    same side.
+    The result does not depend on the number of workers or on other files in SOURCE. All copies of an image are held
+    out, or none.
     """
-    draw = hashlib.blake2b(image, digest_size=8, key=str(seed).encode()).digest()
-    return int.from_bytes(draw) < fraction * 2 ** 64
+    image_hash = hashlib.blake2b(image, digest_size=8, key=str(seed).encode()).digest()
+    return int.from_bytes(image_hash) < fraction * 2 ** 64

@@ -34,16 +34,10 @@ from sdbench.models.switches import compile_in_place
 
 
 class ImageShard(NamedTuple):
-    """A shard of images, which is encoded into one part of the dataset of latents.
-
-    Attributes:
-        entry: the shard's entry in the index.json of the images.
-        first: index of the shard's first sample in the dataset.
-        is_ours: see `from_columns`.
-    """
-    entry: dict
-    first: int
-    is_ours: bool
+    """A shard of images, which is encoded into one part of the dataset of latents."""
+    entry: dict  # the shard's entry in the index.json of the images
+    first: int  # index of the shard's first sample in the dataset
+    is_ours: bool  # see `from_columns`
 
     @property
     def name(self) -> str:
@@ -52,10 +46,11 @@ class ImageShard(NamedTuple):
 
 
 class Batches(Dataset):
-    """Batches of images from several shards. A bad sample is not replaced by another one.
+    """Batches of images from several shards. Bad samples are not replaced, so a batch may have fewer images.
 
     A batch has `shard`, the position of its shard in `shards`; `image` uint8 (B, 3, H, H), `captions` (MDS columns) and
-    `indices` (in the shard) of the good samples; and `bad`, the (index, reason) of each bad sample.
+    `indices` (in the shard) of the good samples; and `bad`, the (index, reason) of each bad sample. Without a good
+    sample, it has no `image`.
     """
 
     def __init__(self, readers: list[MDSReader], shards: list[ImageShard], image_size: int):
@@ -94,7 +89,7 @@ class Encoder:
 
     def __init__(self, settings: Encode, on_gpu: bool):
         self.settings = settings
-        self.name = uuid.uuid4().hex
+        self.name = uuid.uuid4().hex  # identifies this process in the reports of its calls
         self.device = torch.device('cuda', torch.cuda.current_device()) if on_gpu else torch.device('cpu')
         files = find_model(settings.model_name, settings.pretrained)
 
@@ -111,12 +106,13 @@ class Encoder:
         self.encoded = [0]  # images encoded so far, after each batch
 
     def encode(self, output: Output, parts: list[Part], copies: str | None) -> None:
-        """Encode one part after the other.
+        """Encode the parts, in order, into a dataset.
 
         Args:
             output: dataset to write to.
             parts: parts to encode. The source of each part is one ImageShard.
-            copies: folder for temporary copies of the shards. None: the shards are read in place.
+            copies: folder for temporary copies of the shards, each removed once it is encoded. None: the shards are
+                read in place.
         """
         # Open the shards.
         settings = self.settings
@@ -187,7 +183,7 @@ class Encoder:
         moments = self.vae.encode(images).latent_dist.parameters.half()  # (B, 8, H/8, W/8)
         moments = moments[:len(batch['indices'])].cpu()
 
-        # Stop at values that would make the training loss NaN.
+        # Stop at infinite values and NaN, which would make the training loss NaN.
         for index, image_moments in zip(batch['indices'], moments, strict=True):
             if not image_moments.isfinite().all():
                 raise DataError(f'sample {shard.first + index} has moments that are not finite in float16, with '
@@ -198,10 +194,11 @@ class Encoder:
     def figures(self) -> dict:
         """Return the speed of this process so far: `measured` images in `measured_batches` and in `seconds`.
 
-        The warm-up batches are not counted, but at least one batch is. A single batch includes the loader's start.
+        Warm-up batches do not count, but the last batch always does. A single batch includes the loader's start.
+        `name` identifies the process. `device` is the name of the GPU, and None for a CPU.
         """
-        first = min(self.settings.warmup_batches, len(self.clock) - 2)
-        device = None  # for a CPU, because looking up its name takes a second
+        first = min(self.settings.warmup_batches, len(self.clock) - 2)  # number of batches that do not count
+        device = None  # also for a CPU, because looking up its name takes a second
         if self.device.type == 'cuda':
             device = torch.cuda.get_device_name(self.device)
         return {'name': self.name, 'machine': platform.node(), 'device': device,

@@ -38,12 +38,12 @@ def is_caption(suffix: str) -> bool:
 
 
 def is_shard(suffix: str) -> bool:
-    """Tell whether a file with this suffix holds many samples: a tar or a Parquet file."""
+    """Tell whether a file with this suffix can hold many samples, because it is a tar or a Parquet file."""
     return suffix.lower() in ('.tar', '.parquet')
 
 
 def caption_suffixes(suffixes: Iterable[str]) -> list[str]:
-    """Return the suffixes of captions, sorted as the files are tried."""
+    """Return the suffixes that caption files have, ordered as the files are tried."""
     return sorted(filter(is_caption, suffixes), key=lambda suffix: (CAPTION_SUFFIXES.index(suffix.lower()), suffix))
 
 
@@ -73,17 +73,17 @@ def is_hidden(name: str) -> bool:
 
 
 def normal_form(name: str) -> str:
-    """Return a form that a name or path shares with its other spellings.
+    """Return a name or path in the form that all its spellings share.
 
-    Spellings differ in upper and lower case, spaces around a name, backslashes for slashes, and the Unicode
-    normalization of accents.
+    Spellings of a name differ only in upper and lower case, spaces around it, backslashes instead of slashes, and the
+    Unicode normalization of accents.
     """
     parts = [part.strip() for part in name.replace('\\', '/').split('/')]
     return unicodedata.normalize('NFC', os.path.normpath('/'.join(parts)).casefold())
 
 
 def pair_by_form(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, str]]:
-    """Return pairs (name, other) of the same normal form, if no second name and no second other has that form."""
+    """Return pairs (name, other) with the same normal form, except where two names or two others share that form."""
     forms = defaultdict(lambda: ([], []))
     for side, names_of_side in enumerate((names, others)):
         for name in names_of_side:

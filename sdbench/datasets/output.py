@@ -2,8 +2,8 @@
 
 OUT/claim.json is written first: it records the program and settings that make the dataset. A part is a folder in OUT
 whose name is a hash of its sources and settings. The index.json of a part is written after its shards, so a part with
-one is done. If a worker is killed, the next one overwrites its files with the same bytes. OUT/index.json, which joins
-all parts into a dataset, is written last.
+an index.json is done. If a worker is killed, another worker overwrites its files with the same bytes. OUT/index.json,
+which joins all parts into a dataset, is written last.
 """
 import contextlib
 import hashlib
@@ -29,7 +29,7 @@ from sdbench.stores import PATIENT, TIMEOUT, TRIES, download, files_below, parse
 
 LOCK = f'{CLAIM}.lock'  # held by the run that writes to a folder
 SKIPPED = 'skipped.jsonl'  # which samples and files were skipped, and why
-DAMAGED = 'cut short or damaged'  # prefix of the reason for files that could not be read to their end
+DAMAGED = 'cut short or damaged'  # prefix of the reason for a file that could not be read to its end
 LAYOUT = 3  # version of the layout of OUT; earlier versions named parts differently
 READERS = 64  # threads that read the index.json of parts
 SHARD_BYTES = 1 << 26  # largest size of a shard: Streaming's own default
@@ -61,10 +61,10 @@ class Output:
     def begun(self, settings: dict, sources: Sequence[str] = ()) -> Iterator[None]:
         """Claim OUT for this run. For a folder, hold its lock until the context ends.
 
-        A store has no lock. Two runs with the same settings may write to it concurrently, because both write the same.
+        A store has no lock. Two runs with the same settings may write to it concurrently: their bytes are the same.
 
         Args:
-            settings: what its samples depend on, as values that JSON supports; `program` is the name of the command.
+            settings: values that the samples depend on, which JSON must support; `program` is the name of the command.
             sources: the paths and addresses of the input.
 
         Raises UserError if OUT contains other files, was begun with other settings, or is in use by another run.
@@ -82,17 +82,17 @@ class Output:
 
     def _claim(self, settings: dict) -> None:
         """Write claim.json, or compare it with `settings`. Raises UserError if they differ or OUT has other files."""
-        # Claim an OUT that no command has claimed, if it is empty.
+        # Claim an OUT that no command has claimed. Refuse it if it holds files of something else.
         content = self.read(CLAIM)
         if content is None:
             names = os.listdir(self.out) if self.is_folder else self.names()
             if any(name not in (CLAIM, LOCK) for name in names):
-                raise UserError(f'{self.label} already holds something; give a new folder')
+                raise UserError(f'{self.label} already holds other files; give a new folder')
             self.write(CLAIM, json.dumps(settings).encode())
             return
 
-        # Claim it again if the earlier command was a mistake that made no sample: all its parts are done and empty. In
-        # a store, no parts at all may mean that another run has only just started, because a store has no lock.
+        # Claim it again if the earlier command made no sample, perhaps because of a wrong flag: all its parts are done
+        # and empty. In a store, no parts at all may mean that another run has only just started, as there is no lock.
         begun = parse_json(content, f'{CLAIM} of {self.label}')
         if begun != settings:
             parts = self.parts()
@@ -101,24 +101,24 @@ class Output:
                 self.write(CLAIM, json.dumps(settings).encode())
                 return
 
-        # Otherwise every setting must be the same.
+        # Otherwise require the same settings, and name the first one that differs.
         for key in ('program', *settings, *begun):
             if begun.get(key) == settings.get(key):
                 continue
-            then = 'none' if begun.get(key) is None else begun[key]
+            earlier = 'none' if begun.get(key) is None else begun[key]
             now = 'none' if settings.get(key) is None else settings[key]
-            raise UserError(f'{self.label} was begun with {key} {then}, and this command has {now}; '
-                            'give the same flags as then, or a new folder')
+            raise UserError(f'{self.label} was begun with {key} {earlier}, and this command has {now}; '
+                            'give the earlier flags, or a new folder')
 
     def _read_index(self, part: str) -> dict:
         """Return the index.json of a part. Raises UserError if it is not JSON."""
         return parse_json(self.read(f'{part}/{INDEX}'), f'{part}/{INDEX} of {self.label}')
 
     def write(self, name: str, content: bytes | BinaryIO) -> None:
-        """Write a file of OUT. It appears only when it is complete, and replaces an earlier file of that name."""
+        """Write a file of OUT, which replaces an earlier one when it is complete. Raises DataError if OUT fails."""
         if isinstance(content, bytes):
             content = io.BytesIO(content)
-        with self._reaching():
+        with self._os_errors_as_data_errors():
             if not self.is_folder:
                 return write(content, f'{self.out}/{name}', self.label, **PATIENT)
             path = Path(self.out, name)
@@ -127,8 +127,8 @@ class Output:
                 shutil.copyfileobj(content, file)
 
     def read(self, name: str, **options: Any) -> bytes | None:
-        """Return the content of a file of OUT, or None if it does not exist. `options` are passed to `download`."""
-        with self._reaching(), tempfile.TemporaryDirectory() as folder:
+        """Return the content of a file of OUT, or None if it does not exist. Raises DataError if OUT cannot be read."""
+        with self._os_errors_as_data_errors(), tempfile.TemporaryDirectory() as folder:
             try:
                 if self.is_folder:
                     return Path(self.out, name).read_bytes()
@@ -139,8 +139,8 @@ class Output:
                 return None
 
     def names(self) -> list[str]:
-        """Return the paths of all files in OUT, relative to OUT."""
-        with self._reaching():
+        """Return the paths of all files in OUT, relative to OUT. Raises DataError if OUT cannot be listed."""
+        with self._os_errors_as_data_errors():
             if self.is_folder:
                 return [os.path.relpath(os.path.join(folder, name), self.out)
                         for folder, _, names in os.walk(self.out) for name in names]
@@ -152,7 +152,7 @@ class Output:
         return self.read(f'{part}/{INDEX}') is not None
 
     def parts(self) -> dict[str, bool]:
-        """Return the name of each folder in OUT, and whether it is a part that is done."""
+        """Return a dict of the folders in OUT by name: True if the folder is a part that is done."""
         found = {}
         for name in self.names():
             folder, _, rest = name.partition('/')
@@ -166,7 +166,7 @@ class Output:
             raise DataError(f'{self.label} is not the same folder on every machine; use a shared folder or a store')
 
     @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
+    def _os_errors_as_data_errors(self) -> Iterator[None]:
         """Turn an OSError of a store or a disk into a DataError of one line."""
         try:
             yield
@@ -177,7 +177,7 @@ class Output:
 
 
 def part_name(*facts) -> str:
-    """Return the name of a part: a hash of the facts that it depends on, which are values that JSON supports."""
+    """Return the name of a part: a hash of `facts`, the values that its samples depend on. JSON must support them."""
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -192,7 +192,7 @@ class PartWriter(MDSWriter):
     """
 
     def __init__(self, output: Output, part: str, columns: dict[str, str], shard_bytes: int = SHARD_BYTES):
-        with tempfile.TemporaryDirectory() as unused:  # Streaming needs a folder and would empty the part's own
+        with tempfile.TemporaryDirectory() as unused:  # Streaming requires a folder, and would empty the part's folder
             super().__init__(columns=columns, out=unused, hashes=['xxh64'], size_limit=shard_bytes)
         self.output = output
         self.part = part
@@ -223,10 +223,10 @@ class PartWriter(MDSWriter):
 
 @dataclass
 class Joined:
-    """What all parts hold together."""
-    shards: list[str] = field(default_factory=list)  # entries in index.json, as JSON
+    """The totals over all parts of a dataset."""
+    shards: list[str] = field(default_factory=list)  # entries for OUT/index.json, as JSON text
     samples: int = 0
-    samples_of: dict[str, int] = field(default_factory=dict)  # by part
+    samples_of: dict[str, int] = field(default_factory=dict)  # by name of the part
     bytes: int = 0  # size of all shards
     captions: Counter = field(default_factory=Counter)  # by name
     long_captions: int = 0
@@ -257,17 +257,17 @@ class Joined:
                 self.damaged.append(line)
 
     def skipped_line(self, out: str) -> str:
-        """Return the counts by kind of reason, and where the lines are, as text for people."""
+        """Return a text with the number of skipped items for each kind of reason, and the path of skipped.jsonl."""
         reasons = ', '.join(f'{number:,} {reason}' for reason, number in self.skipped.most_common())
         return f'{reasons}; listed in {out}/{SKIPPED}'
 
 
 def join_parts(output: Output, parts: Sequence[str], skipped: Iterable[dict] = ()) -> Joined:
-    """Read the index.json of each part, and write OUT/skipped.jsonl if anything was skipped.
+    """Read the index.json of each part, write OUT/skipped.jsonl if anything was skipped, and return the totals.
 
     Args:
-        output: where all these parts are done.
-        parts: their names, in the order of the dataset.
+        output: the dataset. All these parts must be done.
+        parts: names of the parts, in the order of the dataset.
         skipped: lines for skipped.jsonl in addition to the parts' own. The `reason` begins with its kind and a colon.
 
     Raises DataError if a part is missing or damaged.
@@ -286,7 +286,7 @@ def join_parts(output: Output, parts: Sequence[str], skipped: Iterable[dict] = (
                 joined.add_part(part, index)
                 joined.add_skipped(index['skipped'], lines)
 
-        # An earlier list is replaced even if nothing is skipped any more.
+        # Replace the skipped.jsonl of an earlier run even if nothing is skipped any more.
         lines.seek(0)
         if joined.skipped or output.read(SKIPPED) is not None:
             output.write(SKIPPED, lines)
@@ -305,5 +305,5 @@ def write_index(output: Output, joined: Joined, **about: Any) -> bool:
 
 
 def done_already(output: Output, joined: Joined, source: str) -> str:
-    """Return the message that an earlier run has made the dataset; `source` is the flag of its input."""
+    """Return the message that an earlier run has made the dataset; `source` is the name of the input flag."""
     return f'done already: {output.label} holds {plural(joined.samples, "sample")} of this {source}'

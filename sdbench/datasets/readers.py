@@ -46,7 +46,7 @@ NO_SAMPLE = 'no sample'  # key in Fields: why there is no sample, or why the res
 MAX_BYTES = 256 << 20  # largest image or caption: the header of a tar can declare any size
 TAR_BUFFER_BYTES = 1 << 20
 END_BYTES = 1024  # zeros at the end of every tar; most programs add more to fill the last record
-LARGEST_RECORD = 1 << 20  # bytes
+LARGEST_RECORD = 1 << 20  # bytes; the zeros that fill the last record are fewer
 
 # Parquet
 USUAL_IMAGE_COLUMNS = ('image',)
@@ -62,7 +62,7 @@ class Place(NamedTuple):
     size: int
 
 
-Key = str | int | None  # of a sample: its name in a tar, its row number in Parquet, or None for the whole file
+Key = str | int | None  # name of a sample in a tar, number of its row in Parquet, or None for the whole file
 # The files of a sample by suffix, each bytes or a SkipReason. The captions from a table or a row are under CAPTIONS:
 # Named, where a SkipReason may replace a caption.
 Fields = dict[str, Any]
@@ -131,10 +131,9 @@ def read_image_file(file: File) -> Fields:
 def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
     """Yield (key, fields) for the samples in a tar, and in all tars that follow it in the same file.
 
-    The headers of a tar are read first and its files paired by key, because a tar of a folder has them in any order.
-    The samples come in the order of their first files. For example, `a/b.jpg` is the .jpg of the sample a/b. If a name
-    occurs twice, for example because a file was appended to the tar again, the file is unusable, because which of the
-    two counts is not known.
+    The headers of a tar are read first, and its files are paired by key, because a tar of a folder has its files in any
+    order. For example, `a/b.jpg` is the .jpg of the sample a/b. The samples come in the order of their first files. If
+    a name occurs twice, as after a second `tar --append`, a SkipReason replaces the file: either file may be right.
 
     Raises tarfile.ReadError, or nearly any other exception, if the tar is damaged.
     """
@@ -154,7 +153,7 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
 
 
 def list_members(reader: BinaryIO) -> Iterator[Members]:
-    """Yield the images and captions of each tar in a file, and separately each member that is neither.
+    """Yield the images and captions of each tar in a file, and separately each other member with a reason to skip it.
 
     Raises tarfile.ReadError, or nearly any other exception, if a tar is damaged. The files before the damage are
     yielded first.
@@ -197,7 +196,7 @@ def list_members(reader: BinaryIO) -> Iterator[Members]:
         require_end_mark(reader, end, os.fstat(reader.fileno()).st_size)
     except Exception:
         # More files of the last sample may lie after the damage. Without its .txt, which has precedence over all other
-        # captions, its caption is not known.
+        # caption files, its caption is not known.
         if key in members and not any(suffix.lower() == CAPTION_SUFFIXES[0] for suffix in members[key]):
             members[key][CAPTION_SUFFIXES[0]] = SkipReason('it may lie behind the damage')
         yield members
@@ -235,7 +234,7 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
         try:
             image, captions = columns.find(file.name, parquet.schema_arrow.names, USUAL_IMAGE_COLUMNS)
         except NoSuchColumn as error:
-            yield None, {NO_SAMPLE: SkipReason(error)}
+            yield None, {NO_SAMPLE: SkipReason(f'missing column: {error}')}
             return
         except UserError as error:
             raise DataError(str(error)) from None
@@ -271,17 +270,17 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
 
 
 class NoText(SkipReason):
-    """The reason why a file has no caption, where the next file is tried."""
+    """The reason why a caption file has no text, so the next caption file of the image is tried."""
 
 
 def make_sample(fields: Fields, columns: Columns = USUAL_COLUMNS, clean: Callable[[str], str] = str
                 ) -> tuple[bytes, Named, list[str]]:
-    """Return the image, its captions, and the reasons why other captions of it are missing.
+    """Return the bytes of the image, its captions by name, and the reasons why other captions are missing.
 
     Args:
-        fields: from `read_samples`.
-        columns: which of its files have captions.
-        clean: cleans the text of a caption.
+        fields: the fields of a sample from `read_samples`.
+        columns: the suffixes of caption files, if flags name them.
+        clean: function that cleans the text of a caption.
 
     Raises BadSample if there is no usable image or no caption. The reason begins with its kind and a colon.
     """
@@ -309,9 +308,9 @@ def make_sample(fields: Fields, columns: Columns = USUAL_COLUMNS, clean: Callabl
 
 def read_captions(fields: Fields, columns: Columns, clean: Callable[[str], str]) -> tuple[Named, list[str]]:
     """Return the captions of a sample, and the reasons why others are missing. Raises BadSample if there is none."""
-    # A table or a row has all captions. Otherwise the flag may name suffixes, and each of them gives one caption.
-    # Without the flag, all files are tried for a single caption. The first file with a text counts. If no file has a
-    # text, the reason for the first file is reported.
+    # Take all captions from a table or a Parquet row. Otherwise each suffix that --caption_column names gives one
+    # caption. Without such suffixes, try all caption files and take the first text. If no file has a text, report the
+    # reason for the first file.
     if CAPTIONS in fields:
         texts_by_name = fields[CAPTIONS]
     else:
@@ -339,7 +338,7 @@ def read_captions(fields: Fields, columns: Columns, clean: Callable[[str], str])
 
 
 def caption_text(suffix: str, content: bytes | SkipReason) -> str | SkipReason:
-    """Return the text in a .txt or .caption, or the `caption` in a .json, or the reason why there is none."""
+    """Return the text of a .txt or .caption, or the `caption` in a .json, or a SkipReason if there is none."""
     if isinstance(content, SkipReason):
         return SkipReason(f'no caption: {content}')
     try:
@@ -354,14 +353,14 @@ def caption_text(suffix: str, content: bytes | SkipReason) -> str | SkipReason:
     except (json.JSONDecodeError, RecursionError) as error:
         return NoText(f'no caption: its {suffix} is not valid JSON ({error})')
     except (ValueError, KeyError, TypeError):
-        return NoText('no caption')  # a .json of something else
+        return NoText('no caption')  # the .json is about something else
     if not text.strip():
         return NoText('empty caption')
     return text
 
 
 def cleaned(text: str | SkipReason, clean: Callable[[str], str]) -> str | SkipReason:
-    """Return a caption after cleaning, or the reason why it cannot be used."""
+    """Return a caption after cleaning, or a SkipReason if it cannot be used. A SkipReason is returned as it is."""
     if isinstance(text, SkipReason):
         return text
     try:

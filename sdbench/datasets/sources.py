@@ -1,7 +1,7 @@
-"""Find the tars, Parquet files and images that SOURCE names, and list everything else with the reason.
+"""Find the tars, Parquet files and images that SOURCE names, and record everything else as skipped, with the reason.
 
-All tables of captions are read before the first image, and decide about each image that they name. The other images
-have their captions in files beside them; names.py says which files belong together.
+All tables of captions are read before the first image. An image that a table names gets its captions from the table.
+All other images get theirs from files beside them; names.py says which files belong together.
 
 Links are followed wherever they lead (part1 -> /disk1), because the owner of SOURCE made them. A folder is searched
 once, by its first name, so loops end. A link to a file counts as a separate file, as a copy would.
@@ -30,13 +30,13 @@ from sdbench.datasets.names import (
     split_name,
     why_not_read,
 )
-from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, CaptionTables, Columns, SkipReason
+from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, CaptionTables, Columns, SkipReason, Table
 from sdbench.errors import DataError, UserError, one_line
 from sdbench.inputs.captions import Named
 from sdbench.paths import is_url
 from sdbench.stores import files_below, parse_address
 
-GLOB_SIGNS = re.compile(r'[*?[]')
+WILDCARDS = re.compile(r'[*?[]')
 
 
 class File(NamedTuple):
@@ -57,7 +57,7 @@ class File(NamedTuple):
     table_captions: Named | None = None
 
     def identity(self) -> list:
-        """Return what the name of its part depends on."""
+        """Return the values that are hashed for the name of its part, so the name changes if the file changes."""
         suffixes = [split_name(name)[1] for name in self.captions]
         table_captions = [] if self.table_captions is None else [self.table_captions]
         return [self.name, self.size, suffixes, self.changed, *table_captions]
@@ -70,7 +70,7 @@ class File(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """A folder of this machine that SOURCE names, or that holds files that SOURCE names."""
+    """A folder of this machine that contains input files."""
     path: str
     real_path: str  # without links
     present: Set[str]  # names of everything in it
@@ -78,27 +78,27 @@ class Folder(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What SOURCE holds."""
+    """What `find_files` has found."""
     files: list[File]  # to convert, sorted by name
     skipped: list[dict]  # lines for skipped.jsonl: {'source': path, 'key': None, 'reason': 'kind: details'}
-    captions: dict[tuple[str, str], int]  # rows with a caption, by path and columns of their table
+    captions: dict[Table, int]  # number of rows in each table that gave a caption
 
 
 def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: str | None = None,
                columns: Columns = USUAL_COLUMNS) -> Found:
-    """Find the tars, Parquet files and images that `sources` name, and list everything else with the reason.
+    """Find the tars, Parquet files and images that `sources` name, and record everything else as skipped.
 
     A source is a file, a folder (searched with all its subfolders) or a glob. In a store it is a tar, a Parquet file, a
     folder of these, or a glob.
 
     Args:
         sources: as the user gave them.
-        excluded: folders or addresses that are passed over, such as the output of the conversion.
-        captions: the table that --captions names.
+        excluded: folders or addresses that are not searched, such as the output of the conversion.
+        captions: path of the table that --captions names.
         columns: columns of images and captions in tables.
 
-    Raises UserError if a source names nothing or a table of captions cannot be read, DataError if a folder cannot be
-    read, and OSError if a store cannot be read.
+    Raises UserError if a source names nothing or a table of captions cannot be read, DataError if a disk fails, and
+    OSError if a store, or the folder of a named file, cannot be listed.
     """
     # List the stores, then the folders of this machine.
     search = Search(sources, excluded)
@@ -108,7 +108,7 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
             converted |= {file.name: file for file in search.stored_files(source)}
     folders = search.folders()
 
-    # Read the tables before the first image, because a table may lie anywhere.
+    # Read all tables first, because the table for an image may be in any folder. TABLES gives their order in a folder.
     tables = CaptionTables(columns, search.skip)
     if captions is not None:
         tables.add(captions, is_named=True)
@@ -118,7 +118,7 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
         for name in sorted(found, key=lambda name: (TABLES.index(name.lower()), name)):
             tables.add(os.path.join(folder.path, name))
 
-    # Give the images their captions: first from the tables, then from the files beside them.
+    # Give each image the captions of a table, or else of the files beside it. Sort by folder, then by name.
     classified = [(folder, search.classify(folder, tables)) for folder in folders]
     images = {os.path.join(folder.real_path, name) for folder, files in classified for name in files
               if is_image(split_name(name)[1])}
@@ -133,19 +133,15 @@ class Search:
 
     Args:
         sources: as the user gave them.
-        excluded: folders or addresses that are passed over.
-
-    Attributes:
-        skipped: lines for skipped.jsonl.
-        searched: the first name of each folder, by its real path.
+        excluded: folders or addresses that are not searched.
     """
 
     def __init__(self, sources: Iterable[str], excluded: Iterable[str]):
         self.sources = [source if is_url(source) else os.path.abspath(source) for source in sources]
         self.excluded_folders = {os.path.realpath(path) for path in excluded if not is_url(path)}
         self.excluded_addresses = tuple(f'{url.rstrip("/")}/' for url in excluded if is_url(url))
-        self.skipped: list[dict] = []
-        self.searched: dict[str, str] = {}
+        self.skipped: list[dict] = []  # lines for skipped.jsonl
+        self.searched: dict[str, str] = {}  # the path under which a folder was first searched, by its real path
 
     def skip(self, name: str, reason: str, key: int | None = None) -> None:
         """Record that a file, a folder or a row of a table is skipped.
@@ -167,10 +163,11 @@ class Search:
         bucket = source.rstrip('/').removesuffix(key).rstrip('/')
         print(f'listing {label}', file=sys.stderr, flush=True)  # a store that does not answer takes minutes
 
-        # List the address itself or, for a glob, the folder before its first sign. A key may also contain such signs.
+        # List the address or, for a glob, the folder before its first wildcard. The key of an object may contain these
+        # characters as well, so an exact match has precedence.
         folder = key
-        if GLOB_SIGNS.search(key):
-            folder = GLOB_SIGNS.split(key)[0].rpartition('/')[0]
+        if WILDCARDS.search(key):
+            folder = WILDCARDS.split(key)[0].rpartition('/')[0]
         listed = files_below(f'{bucket}/{folder}', label)
         named = listed
         if folder != key:
@@ -179,7 +176,7 @@ class Search:
         if not named:
             raise nothing_there(source)
 
-        # Choose by name, as `classify` does for files of this machine.
+        # Choose by name, as `classify` does for files of this machine. Names are relative to the listed folder.
         names = {file.key: file.key.removeprefix(folder).lstrip('/') or os.path.basename(folder) for file in listed}
         present = set(names.values())
         for file in named:
@@ -188,7 +185,7 @@ class Search:
             suffix = split_name(name)[1]
             if file.key.endswith('/') or path.startswith(self.excluded_addresses):
                 continue  # an empty object marks a folder
-            if {'', '.', '..'} & {*file.key.split('/')}:  # clients change such a key before they ask for it
+            if {'', '.', '..'} & {*file.key.split('/')}:  # clients would request a normalized key, so another object
                 self.skip(path, 'unusable key: it contains //, /./ or /../; copy the object to another key')
             elif is_hidden(name) and path not in self.sources:
                 self.skip(path, 'hidden')
@@ -203,11 +200,12 @@ class Search:
                 self.skip(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
 
     def folders(self) -> list[Folder]:
-        """Return all folders of this machine that hold something of SOURCE.
+        """Return all folders of this machine that contain input files. Skip subfolders that cannot be opened.
 
-        Raises UserError if a source names nothing, and DataError if a folder cannot be read.
+        Raises UserError if a source names nothing, DataError if a disk fails, and OSError if the folder of a named file
+        cannot be listed.
         """
-        # Group the files that SOURCE names directly or by a glob by folder.
+        # Group by folder the files that SOURCE names, directly or by a glob.
         found = []
         tops = []
         for source in self.sources:
@@ -220,18 +218,20 @@ class Search:
             files = [path for path in paths if not os.path.isdir(path)]
             for folder, paths_there in itertools.groupby(sorted(files, key=os.path.split), os.path.dirname):
                 names = [os.path.basename(path) for path in paths_there]
-                found.append(Folder(folder, os.path.realpath(folder), set(os.listdir(folder)), names))
+                found.append(Folder(path=folder, real_path=os.path.realpath(folder), present=set(os.listdir(folder)),
+                                    named=names))
 
         # Search the folders that SOURCE names, with all their subfolders.
         for top in filter(self.should_search, tops):
             for folder, subfolders, names in os.walk(top, onerror=self.skip_unreadable, followlinks=True):
-                found.append(Folder(folder, os.path.realpath(folder), {*names, *subfolders}, sorted(names)))
+                found.append(Folder(path=folder, real_path=os.path.realpath(folder), present={*names, *subfolders},
+                                    named=sorted(names)))
                 paths = [os.path.join(folder, name) for name in sorted(subfolders)]
-                subfolders[:] = map(os.path.basename, filter(self.should_search, paths))
+                subfolders[:] = map(os.path.basename, filter(self.should_search, paths))  # os.walk enters only these
         return found
 
     def should_search(self, folder: str) -> bool:
-        """Tell whether to search a folder: not the output, not a hidden folder, and none for a second time."""
+        """Return whether to search a folder: only once, and only if SOURCE names it or it is not excluded or hidden."""
         real = os.path.realpath(folder)
         if folder not in self.sources:
             if real in self.excluded_folders:
@@ -242,18 +242,18 @@ class Search:
         if real not in self.searched:
             self.searched[real] = folder
             return True
-        if self.searched[real] != folder:  # SOURCE may name a folder twice
+        if self.searched[real] != folder:  # the same path again is a repeated source, which needs no line
             self.skip(folder, f'folder already searched: as {self.searched[real]}')
         return False
 
     def skip_unreadable(self, error: OSError) -> None:
-        """Record a folder that cannot be opened. Raises DataError if the disk fails."""
+        """Record a folder as skipped that os.walk cannot open. Raises DataError if the disk fails."""
         self.skip(error.filename, why_unreadable(error, error.filename))
 
     def classify(self, folder: Folder, tables: CaptionTables) -> dict[str, File]:
-        """Return by name the tars, Parquet files, images and captions in a folder that SOURCE names; skip the rest.
+        """Return, by name, the input files in a folder: tars, Parquet files, images and caption files. Skip the rest.
 
-        Tables of captions, and the files that img2dataset writes about its shards, are passed over without a line.
+        Tables of captions, and the files that img2dataset writes about its shards, are ignored without a line.
         """
         files = {}
         for name in folder.named:
@@ -274,7 +274,7 @@ class Search:
         return files
 
     def with_captions(self, folder: Folder, files: dict[str, File], tables: CaptionTables) -> Iterator[File]:
-        """Yield the files of a folder that are converted, images with their captions; skip files without a partner."""
+        """Yield the tars and Parquet files in `files`, and the images with their captions. Skip other captions."""
         # Group the images and captions in the folder by key. SOURCE may name only some of them.
         names = defaultdict(dict)  # by key and suffix
         for name in folder.present:
@@ -283,7 +283,7 @@ class Search:
                 names[key][suffix] = name
         join_similar_keys(names)
 
-        # A caption is skipped if SOURCE names no image for it. An image that cannot be opened counts: it has a line.
+        # Find the captions whose image SOURCE names. An image that cannot be opened counts, because it was reported.
         with_image = set()
         for name in folder.named:
             key, suffix = split_name(name)
@@ -298,7 +298,7 @@ class Search:
                 if name not in with_image:
                     self.skip(file.name, 'no image')
             elif (table_captions := tables.captions_of(os.path.join(folder.real_path, name))) is not None:
-                if any(table_captions.values()):  # otherwise each of its rows has a line
+                if any(table_captions.values()):  # otherwise `match` has recorded the reason for each row
                     yield file._replace(table_captions=table_captions)
             else:
                 images = sorted(other for other in names[key].values()
@@ -334,18 +334,19 @@ def why_unreadable(error: OSError, path: str) -> SkipReason:
 
 
 def nothing_there(source: str) -> UserError:
-    return UserError(f'SOURCE {source} does not exist; give a file, a folder, or a glob that matches some')
+    return UserError(f'SOURCE {source} does not exist; give a file, a folder, or a glob that matches files')
 
 
 def group_into_parts(files: list[File], part_bytes: int) -> list[list[File]]:
-    """Return the files of each part: one file, or several adjacent ones that are together at most `part_bytes`."""
+    """Divide files into parts: each has one file, or several adjacent files of at most `part_bytes` in total."""
     parts = []
     size = 0
     for file in files:
-        # The hash of its name decides whether a file begins a part whatever precedes it. One does about every
-        # `part_bytes`. So if a file is added or removed, the parts after the next such file stay the same.
-        draw = hashlib.blake2b(os.path.basename(file.name).encode(errors='surrogateescape'), digest_size=8).digest()
-        begins_part = int.from_bytes(draw) * part_bytes < file.size * 2 ** 64
+        # A hash of its name makes a file begin a part, with the probability size / part_bytes, so about once in
+        # `part_bytes`. If a file is added or removed, only the parts up to the next such file change.
+        name = os.path.basename(file.name).encode(errors='surrogateescape')
+        name_hash = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest())
+        begins_part = name_hash * part_bytes < file.size * 2 ** 64
         if parts and size + file.size <= part_bytes and not begins_part:
             parts[-1].append(file)
             size += file.size

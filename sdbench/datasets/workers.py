@@ -23,7 +23,7 @@ from sdbench import stores
 from sdbench.errors import DataError, UserError, one_line, plural
 from sdbench.process import end_with_parent, progress_bar
 
-SECONDS_BETWEEN_LOOKS = 1.0  # between checks of how many CPUs or GPUs the cluster has
+SECONDS_BETWEEN_CHECKS = 1.0  # between checks of how many CPUs or GPUs the cluster has
 SECONDS_TO_CONNECT = 20
 PACKAGE = Path(__file__).parents[1]  # the folder sdbench, which is the only code that machines of a cluster need
 
@@ -39,8 +39,8 @@ def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing:
                is_done: Callable[[str], bool], unit: str, parts_per_call: int = 1) -> list:
     """Let workers make all missing parts, and show a progress bar. Return the results of the calls as they ended.
 
-    Parts that were in progress when a worker died are made again one at a time, while nothing else is in progress. So a
-    part that only lacked memory next to other parts is made, and a part that kills its worker is identified.
+    Parts that were in progress when a worker died are made again one at a time, while nothing else is in progress. A
+    part that only lacked memory beside other parts then succeeds, and a part that kills its worker is identified.
 
     Args:
         workers: workers that make the parts.
@@ -67,7 +67,7 @@ def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing:
                 in_progress[workers.call(given)] = given
 
             # Wait for a call to end, but only for a second, because machines may have joined the cluster by then.
-            ended, _ = wait(in_progress, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
+            ended, _ = wait(in_progress, SECONDS_BETWEEN_CHECKS, FIRST_COMPLETED)
             for call in ended:
                 given = in_progress.pop(call)
                 if workers.is_death(call.exception()):
@@ -76,7 +76,7 @@ def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing:
                     results.append(call.result())
                     bar.update(sum(part.size for part in given))
 
-            # Make the lost parts again, one at a time, so if a worker dies again, that part is the reason.
+            # Make the lost parts again, one at a time. If a worker dies again, its part is the reason.
             if lost and not in_progress:
                 print(f'a worker died; making the {plural(len(lost), "part")} in progress again, one at a time',
                       file=sys.stderr)
@@ -91,7 +91,7 @@ def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing:
 
 
 def fatal_part_error(part: Part) -> DataError:
-    """Return the error for a part whose worker died while no other part was in progress."""
+    """Return the error that names the files of a part whose worker died while no other part was in progress."""
     files = part.sources[0].name
     if len(part.sources) > 1:
         files = f'one of the {len(part.sources):,} files from {files} to {part.sources[-1].name}'
@@ -100,13 +100,12 @@ def fatal_part_error(part: Part) -> DataError:
 
 
 class LocalWorkers(AbstractContextManager):
-    """A pool of processes on this machine, which end with this process. If one dies, the whole pool is started again.
+    """A pool of processes on this machine, which end with this process. If one dies, `call` starts a new pool.
 
     Args:
         do: function that makes a list of parts.
         number: number of processes.
-        use_gpu: function that each process calls first, with the number of its GPU, which no other process has. None:
-            the processes use no GPU.
+        use_gpu: function that each process first calls with the number of a GPU for it alone. None: use no GPU.
     """
 
     def __init__(self, do: Callable, number: int, use_gpu: Callable[[int], None] | None = None):
@@ -143,7 +142,7 @@ class LocalWorkers(AbstractContextManager):
         """Let a process make these parts."""
         try:
             return self.pool.submit(self.do, parts)
-        except BrokenProcessPool:  # one of its processes died
+        except BrokenProcessPool:  # one of the pool's processes died
             self.end_pool()
             self.begin_pool()
             return self.pool.submit(self.do, parts)
@@ -173,13 +172,13 @@ def begin_process(environment: dict[str, str], numbers: SimpleQueue, use_gpu: Ca
 
 
 class RayWorkers(AbstractContextManager):
-    """Tasks on a Ray cluster, as many at the same time as it has CPUs or GPUs. Without a GPU, tasks wait for one.
+    """Tasks on a Ray cluster, as many at the same time as the cluster has CPUs or GPUs.
 
     Args:
         do: function that makes a list of parts.
         address: address of the cluster, for `ray.init`.
-        on_gpus: whether each task uses one GPU and sees no other. Each such task is a new process, because an old
-            process would keep memory on the GPU that the next task gets.
+        on_gpus: whether each task uses one GPU and sees no other. Tasks then wait until the cluster has a GPU. Each
+            task is a new process, because an old process would keep memory on the GPU that the next task gets.
 
     Raises UserError if no cluster answers at that address.
     """
@@ -196,7 +195,7 @@ class RayWorkers(AbstractContextManager):
         environment = {'py_modules': [str(PACKAGE)], 'env_vars': settings}
         match = re.fullmatch(r'(?:ray://)?([^/]+):(\d+)', address)
         try:
-            if match:  # if nothing listens there, Ray would try for many minutes; other addresses, like auto, are Ray's
+            if match:  # a host and port, where Ray would try for many minutes if nothing listens; not `auto`
                 socket.create_connection((match[1], int(match[2])), SECONDS_TO_CONNECT).close()
             ray.init(address, runtime_env=environment, logging_level=logging.ERROR, log_to_driver=False)
         except (OSError, OverflowError, RuntimeError, ValueError) as error:

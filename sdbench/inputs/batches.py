@@ -23,7 +23,7 @@ def decode_sample(columns: Mapping, is_ours: bool, decode: Callable[[bytes], tor
     Args:
         columns: MDS columns of the sample.
         is_ours: see `from_columns`.
-        decode: decodes the bytes of an image file.
+        decode: function that decodes the bytes of an image file.
 
     Raises BadSample if the sample has no caption or its image does not decode.
     """
@@ -36,9 +36,10 @@ def decode_sample(columns: Mapping, is_ours: bool, decode: Callable[[bytes], tor
 
 
 def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[str, torch.Tensor]:
-    """Return a batch: `image` uint8 (B, 3, H, H) or `moments`, `caption` int64 (B, 77), and any `bad_samples`.
+    """Return a batch: `image` uint8 (B, 3, H, H) or `moments` float16 (B, 8, H/8, H/8), and `caption` int64 (B, 77).
 
-    An evaluation's batch also has `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
+    An evaluation's batch also has `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,). If samples were bad and
+    were replaced, `bad_samples` lists the (index, reason) of each of them.
     """
     if MOMENTS in samples[0]:
         batch = {MOMENTS: torch.stack([sample[MOMENTS] for sample in samples])}
@@ -50,7 +51,7 @@ def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[
     captions = tokenizer.encode_batch([sample['caption'] for sample in samples])
     batch['caption'] = torch.tensor([caption.ids for caption in captions])
 
-    # Pass on the noise and timesteps of an evaluation, and which samples were bad and were replaced.
+    # Pass on the noise and timesteps of an evaluation, and the list of bad samples.
     for name in (NOISE, TIMESTEP):
         if name in samples[0]:
             batch[name] = torch.stack([sample[name] for sample in samples])
@@ -75,7 +76,8 @@ def bad_sample_line(index: int, reason: str) -> str:
 class BadSamples:
     """Print each bad sample once, and end the run if too many samples are bad.
 
-    Among few samples, more than the limit can be bad by chance, so up to three standard deviations more are accepted.
+    Among few samples, more than the limit can be bad by chance. Therefore up to three standard deviations more are
+    accepted.
 
     Args:
         limit: fraction of samples that may be bad.
@@ -115,7 +117,7 @@ def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> 
     if is_bytes:
         images = images.to(torch.float32, memory_format=torch.contiguous_format)
     elif not images.is_floating_point():
-        raise UserError(f'images of {images.dtype}; give bytes (uint8), or floats in [-1, 1]')
+        raise UserError(f'images have the type {images.dtype}; give bytes (uint8), or floats in [-1, 1]')
     if image_size is not None and images.shape[-1] != image_size:
         images = F.interpolate(images, size=(image_size, image_size), mode='bilinear')
     if is_bytes:

@@ -12,7 +12,7 @@ Named = dict[str, list[str]]  # the captions of an image, by name: {'short': ['a
 
 
 def to_columns(captions: Named) -> dict:
-    """Return the MDS columns for an image's captions. A single caption without a name is stored only once."""
+    """Return the MDS columns for an image's captions. CAPTIONS is empty for a single caption called ONE_CAPTION."""
     captions = {name: texts for name, texts in captions.items() if texts}
     [first, *_] = [text for texts in captions.values() for text in texts]
     if captions == {ONE_CAPTION: [first]}:

@@ -62,8 +62,8 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
         data: bytes of the image file.
         image_size: a much larger image may be decoded at a reduced size, with no side shorter than this many pixels.
 
-    Raises BadSample if the image does not decode or has more pixels than Pillow accepts: 179 million, unless a program
-    sets PIL.Image.MAX_IMAGE_PIXELS. Raises MemoryError if there is not enough memory at the moment.
+    Raises BadSample if the image does not decode or has more pixels than Pillow accepts, which is 179 million unless a
+    program sets PIL.Image.MAX_IMAGE_PIXELS. Raises MemoryError if there is not enough memory at the moment.
     """
     try:
         with warnings.catch_warnings():
@@ -72,7 +72,7 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
                 return decode_pixels(image, data, image_size)
     except UnidentifiedImageError:
         raise BadSample('image does not decode: not a known format') from None
-    except Image.DecompressionBombError as error:
+    except Image.DecompressionBombError as error:  # its message has two numbers: the image's pixels, and the limit
         pixels, most = (int(number) / 1e6 for number in re.findall('[0-9]+', str(error)))
         raise BadSample(f'image is too large: {pixels:,.0f} megapixels, and at most {most:,.0f} are read; reduce it, '
                         'because training would reduce it again in every epoch') from None
@@ -136,9 +136,9 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
 def srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransform | None:
     """Return the transform from an embedded colour profile (ICC) to sRGB. It takes images in its `input_mode`.
 
-    Return None if no conversion is needed: the profile is sRGB, or it is broken or belongs to another colour space than
-    the image, and image viewers then ignore it, too. A profile counts as sRGB if it hardly changes random colours.
-    Names are no help, because many sRGB profiles have another name, such as c2.
+    Return None if the profile is sRGB, or if it is broken or for another colour space than the image: image viewers
+    ignore such a profile, too. A profile counts as sRGB if it hardly changes random colours. The name of a profile is
+    no help, because many sRGB profiles have other names, such as c2.
 
     Args:
         profile: bytes of the profile in the image file.
@@ -215,7 +215,7 @@ def is_upright(image: Image.Image) -> bool:
 
 
 def seek_visible_frame(image: Image.Image) -> None:
-    """Go to the first frame of an animation that is not fully transparent, because many begin with an empty frame."""
+    """Go to the first frame that is not fully transparent, because many animations begin with an empty frame."""
     for number in range(MOST_FRAMES):
         try:
             image.seek(number)

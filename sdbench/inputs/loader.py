@@ -19,7 +19,8 @@ def begin_worker(worker: int) -> None:
     # checkpoint.
     os.setpgrp()
 
-    # If all ranks of a run are killed at the start of an epoch, Streaming's workers wait for one another forever.
+    # End with the parent. If all ranks are killed at the start of an epoch, Streaming's workers would otherwise wait
+    # for one another forever.
     end_with_parent(signal.SIGKILL)
 
 

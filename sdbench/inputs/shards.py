@@ -49,15 +49,15 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     except OSError as error:
         raise UserError(one_line(error) if is_url(remote) else f'{label} cannot be read ({error.strerror})') from None
 
-    # Check the entry of each shard. An error of these types means that the structure is not ours.
+    # Check the keys that are read later. An error of these types means that the structure is not ours.
     try:
         index = json.loads(content)
         for shard in index['shards']:
             check_shard(shard, 'latents' in index, label)
-        hash_of_images(index)
+        hash_of_images(index)  # raises KeyError if latents lack the hash
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError):
-        raise UserError(f'{label} has an {INDEX} that is not one of convert.py or encode.py; make the dataset again'
-                          ) from None
+        raise UserError(f'{label} has an {INDEX} that lacks what convert.py and encode.py write; make the dataset again'
+                        ) from None
     return index
 
 
@@ -87,14 +87,14 @@ def hash_of_images(index: dict) -> str:
 
 
 def are_two_sides(draw: dict | None, other: dict | None) -> bool:
-    """Return whether two datasets are the training side and the held-out side of the same conversion.
+    """Return whether two datasets are the training samples and the held-out samples of the same conversion.
 
     Two conversions can put the same picture on different sides, even with the same fraction and seed, because the side
     depends on the bytes of the image file, and these differ if the picture has another size.
 
     Args:
         draw: value of DRAW in the index.json of one dataset; None if it has no such key.
-        other: the same for the other dataset.
+        other: value of DRAW in the index.json of the other dataset.
     """
     if not draw or not other or 'conversion' not in draw:  # older versions did not write `conversion`
         return False
@@ -102,7 +102,7 @@ def are_two_sides(draw: dict | None, other: dict | None) -> bool:
 
 
 def check_shard(shard: dict, latents: bool, label: str) -> None:
-    """Check the entry of a shard in index.json.
+    """Check the entry in index.json of a shard of images or `latents`. `label` begins the error messages.
 
     Raises UserError if the shard is not MDS, would be written outside its folder, would run code, or lacks a column.
     """
@@ -123,7 +123,7 @@ def check_shard(shard: dict, latents: bool, label: str) -> None:
     columns = dict(columns)
     needed = MDS_COLUMNS
     if latents:
-        needed = LATENT_COLUMNS | {MOMENTS: columns.get(MOMENTS, 'moments')}
+        needed = LATENT_COLUMNS | {MOMENTS: columns.get(MOMENTS, 'ndarray')}  # any type, because it contains the size
     missing = sorted(needed.items() - columns.items())
     if missing:
         wanted = ', '.join(f'{name} of {encoding}' for name, encoding in missing)

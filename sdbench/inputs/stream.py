@@ -35,7 +35,7 @@ from sdbench.inputs.shards import index_hash
 from sdbench.paths import INDEX
 from sdbench.stores import download
 
-DOWNLOADS = 14  # tries of each request for a shard, which take 90 seconds on average and at most three minutes
+DOWNLOADS = 14  # attempts per request for a shard, which take 90 seconds on average and at most three minutes
 # Numbers for the names of shared memory. Other programs with Streaming count from 0, and macOS limits the length.
 MEMORY_NUMBERS = range(10 ** 6, 2 ** 31)
 
@@ -49,9 +49,9 @@ class VerifiedStream(Stream):
     Args:
         index: the index.json of the dataset.
         remote: folder or object store with the shards. None: the shards are in `local`.
-        local: folder where the cache makes a subfolder. None: see `cache_folder`.
+        local: folder for the cache, which is a subfolder of it. None: see `cache_folder`.
         cache_limit: size of the cache in bytes, or a text such as 500gb, above which the oldest copies are deleted.
-        download_retry: tries of each request to a store with the S3 protocol.
+        download_retry: attempts per request to a store with the S3 protocol.
         download_timeout: seconds without any data, after which a request is tried again.
 
     Raises UserError if `cache_limit` is not a size, or if the shards are read in place, without a cache.
@@ -78,16 +78,17 @@ class VerifiedStream(Stream):
                             '--local a folder, or omit --cache_limit')
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: np.ndarray) -> None:
-        """Report no shard as present, because each shard must be verified before its first sample is read.
+        """Override Streaming's search of the cache: do nothing, so every shard is missing until it is verified.
 
-        Without this: Streaming reads whatever file has the name of a shard.
+        Without this: Streaming trusts any file with a shard's name.
         Test: test_no_sample_comes_from_a_shard_that_does_not_match_the_index.
         """
         if self.remote is None:
             return
+        # Streaming does not count the copies of an earlier run towards the limit, so remove them.
         if self.cache_limit and sum(shard.raw_data.bytes for shard in shards) > self.cache_limit:
             for shard in shards:
-                shard.evict()  # this run would not count the copies of an earlier run towards the limit
+                shard.evict()
 
     def prepare_shard(self, shard: MDSReader) -> int:
         """Verify a shard, download it first if necessary, and return its size in bytes.
@@ -111,7 +112,7 @@ class VerifiedStream(Stream):
     def _fetch(self, shard: MDSReader, remote: str) -> str | None:
         """Download a shard into a temporary folder, and move it into the cache if it matches index.json.
 
-        Return None then, or else a description of the mismatch.
+        Return a description of the mismatch if it does not match, else None.
 
         Without this: Streaming downloads into the cache directly, retries a missing file for minutes, and never ends if
         a store answers with status 400.
@@ -159,7 +160,7 @@ class VerifiedDataset(StreamingDataset):
         return super().get_item(sample_id, retry)
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Verify a shard, and download it first if necessary. If that fails, let other waiting processes fail, too.
+        """Verify a shard, and download it first if necessary. If that fails, let processes that wait for it fail, too.
 
         Without this: the other processes wait for that shard forever.
         Test: test_an_epoch_ends_with_an_error_if_a_shard_is_missing.
@@ -268,7 +269,7 @@ def find_mismatch(path: str | Path, expected: FileInfo) -> str | None:
 
 @contextlib.contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """Give a dataset that is opened in this context shared memory with a random name that no other run uses.
+    """Let a dataset that is opened in this context use shared memory with a random name, which no other run uses.
 
     Without this: runs that start at the same time choose the same names (`File exists`), and the ranks of a run choose
     different names if another run starts at that moment.

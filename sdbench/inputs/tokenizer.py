@@ -50,9 +50,9 @@ def load_transformers_tokenizer(name: str):
         folder = folder / 'tokenizer'  # in a diffusers model
     try:
         return AutoTokenizer.from_pretrained(folder, split_special_tokens=True,
-                                             trust_remote_code=False)  # by default it may ask on the terminal
+                                             trust_remote_code=False)  # by default it may prompt on the terminal
     except Exception as error:  # many types, some with a message that lists all models of transformers
-        raise UserError(f'--tokenizer {name} holds no tokenizer that loads ({type(error).__name__}); give a folder '
+        raise UserError(f'--tokenizer {name} has no tokenizer that loads ({type(error).__name__}); give a folder '
                         'with tokenizer.json, or with vocab.json and merges.txt') from None
 
 
@@ -73,15 +73,15 @@ def hash_of_tokenizer(name: str | None = None) -> str:
 def hash_of_ids(vocabulary: Iterable[str], encode: Callable[[list[str]], list[list[int]]]) -> str:
     """Return a SHA-256, in hex, of the token ids of an empty caption and of captions with all words of a vocabulary.
 
-    The empty caption shows the padding.
+    The empty caption makes the hash depend on the padding.
 
     Args:
         vocabulary: symbols of the tokenizer.
-        encode: returns the token ids of captions.
+        encode: function that returns the token ids of each caption in a list.
     """
     words = []
     for symbol in sorted(vocabulary):
-        words.append(symbol.removesuffix('</w>'))  # marks the end of a word
+        words.append(symbol.removesuffix('</w>'))  # CLIP's mark of the end of a word
     captions = ['']
     for first in range(0, len(words), WORDS_PER_CAPTION):
         captions.append(' '.join(words[first:first + WORDS_PER_CAPTION]))
@@ -108,8 +108,8 @@ def pipeline_tokenizer(name: str | None = None):
 def clip_tokenizer() -> Tokenizer:
     """Build CLIP's byte-pair encoding (Radford et al. 2021) from the vocabulary in the open_clip_torch package.
 
-    "!" is the padding token but not a special token: in a caption it is an ordinary word with id 256, as in the
-    training of the text encoder. "<|endoftext|>" in a caption is not a special token either.
+    Padding is "!" (id 0), but "!" is not a special token: as a word in a caption it has id 256, as in the training of
+    the text encoder. "<|endoftext|>" in a caption is not a special token either.
     """
     # Number the symbols as CLIP does: bytes, bytes at the end of a word, merged pairs in order, two special tokens.
     merges = clip_merges()
@@ -119,7 +119,7 @@ def clip_tokenizer() -> Tokenizer:
     special = ['<|startoftext|>', '<|endoftext|>']
     vocabulary = {word: index for index, word in enumerate(symbols + last_symbols + merged + special)}
     tokenizer = Tokenizer(BPE(vocabulary, list(merges), continuing_subword_prefix='', end_of_word_suffix='</w>',
-                              unk_token=special[1]))
+                              unk_token=special[1]))  # CLIP uses the end token for unknown symbols
 
     # Normalize the text, split it into words and punctuation, and turn these into bytes.
     tokenizer.normalizer = normalizers.Sequence(
@@ -128,7 +128,7 @@ def clip_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(words_and_punctuation, 'removed', invert=True), pre_tokenizers.ByteLevel(False)])
 
-    # Put the start and end tokens around each caption.
+    # Put the start and end tokens around each caption. With these options RobertaProcessing does nothing else.
     start, end = ((token, vocabulary[token]) for token in special)
     tokenizer.post_processor = processors.RobertaProcessing(end, start, add_prefix_space=False, trim_offsets=False)
     return tokenizer

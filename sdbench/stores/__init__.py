@@ -23,7 +23,7 @@ from sdbench.stores.answers import store_error
 
 SUPPORTED = ('s3://', 'gs://', 'azure://')
 AZURE_HOST = 'blob.core.windows.net'  # the public cloud
-# Environment variables that decide how a store is asked and that are not secret. Ray passes them to other machines.
+# Environment variables that configure the clients and that are not secret. Ray passes them to other machines.
 SETTINGS = ('S3_ENDPOINT_URL', 'S3_CANNED_ACL', 'AWS_ENDPOINT_URL', 'AWS_ENDPOINT_URL_S3', 'AWS_REGION',
             'AWS_DEFAULT_REGION', 'AWS_PROFILE', 'AWS_REQUEST_CHECKSUM_CALCULATION', 'AWS_RESPONSE_CHECKSUM_VALIDATION',
             'MOSAICML_STREAMING_AWS_REQUESTER_PAYS', 'AZURE_ACCOUNT_NAME', 'AZURE_AUTHORITY_HOST',
@@ -31,7 +31,7 @@ SETTINGS = ('S3_ENDPOINT_URL', 'S3_CANNED_ACL', 'AWS_ENDPOINT_URL', 'AWS_ENDPOIN
 TRIES = 4  # attempts per request if the error may be temporary
 TIMEOUT = 20  # seconds without a byte after which a request is tried again
 SENDING = {'tries': 8, 'timeout': 60}  # for checkpoints: a store takes long to assemble the parts of a large file
-PATIENT = {'tries': 20, 'timeout': 60}  # for convert.py and encode.py, which wait while a server is away for minutes
+PATIENT = {'tries': 20, 'timeout': 60}  # for convert.py and encode.py, which survive an outage of a few minutes
 
 
 class Address(NamedTuple):
@@ -46,7 +46,7 @@ class StoredFile(NamedTuple):
     """A file as a store lists it."""
     key: str
     size: int  # in bytes
-    changed: str  # its ETag, which changes if the file is written again
+    changed: str  # ETag or time of the last change: another text if the file is written again
 
 
 def parse_address(address: str, label: str) -> Address:
@@ -90,15 +90,15 @@ class Store(Protocol):
 
 
 def open_store(address: str, label: str, tries: int = TRIES, timeout: float = TIMEOUT) -> Store:
-    """Return the store of an address.
+    """Return the client for an address: an S3Store, a GoogleStore or an AzureStore.
 
     Args:
-        address: of a file or a folder in a store.
+        address: address of a file or a folder in a store.
         label: begins the error messages, such as `--remote s3://bucket/mds`.
         tries: attempts per request.
         timeout: seconds without a byte after which a request is tried again.
 
-    Raises UserError if the address is malformed, or if credentials or settings do not make a client.
+    Raises UserError if the address is malformed, or if the credentials or settings are invalid.
     """
     place = parse_address(address, label)
     try:
@@ -129,10 +129,10 @@ def download(address: str, path: str, label: str, tries: int = TRIES, timeout: f
     """Download a file from any store that Streaming knows, or copy a file of this machine.
 
     Args:
-        address: of the file.
+        address: address of the file.
         path: where to write it.
         label: begins the error messages.
-        tries: attempts per request. Streaming's clients have their own number.
+        tries: attempts per request. Streaming's clients use a number of their own.
         timeout: seconds without a byte after which a request is tried again.
         in_threads: whether parts of a large file are downloaded concurrently, if the store speaks S3.
 
@@ -191,5 +191,5 @@ def files_below(address: str, label: str, tries: int = TRIES, timeout: float = T
         below = list(store.files(f'{key}/'))
         if below:
             return below
-        # The key itself is the first of all keys that begin with it, so one entry of the listing is enough.
+        # A listing is sorted, so the file with exactly this key would be its first entry.
         return [file for file in itertools.islice(store.files(key), 1) if file.key == key]

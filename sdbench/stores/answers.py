@@ -7,7 +7,7 @@ from sdbench.errors import one_line
 
 def store_error(error: BaseException, label: str) -> OSError:
     """Return an OSError of one line that begins with `label`: FileNotFoundError if the file does not exist."""
-    # The server answered: its status decides.
+    # Decide by the status, if the server answered.
     status, message = server_answer(error)
     if 'NoSuchBucket' in message or 'ContainerNotFound' in message:
         return OSError(f'{label}: there is no such bucket; check its name and S3_ENDPOINT_URL')
@@ -19,7 +19,7 @@ def store_error(error: BaseException, label: str) -> OSError:
     if status is not None:
         return OSError(f'{label} cannot be read or written ({message})')
 
-    # There was no answer: the network or a disk of this machine failed. botocore keeps the cause in kwargs.
+    # Without an answer, the network or a disk of this machine failed. botocore keeps the cause in `kwargs`.
     text = f'{type(error).__name__} {error} {getattr(error, "kwargs", "")}'
     advice = 'check the address, S3_ENDPOINT_URL and the network'
     if re.search('refused', text, re.IGNORECASE):
@@ -30,13 +30,13 @@ def store_error(error: BaseException, label: str) -> OSError:
 
 
 def server_answer(error: BaseException) -> tuple[int | None, str]:
-    """Return the HTTP status, or None if no server answered, and the message in one line without URLs."""
+    """Return the HTTP status (None if no server answered) and the server's message, in one line without URLs."""
     text = str(error)
     status = None
     if isinstance(getattr(error, 'response', None), dict):  # boto3
         status = error.response['ResponseMetadata']['HTTPStatusCode']
-        said = error.response['Error']
-        text = f'{said.get("Code", "")} {said.get("Message", "")}'.removeprefix(f'{status} ')
+        details = error.response['Error']
+        text = f'{details.get("Code", "")} {details.get("Message", "")}'.removeprefix(f'{status} ')
     else:
         for name in ('status_code', 'code'):  # Azure's client, and Google's
             if isinstance(getattr(error, name, None), int):

@@ -14,7 +14,7 @@ class GoogleStore:
         from google.cloud.storage.retry import DEFAULT_RETRY
         self.key = place.key
         self.bucket = google_client(os.getpid()).bucket(place.bucket)
-        # Google's client limits the seconds of all attempts together, by default to two minutes.
+        # Google's client limits the seconds of all attempts, not their number. Allow as many as azure.py's pauses take.
         retry = DEFAULT_RETRY.with_timeout(tries * (tries - 1) / 2)
         self.options = {'retry': retry, 'timeout': (20, timeout)}  # seconds to connect, and without a byte
 

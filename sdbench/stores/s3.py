@@ -25,19 +25,21 @@ class S3Store:
         self.client = make_client(endpoint, keys, tries, timeout, os.getpid())
 
         # Requester-pays: Streaming's variable lists the buckets for which this account pays.
-        self.payer = {}
+        self.request_payer = {}
         if place.bucket in os.environ.get('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', '').replace(' ', '').split(','):
-            self.payer = {'RequestPayer': 'requester'}
+            self.request_payer = {'RequestPayer': 'requester'}
 
     def download(self, path: str, in_threads: bool) -> None:
+        """Download the file to `path`, in parallel parts if `in_threads`. Raises the store's error with its message."""
         from boto3.s3.transfer import TransferConfig
         from botocore.exceptions import ClientError
         bucket, key = self.place.bucket, self.place.key
+        config = TransferConfig(use_threads=in_threads)
         try:
-            self.client.download_file(bucket, key, path, self.payer, Config=TransferConfig(use_threads=in_threads))
+            self.client.download_file(bucket, key, path, self.request_payer, Config=config)
         except ClientError:
-            # boto3 asks for the size with HEAD first, and an error answer to HEAD has no body. A GET gets the message.
-            self.client.get_object(Bucket=bucket, Key=key, **self.payer)
+            # download_file sends HEAD first, whose errors have no message. A GET raises the full error.
+            self.client.get_object(Bucket=bucket, Key=key, **self.request_payer)
             raise
 
     def upload(self, file: BinaryIO) -> None:
@@ -50,7 +52,7 @@ class S3Store:
 
     def files(self, prefix: str) -> Iterator[StoredFile]:
         pages = self.client.get_paginator('list_objects_v2')
-        for page in pages.paginate(Bucket=self.place.bucket, Prefix=prefix, **self.payer):
+        for page in pages.paginate(Bucket=self.place.bucket, Prefix=prefix, **self.request_payer):
             for entry in page.get('Contents', ()):
                 yield StoredFile(entry['Key'], entry['Size'], entry.get('ETag') or str(entry['LastModified']))
 
@@ -59,14 +61,14 @@ class S3Store:
 def make_client(endpoint: str | None, keys: tuple[str, str] | None, tries: int, timeout: float, process: int) -> Any:
     """Return boto3's client, which signs requests if there are credentials.
 
-    It is made once per process: a process that is forked must not share the connections of its parent.
+    The client is made once per process, because a forked process must not share the connections of its parent.
 
     Args:
         endpoint: URL of the server; None means the one that boto3 finds.
         keys: Google's HMAC key and secret; None means the credentials that boto3 finds, if any.
         tries: attempts per request. boto3 waits up to 1, 2, 4, 8, 16, then 20 seconds in between.
         timeout: seconds without a byte after which a request is tried again.
-        process: id of this process.
+        process: id of this process, a part of the cache's key.
     """
     import boto3
     from botocore import UNSIGNED
@@ -77,7 +79,7 @@ def make_client(endpoint: str | None, keys: tuple[str, str] | None, tries: int, 
         session = boto3.session.Session()
     signature = UNSIGNED if session.get_credentials() is None else None
 
-    # Checksums, which boto3 sends by default since 1.36, are refused by R2, B2, OCI and older MinIO and Ceph.
+    # Send no checksums by default, as boto3 before 1.36, because R2, B2, OCI and older MinIO and Ceph refuse them.
     checksums = {}
     for name in ('request_checksum_calculation', 'response_checksum_validation'):
         checksums[name] = os.environ.get(f'AWS_{name.upper()}', 'when_required')

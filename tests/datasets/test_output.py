@@ -48,7 +48,7 @@ def test_an_out_with_other_files_is_refused_and_the_files_stay(output, tmp_path)
     if output.is_folder:
         os.mkdir(output.out)
     output.write('one/index.json', b'mine')
-    with pytest.raises(ValueError, match='^OUT .* already holds something'):
+    with pytest.raises(ValueError, match='^OUT .* already holds other files'):
         begin(output)
     assert list(output.names()) == ['one/index.json']
     assert output.read('one/index.json') == b'mine'

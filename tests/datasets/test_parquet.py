@@ -112,7 +112,7 @@ def test_a_truncated_or_corrupt_file_is_damaged_and_its_good_rows_are_kept(tmp_p
 
 def test_a_file_without_rows_or_without_the_columns_is_skipped_with_the_reason(tmp_path, capsys):
     path = write_parquet(tmp_path / 'in/urls.parquet', {'url': CAPTIONS, 'text': CAPTIONS})
-    lacks = 'no image for --image_column among its columns url, text; give --image_column NAME'
+    lacks = 'missing column: it has no column image; its columns are url, text; give --image_column NAME'
     line = one_error_line([tmp_path / 'in', tmp_path / 'out'], capsys, convert.main)
     assert f'; the first is {path}: {lacks}' in line
     hub_file(tmp_path / 'in/x.parquet')

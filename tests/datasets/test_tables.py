@@ -106,7 +106,7 @@ def test_a_table_in_any_folder_overrides_text_files_and_rows_without_a_match_are
                                           'first', 'second']
     assert listed(tmp_path / 'out') == [
         ('both.png', None, 'more than one image: both.jpg, both.png'),
-        ('captions.csv', 2, f'image of another table: {folder}/metadata.csv has the captions of {folder}/twice.jpg'),
+        ('captions.csv', 2, f'already captioned: {folder}/metadata.csv names {folder}/twice.jpg first'),
         ('lonely.jpg', 'lonely', 'no caption'),
         ('metadata.csv', 4, f'no image for a row: SOURCE has no {folder}/missing.jpg'),
         ('metadata.csv', 5, f"no caption: the row has '' for {folder}/empty.jpg")]
@@ -167,16 +167,16 @@ def test_a_parquet_table_of_captions_is_read_once_and_not_as_images(tmp_path, ca
 
 @pytest.mark.parametrize('name, status', [('metadata.csv', 0), ('captions.csv', 1)])
 @pytest.mark.parametrize('content, words', [
-    ('name;text\na.jpg;one\n', 'no file_name or filename for --image_column among its columns name, text'),
-    ('file_name,a,\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, (no name)'),
-    ('x,y,z\na.jpg,1,2\n', 'no file_name or filename for --image_column among its columns x, y, z')])
+    ('name;text\na.jpg;one\n', 'it has no column file_name or filename; its columns are name, text'),
+    ('file_name,a,\na.jpg,1,2\n', 'it has no column text or caption; its columns are file_name, a, (no name)'),
+    ('x,y,z\na.jpg,1,2\n', 'it has no column file_name or filename; its columns are x, y, z')])
 def test_a_table_without_the_columns_is_reported_and_text_files_count(tmp_path, capsys, content, words, name, status):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
     (folder / 'b.txt').write_text('two')
     table = folder / name
     table.write_text(content)
     assert convert.main([str(folder), 'out']) == status
-    flag = '--image_column' if '--image_column' in words else '--caption_column'
+    flag = '--image_column' if 'file_name or' in words else '--caption_column'
     words += f'; give {flag} NAME'
     assert f'warning: {table} is not a table of captions: {words}; rename the file' in capsys.readouterr().err
     assert captions(tmp_path / 'out') == ['two']
@@ -210,17 +210,18 @@ def test_a_csv_cell_may_be_a_json_list_and_other_lists_and_rows_of_another_lengt
         ('metadata.csv', 4, 'no caption: the row has a list that is not JSON, "[\'three\' \'four\']" '
          f'for {folder}/b.jpg'),
         ('metadata.csv', 6, reason.format(3)), ('metadata.csv', 7, reason.format(1)),
-        ('metadata.csv', 10, 'no path in a row: column file_name is empty or not a text'),
+        ('metadata.csv', 10, 'no path in a row: column file_name is empty or not text'),
         ('metadata.csv', 11, f'no caption: the row has [] for {folder}/g.jpg'),
         ('metadata.csv', 12, f'no caption: the row has None for {folder}/h.jpg')]
 
 
 @pytest.mark.parametrize('name, content, words', [
     ('metadata.csv', b'file_name,text\na.jpg,"one\nb.jpg,two\n',
-     'the table {} cannot be read up to line 3 (unexpected end of data)'),
+     'the table {} cannot be read: error at line 3 (unexpected end of data)'),
     ('metadata.csv', b'file_name\ttext\na.jpg\t"one\nb.jpg\ttwo"\n', 'a cell in line 2 begins with a quote'),
     ('metadata.csv', b'file_name,Text,caption\na.jpg,one,two\n', 'has the columns Text and caption; name one of them'),
     ('metadata.csv', b'FileName,file_name,text\na.jpg,b.jpg,1\n', 'has the columns FileName and file_name; name one'),
+    ('metadata.csv', b'file_name,text,text\na.jpg,one,two\n', 'has 2 columns called text; rename all but one of them'),
     ('metadata.csv', b'file_name,text\ncaf\xe9.jpg,one\n', 'the table {} is not UTF-8; save it as "CSV UTF-8"'),
     ('metadata.jsonl', b'{"file_name": "a.jpg", "text": "one"}\n{\n', 'line 2 of the table {} cannot be read')])
 @pytest.mark.parametrize('flags', [[], ['--captions', '{}']])
@@ -243,7 +244,7 @@ def test_another_spelling_matches_only_if_one_row_and_one_image_are_unmatched(tm
     assert captions(tmp_path / 'out') == ['its own', 'a', 'b']
     none = 'no image for a row: SOURCE has no'
     assert [line for line in listed(tmp_path / 'out') if line[0].endswith('.csv')] == [
-        ('captions.csv', 2, f'image of another table: {folder}/metadata.csv has the captions of {folder}/One.jpg'),
+        ('captions.csv', 2, f'already captioned: {folder}/metadata.csv names {folder}/One.jpg first'),
         *(('metadata.csv', line, f'{none} {folder}/{name}') for line, name in (
             (2, 'aBc.jpg'), (6, 'TWICE.jpg'), (7, 'Twice.jpg')))]
 

@@ -13,7 +13,7 @@ SHARD = {'samples': 1, 'format': 'mds', 'raw_data': {'basename': 'a', 'bytes': 1
 
 @pytest.mark.parametrize('content, words', [
     ('not json', 'index.json'), ('{}', 'index.json'), ('[]', 'index.json'), ('{"shards": [{}]}', 'index.json'),
-    ('{"shards": 3}', 'index.json'), ('{"shards": [], "latents": {}}', 'not one of convert.py or encode.py'),
+    ('{"shards": 3}', 'index.json'), ('{"shards": [], "latents": {}}', 'lacks what convert.py and encode.py write'),
     (json.dumps({'shards': [SHARD | {'format': 'jsonl'}]}), 'has a shard of format jsonl, which is not read')])
 def test_the_error_for_an_unreadable_index_gives_the_reason(tmp_path, content, words):
     (tmp_path / 'index.json').write_text(content)
