@@ -138,12 +138,7 @@ def make_sections(records: pd.DataFrame, evaluations: pd.DataFrame, settings: Re
 
 
 def save_figures(figures: dict[str, tuple[str, Callable[[], Any]]], settings: Report) -> None:
-    """Save each figure whose flag names a file.
-
-    Args:
-        figures: caption of the figure and the function that draws it, by flag.
-        settings: settings of the report.
-    """
+    """Save each figure whose flag names a file. `figures` has the caption and the drawing function by flag."""
     for flag, (_, draw) in figures.items():
         path = getattr(settings, flag)
         if path:

@@ -118,15 +118,9 @@ def complete(settings: Train, index: dict | None) -> Train:
 def times_in_batches(given: Train, batches_per_epoch: int, length: int) -> dict[str, str | None]:
     """Return the times of a run in batches, such as '1000ba', by flag; None for times that the run does not need.
 
-    Args:
-        given: the flags as they were given.
-        batches_per_epoch: length of the data loader.
-        length: length of the run in batches.
-
-    Raises UserError if the EMA would start after the end of the run.
+    `length` is the length of the run in batches. Raises UserError if the EMA would start after the end of the run.
     """
-    # Defaults for a short run: it is saved and evaluated four times, and the initial weights in its EMA are halved ten
-    # times.
+    # Defaults for a short run: it is saved and evaluated four times, and lasts for ten half-lives of its EMA.
     defaults = {}
     if given.use_ema:
         defaults['ema_half_life'] = f'{min(LONGEST_INTERVAL, math.ceil(length / 10))}ba'
@@ -203,10 +197,7 @@ def dependent_defaults(given: Train | Encode) -> tuple[str, ...]:
 
 
 def place_of_data(given: Train | Encode) -> tuple[str | None, str | None]:
-    """Return the place of the shards and the folder of their cache, from --remote and --local.
-
-    If only --local is given, it is the place of the shards, which need no cache then.
-    """
+    """Return the place of the shards and the folder of their cache. If only --local is given, it is the place."""
     if given.remote:
         return given.remote, given.local
     return given.local, None
@@ -218,10 +209,7 @@ def default_workers(remote: str | None, cores: int) -> int:
 
 
 def best_precision(is_for_gpus: bool) -> str:
-    """Return amp_bf16 for a GPU that supports it, amp_fp16 for other GPUs, and fp32 for a CPU.
-
-    A dry run on a machine without a GPU gets amp_bf16.
-    """
+    """Return amp_bf16 for a dry run or a GPU that supports it, amp_fp16 for another GPU, and fp32 for a CPU."""
     if not is_for_gpus:
         return 'fp32'
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):

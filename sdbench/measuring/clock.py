@@ -195,14 +195,7 @@ class Measurement(Callback):
         return found | {'turnover_batches': self.prefetched_batches, 'loss': self.loss}
 
     def _measure(self, state: State, seconds: float, waited: float, excluded: dict[str, float]) -> None:
-        """Add a batch to the window.
-
-        Args:
-            state: the state of the run.
-            seconds: seconds of the batch.
-            waited: the part of `seconds` spent waiting for the loader.
-            excluded: the part of `seconds` spent on other work, by name of EXCLUDED.
-        """
+        """Add a batch to the window. `waited` and `excluded`, by name of EXCLUDED, are parts of its `seconds`."""
         window = self.window
         window.batch_seconds.append(seconds)
         window.wait_seconds.append(waited)

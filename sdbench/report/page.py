@@ -44,8 +44,8 @@ class Table(NamedTuple):
     caption: str
     cells: pd.DataFrame
     decimals: dict[str, int | None]
-    marks: Sequence[str] = ()
-    doubtful: Sequence[bool] = ()
+    marks: Sequence[str]
+    doubtful: Sequence[bool]
 
 
 class Figure(NamedTuple):
@@ -95,13 +95,7 @@ def write_page(path: Path, verdict: str, answers: Sequence[str], figures: Sequen
 
 def formatted_rows(table: Table) -> Iterable[tuple[str, bool, list[str]]]:
     """Yield the mark of each row, whether the row is doubtful, and the texts of its cells."""
-    marks = table.marks
-    if not len(marks):
-        marks = [''] * len(table.cells)
-    doubtful = table.doubtful
-    if not len(doubtful):
-        doubtful = [False] * len(table.cells)
-    for mark, is_doubtful, (_, row) in zip(marks, doubtful, table.cells.iterrows(), strict=True):
+    for mark, is_doubtful, (_, row) in zip(table.marks, table.doubtful, table.cells.iterrows(), strict=True):
         cells = []
         for heading, value in row.items():
             if heading not in table.decimals:

@@ -76,14 +76,11 @@ def svg_of(figure: Any) -> str:
     fonts = ['DejaVu Sans', 'Verdana', 'Arial']  # most systems have one of these
     with rc_context({'svg.fonttype': 'none', 'font.sans-serif': fonts}):
         figure.savefig(file, format='svg', metadata={'Date': None})
-
-    # Replace the ids of groups by tooltips. Other ids would clash on a page with several figures, and nothing refers to
-    # them.
     ElementTree.register_namespace('', SVG)
     ElementTree.register_namespace('xlink', 'http://www.w3.org/1999/xlink')
     root = ElementTree.fromstring(file.getvalue())
     for group in list(root.iter(f'{{{SVG}}}g')):
-        name = group.attrib.pop('id', '')
+        name = group.attrib.pop('id', '')  # ids would clash on a page with several figures, and nothing refers to them
         if name.startswith('['):  # JSON from `set_tooltips`
             points = list(group.iter(f'{{{SVG}}}use')) or [group]  # the points of a line, or a bar
             for point, text in zip(points, json.loads(name), strict=True):
@@ -233,9 +230,7 @@ def set_axes_of_days(axes: Any, rows: pd.DataFrame, training_images: int) -> Non
 
 def draw_line_of_days(axes: Any, points: pd.DataFrame, label: str, color: str, marker: str) -> None:
     """Draw the days of one setting with their ranges, and a dashed line of ideal scaling."""
-    gpus = points['num_devices']
-    days = points['days']
-    speeds = points['images_per_sec']
+    gpus, days, speeds = points['num_devices'], points['days'], points['images_per_sec']
     ideal = days.iloc[0] * gpus.iloc[0] / gpus
     axes.plot(gpus, ideal, '--', color=color, linewidth=0.8, alpha=0.6)
 
@@ -331,14 +326,13 @@ def add_legend_of_plan(figure: Any, plans: pd.DataFrame, colors: dict[str, str])
 
 def part_tooltip(plan: Any, part: PlanPart) -> str:
     """Return the tooltip: the GPUs, the part, its speed and range, days, dollars, status and date."""
-    images_per_day = part.images / SECONDS_PER_DAY  # divided by days, this is a speed in images/s
-    least = images_per_day / part.most  # the most days give the least speed
-    most = images_per_day / part.least
-    if part.most == part.least:  # a measured or corrected part has no range
+    speed, least, most = (part.images / days / SECONDS_PER_DAY
+                          for days in (part.days, part.most, part.least))  # the most days give the least speed
+    if least == most:  # a measured or corrected part has no range
         least = most = math.nan
     row = pd.Series({'device': plan.device, 'num_devices': plan.num_devices, 'input': plan.input, 'days': part.days,
                      'cost_usd': part.days * 24 * plan.num_devices * plan.price, 'status': part.status,
-                     'date': part.date, 'images_per_sec': images_per_day / part.days, 'images_per_sec_least': least,
+                     'date': part.date, 'images_per_sec': speed, 'images_per_sec_least': least,
                      'images_per_sec_most': most})
     return point_tooltip(row, f'{part.name} {part.size} px')
 

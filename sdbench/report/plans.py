@@ -275,14 +275,6 @@ def shell_lines(program: list[str]) -> str:
     return '\n'.join(lines)
 
 
-def correction_factor(run: pd.Series, name: str, corrections: Corrections) -> float | None:
-    """Return the factor for the forecast of a part of a plan; None if no measurement corrects it.
-
-    The GPUs of an encoding do not communicate, so on any number of machines it has the factor of one machine.
-    """
-    return corrections.get((run['device'], run['compile'], run['network'] if name == 'train' else ''))
-
-
 def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
              corrections: Corrections) -> dict:
     """Return the row of a plan.
@@ -350,10 +342,13 @@ def plan_parts(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int
     first = runs.iloc[0]
     parts = []
     for work in part_speeds(runs, records, phases, settings):
+        # GPUs that encode do not communicate, so on any number of machines they have the factor of one machine.
+        network = first['network'] if work.name == 'train' else ''
+        factor = corrections.get((first['device'], first['compile'], network))
+
         # A measured or corrected speed has no range. The highest speed gives the fewest days.
         speeds = [work.images_per_sec, work.most, work.least]
         status = work.status
-        factor = correction_factor(first, work.name, corrections)
         if status == MEASURED:
             speeds = [work.images_per_sec] * 3
         elif factor is not None:
