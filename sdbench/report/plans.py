@@ -94,7 +94,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     A plan needs a measured or forecast speed at the image size of every phase. A plan on latents includes the encoding
     of --encode. Raises UserError if there is no plan.
     """
-    # Only reliable speeds count. Sort the records by date, because the newest one counts.
+    # Only reliable speeds count, and newer records replace older ones, so sort them by date.
     records = records.sort_values('date', kind='stable')
     trained = records[records['stage'] == 'train']
     is_reliable = trained['status'].isin([MEASURED, FORECAST])
