@@ -82,7 +82,7 @@ def measured(key: str) -> str:
 
 def steps_of(cards: list[str]) -> pd.DataFrame:
     """Return a row for each step: STEPS, a step for each card, such as 'H100-80GB' or 'H200=3.2', and the price."""
-    # Read the prices. The last step goes from $2 to the price of the last card, so that card needs a price.
+    # Read the prices. The last step goes from $2 to the price of the last card, which therefore needs a price.
     flags = ['@recipes/prices-on-demand.txt', *(card for card in cards if '=' in card)]
     prices = parse(Train, __doc__, ['--dry_run', *flags], 'benchmarks.savings').dollars_per_gpu_hour
     prices = (('A100-40GB', price_of('NVIDIA A100-SXM4-80GB', prices)), *prices)  # no cloud lists the 40GB any more

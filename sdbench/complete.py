@@ -95,7 +95,7 @@ def complete(settings: Train, index: dict | None) -> Train:
     else:
         length = to_batches(given.max_duration, batches_per_epoch)
 
-    # Cost: `tiny` is a test model, so no cost is stated for it. A dry run states the cost of its own --max_duration.
+    # Cost: `tiny` is a test model, so no cost is stated for it. A dry run states the cost of its --max_duration.
     training_images = given.training_images
     if training_images is None and given.model_name != TINY_MODEL:
         training_images = TRAINING_IMAGES

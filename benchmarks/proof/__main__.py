@@ -136,7 +136,7 @@ def speed_steps(machine: Machine) -> dict[str, Step]:
 
 
 def run_step(step: Step, machine: Machine, results: Path, log: Path) -> tuple[bool, str]:
-    """Run a step. Return whether it did what it must do, and the line that it showed or how it failed."""
+    """Run a step. Return whether it succeeded, and the line that it showed or how it failed."""
     if step.is_measurement:
         status = run([*machine.launch(*step.program), '--results', str(results)], log)
     elif step.fails:

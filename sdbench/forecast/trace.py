@@ -263,7 +263,7 @@ def trace_step(meta_model: ComposerModel, precision: str, attention: str = 'sdpa
     cpu = torch.device('cpu')
     model = meta_model.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu))
 
-    # Count every operator. Mark those of the VAE encoder, and the tensors that autograd keeps for the backward pass.
+    # Count every operator. Mark the VAE encoder's operators, and the tensors that autograd keeps for the backward pass.
     counter = StepCounter(list(model.parameters()))
     if model.vae is not None:
         counter.watch_encoder(model.vae)
