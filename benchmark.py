@@ -121,8 +121,8 @@ class StableDiffusion(ComposerModel):
         Args:
             batch: `caption` int64 (B, 77), and either `image`, float (B, 3, H, W) in [-1, 1] or uint8, or the VAE's
                 `moments` float16 (B, 8, H/8, W/8). An evaluation also has `noise` float32 (B, 8, H/8, W/8) and
-                `timestep` int64 (B,), which are the same each time. In training both are random, and `timestep` is
-                added to the batch.
+                `timestep` int64 (B,), which are the same in every evaluation. In training both are random, and
+                `timestep` is added to the batch.
 
         Raises UserError if the images are integers of a type other than uint8.
         """
@@ -131,7 +131,7 @@ class StableDiffusion(ComposerModel):
 
         # Take the noise and timesteps of an evaluation, or random ones in training.
         if NOISE in batch:
-            noise = batch[NOISE][:, 4:]  # (B, 4, H/8, W/8)
+            noise = batch[NOISE][:, 4:]  # (B, 4, H/8, W/8); `encode` samples the latents with the first 4 channels
             timesteps = batch[TIMESTEP]  # (B,)
         else:
             noise = torch.randn_like(latents)  # (B, 4, H/8, W/8)

@@ -52,7 +52,7 @@ class Section(NamedTuple):
         rows: the rows of the table, with all figures unrounded.
         keys: the settings that distinguish rows.
         caption: heading of the table on an HTML page.
-        answers: sentences that come first on an HTML page: the title of a plan, and which plans are within the limits.
+        answers: sentences that come first on an HTML page: the title of the plans, and which plans are within limits.
         tables: the table as Markdown, in several parts if it is too wide for one.
         notes: sentences below the table.
         flag: name of the flag that gives the file for the figure.
@@ -82,7 +82,7 @@ def report(settings: Report, command: str) -> str:
 
     Raises UserError if a record is invalid, or if the records do not allow what a flag asks for.
     """
-    # Evaluations have scores instead of a speed, so they are a table by themselves.
+    # Evaluations have scores instead of a speed, so they get their own table.
     rows = read_all(settings.records)
     require_named({row['device'] for row in rows}, settings.dollars_per_gpu_hour)
     records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])
@@ -98,7 +98,7 @@ def report(settings: Report, command: str) -> str:
         figures['learned'] = ('Loss on --eval_remote', draw)
     save_figures(figures, settings)
 
-    # Write the other files, and return the text.
+    # Write the other files, and return the text. Sentences are wrapped; blocks that have lines already are not.
     notes = price_notes(sections, settings)
     if settings.csv:
         write_csv(settings.csv, [section.rows for section in sections])
@@ -125,7 +125,7 @@ def require_records(settings: Report, has_trainings: bool, has_evaluations: bool
 
 
 def make_sections(records: pd.DataFrame, evaluations: pd.DataFrame, settings: Report) -> list[Section]:
-    """Return the section of the plan with --phase, or else a section for speeds and one for scores."""
+    """Return the section with the table of plans if --phase is given, or else sections for speeds and for scores."""
     if settings.phase:
         return [plan_section(records, settings)]
     sections = []
@@ -137,7 +137,7 @@ def make_sections(records: pd.DataFrame, evaluations: pd.DataFrame, settings: Re
 
 
 def save_figures(figures: dict[str, tuple[str, Callable[[], Any]]], settings: Report) -> None:
-    """Save each figure whose flag names a file. `figures` has a caption and a function for each flag."""
+    """Save each figure whose flag names a file. `figures` has the caption and the drawing function by flag."""
     for flag, (_, draw) in figures.items():
         path = getattr(settings, flag)
         if path:
@@ -148,7 +148,7 @@ def save_figures(figures: dict[str, tuple[str, Callable[[], Any]]], settings: Re
 
 
 def price_notes(sections: list[Section], settings: Report) -> list[str]:
-    """Return sentences that say which prices the costs are calculated with; none if nothing has a cost."""
+    """Return sentences that say which prices were used for the costs; [] if nothing has a cost."""
     priced = pd.concat([section.rows[section.rows['total_gpu_hours'] > 0][['device', 'price']] for section in sections])
     if priced.empty:
         return []
@@ -179,7 +179,7 @@ def write_html(sections: list[Section], figures: dict[str, tuple[str, Callable[[
 def plan_section(records: pd.DataFrame, settings: Report) -> Section:
     """Return the section of a report with --phase: the table of plans."""
     plans, title, sentences = plan_table(records, settings)
-    keys = distinguishing_settings(plans)  # from all plans, to describe also a plan that is alone within limits
+    keys = distinguishing_settings(plans)  # of all plans, because a single plan within limits differs from none
     plans, limit_sentences = within_limits(plans, keys, settings.max_dollars, settings.max_days)
     return Section(plans, keys, 'Plans', [title, *limit_sentences], plan_blocks(plans, keys), sentences, 'figure',
                    'GPU-hours of each plan', functools.partial(draw_plan, plans, keys, title))

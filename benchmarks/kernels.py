@@ -42,7 +42,8 @@ def operations_of(name: str, shapes: list[list[int]], values: list[str]) -> int:
 
 def operators_of(spans: list[dict]) -> pd.DataFrame:
     """Return a row for each operator, by its id. `us` is its time without the operators that it calls."""
-    rows, stack = {}, []
+    rows = {}
+    stack = []  # the operators that are running, each called by the one before it
     for span in spans:
         args = {'Input Dims': [], 'Input type': [], 'Concrete Inputs': []} | span['args']
         inputs = zip(args['Input Dims'], args['Input type'], strict=True)
@@ -59,13 +60,13 @@ def operators_of(spans: list[dict]) -> pd.DataFrame:
 
 
 def main(path: str) -> None:
-    """Print for each kind its time per step, its rates, and the fraction of the GPU's limit that the better one is."""
+    """Print the time per step and the rates of each kind, and the higher of the two fractions of the GPU's limits."""
     trace = json.loads(Path(path).read_text())
     spans = sorted((e for e in trace['traceEvents'] if e.get('ph') == 'X'), key=lambda e: (e['ts'], -e['dur']))
     steps = [span['dur'] for span in spans if span['name'].startswith('ProfilerStep')]
     operators = operators_of([span for span in spans if span.get('cat') == 'cpu_op'])
 
-    # On a GPU the time is that of the kernels. Each names the operator that launched it, unless a CUDA graph did.
+    # On a GPU, use the times of kernels. A kernel names the operator that launched it, unless a CUDA graph launched it.
     kernels = pd.DataFrame([{'name': span['name'], 'us': span['dur'], 'id': span['args'].get('External id')}
                             for span in spans if span.get('cat') in ('kernel', 'gpu_memcpy', 'gpu_memset')])
     table = operators.groupby('kind')[['us', 'operations', 'bytes']].sum()

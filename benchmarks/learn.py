@@ -146,7 +146,7 @@ def fractions_right(generated: np.ndarray, captions: list[str], near: float = NE
 
 
 def train(folder: Path, phase: int, *flags: str) -> None:
-    """Train one phase with the real program, which is stopped halfway by a signal and started again."""
+    """Train one phase with benchmark.py, which a signal interrupts halfway and a second run resumes."""
     image_size, batches = PHASES[phase]
     checkpoints = folder / f'phase-{phase}'
     command = [str(Path(sys.executable).with_name('composer')), '-n', '2', 'benchmark.py', '--remote',
@@ -157,34 +157,34 @@ def train(folder: Path, phase: int, *flags: str) -> None:
                '--save_interval', f'{batches // CHECKPOINTS}ba', '--autoresume', '--results',
                str(folder / 'results.jsonl'), *flags]
 
-    # Stop a first run when half of its checkpoints are there, and resume it with a second run.
+    # Interrupt a first run when half of its checkpoints are there, and resume it with a second run.
     with open(folder / 'log', 'ab') as log:
         first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         while first.poll() is None and len(checkpoints_in(str(checkpoints))) < CHECKPOINTS // 2:
             time.sleep(0.1)
         first.send_signal(signal.SIGTERM)
         first.wait()
-        ended = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode
+        exit_status = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode
 
-    # The records must confirm the stop and the resume, because otherwise the result would not be about a resume.
+    # The records must show an interrupted run and a complete one. Otherwise this would not test resuming.
     statuses = [json.loads(line)['status'] for line in (folder / 'results.jsonl').read_text().splitlines()]
-    if ended or statuses[-2:] != ['interrupted', 'complete']:
-        raise SystemExit(f'learn.py: phase {phase} did not stop and resume; its output ends with\n'
-                         + (folder / 'log').read_text()[-3000:])
+    if exit_status or statuses[-2:] != ['interrupted', 'complete']:
+        raise SystemExit(f'learn.py: phase {phase}: the run was not interrupted and then completed; the output of its '
+                         f'two commands ends with\n{(folder / "log").read_text()[-3000:]}')
 
 
 def generate_after(folder: Path, phase: int, captions: list[str]) -> tuple[dict, np.ndarray]:
-    """Generate images with the raw and the EMA weights after a phase, and count the right ones.
+    """Generate images with the raw and the EMA weights after a phase, and compute the fractions of right images.
 
-    Returns the counts by kind of weights, and the images of the EMA weights, (captions, 8, 3, H, W).
+    Returns the fractions by kind of weights, and the images from the EMA weights, (captions, 8, 3, H, W).
     """
-    counts = {}
+    fractions = {}
     for kind, flags in (('raw', ['--raw_weights']), ('EMA', [])):
         out = folder / f'{kind}-{phase}'
         export([str(folder / f'phase-{phase}'), str(out), *flags])
         generated = generate(out, captions, each=8)
-        counts[kind] = fractions_right(generated, captions, unseen=UNSEEN)
-    return counts, generated
+        fractions[kind] = fractions_right(generated, captions, unseen=UNSEEN)
+    return fractions, generated
 
 
 def write_figure(figure: Path, generated: np.ndarray, captions: list[str]) -> None:
@@ -222,9 +222,9 @@ def main() -> None:
         write_figure(figure, generated, captions)
 
     for phase in ('phase_1', 'phase_2'):
-        for kind, counts in result[phase].items():
-            print(f'{phase}, {kind:<3} weights: {counts["right"]:.1%} of the images are right, and '
-                  f'{counts["right_unseen"]:.1%} for the captions that were kept out; {result["chance"]:.1%} by chance')
+        for kind, fractions in result[phase].items():
+            print(f'{phase}, {kind:<3} weights: {fractions["right"]:.1%} of the images are right, and '
+                  f'{fractions["right_unseen"]:.1%} for captions that were kept out; {result["chance"]:.1%} by chance')
     result['seconds'] = round(time.perf_counter() - start)
     print(json.dumps(result))
 

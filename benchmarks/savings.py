@@ -39,23 +39,25 @@ class Plan(NamedTuple):
 
     @property
     def dollars(self) -> float:
-        return hours_of(self) * price_of(self.card, self.prices)
+        return gpu_hours_of(self) * price_of(self.card, self.prices)
 
 
 @cache
-def hours_of(plan: Plan) -> float:
-    """Return the GPU-hours of a plan: published ones if there are any, or else a forecast."""
+def gpu_hours_of(plan: Plan) -> float:
+    """Return the GPU-hours of a plan: from the published speed on these GPUs, or else by a forecast."""
+    # The speed of the training of 2022 was published.
     if plan == Plan(plan.prices, plan.gpus):
         row = pd.read_csv('published.csv').query(f'device == "A100-SXM4-40GB" and num_devices == {plan.gpus}')
         return gpu_hours(row['images_per_sec'].item(), plan.gpus, TRAINING_IMAGES)
 
     # Add up the phases. A plan on latents also encodes the images of each phase once.
-    hours = 0
+    total = 0
     for phase, to_encode in plan.phases:
         record = forecast(f'--no-pretrained {phase} {plan.base} {plan.recipe} {plan.latents}', plan.gpus, plan.card)
-        hours += gpu_hours(record['images_per_sec'], plan.gpus, record['training_images'])
-        hours += bool(plan.latents) * gpu_hours(record['encode_images_per_sec'], plan.gpus, to_encode)
-    return hours
+        total += gpu_hours(record['images_per_sec'], plan.gpus, record['training_images'])
+        if plan.latents:
+            total += gpu_hours(record['encode_images_per_sec'], plan.gpus, to_encode)
+    return total
 
 
 def forecast(flags: str, gpus: int, card: str) -> dict:
@@ -68,17 +70,19 @@ def forecast(flags: str, gpus: int, card: str) -> dict:
 
 
 def measured(key: str) -> str:
-    """Return the measured speedup of a step, and in brackets the forecast speedup for the same two runs."""
+    """Return the measured speedup of the step `key`, and in brackets the forecast speedup for the same two runs."""
     runs = pd.read_json('results/1xH100-torch-2.11.jsonl', lines=True).query('drift > -0.1')
     pair = pd.concat(map(runs.query, PAIRS[key]))
     flags = pair['command'].str.replace('benchmark.py', '--channels_last')  # the default at that time
     forecasts = [forecast(each, 1, 'NVIDIA H100 80GB HBM3')['images_per_sec'] for each in flags]
-    return '{:.2f} ({:.2f})'.format(*(after / before for before, after in (pair['images_per_sec'], forecasts)))
+    before, after = pair['images_per_sec']
+    forecast_before, forecast_after = forecasts
+    return f'{after / before:.2f} ({forecast_after / forecast_before:.2f})'
 
 
 def steps_of(cards: list[str]) -> pd.DataFrame:
-    """Return a row for each step: STEPS, then a step per card, such as 'H100-80GB' or 'H200=3.2', and the price."""
-    # Read the prices. The last step goes from $2 to the price of the last card, so that card needs a price.
+    """Return a row for each step: STEPS, a step for each card, such as 'H100-80GB' or 'H200=3.2', and the price."""
+    # Read the prices. The last step goes from $2 to the price of the last card, which therefore needs a price.
     flags = ['@recipes/prices-on-demand.txt', *(card for card in cards if '=' in card)]
     prices = parse(Train, __doc__, ['--dry_run', *flags], 'benchmarks.savings').dollars_per_gpu_hour
     prices = (('A100-40GB', price_of('NVIDIA A100-SXM4-80GB', prices)), *prices)  # no cloud lists the 40GB any more
@@ -88,13 +92,14 @@ def steps_of(cards: list[str]) -> pd.DataFrame:
     steps = [*STEPS, *(('card', gpu, f'on {short_name(gpu)}') for gpu in gpus),
              ('prices', prices, f'at ${price_of(gpus[-1], prices):.2f} an hour, not $2')]
 
-    # Each plan is the previous one with one more change. Compare its cost with the previous plan's, and show what the
-    # change does alone, on 8 GPUs in 2022, and what today's plan would cost without it.
+    # Each plan is the previous one with one more change. Divide the cost without the change by the cost with it: in the
+    # previous plan, in the plan of 2022 on 8 GPUs (plans[2]), and in today's plan, which is the last.
     plans = [*accumulate(steps, lambda plan, step: plan._replace(**{step[0]: step[1]}), initial=Plan())]
     rows = []
-    for (key, _, words), (before, after) in zip(steps, pairwise(plans), strict=True):
-        row = {'step': words, 'GPU-hours': hours_of(after), 'dollars': after.dollars}
-        for column, others in {'times less': before, 'alone': plans[2], 'without it': plans[-1]}.items():
+    for (key, _, name), (before, after) in zip(steps, pairwise(plans), strict=True):
+        row = {'step': name, 'GPU-hours': gpu_hours_of(after), 'dollars': after.dollars}
+        others_by_column = {'vs. row above': before, 'on its own in 2022': plans[2], 'without it today': plans[-1]}
+        for column, others in others_by_column.items():
             without, with_it = (others._replace(**{key: getattr(plan, key)}) for plan in (before, after))
             row[column] = without.dollars / with_it.dollars
         rows.append(row | {'measured (forecast)': measured(key) if key in PAIRS else ''})

@@ -91,7 +91,7 @@ def smoke_runs(machine: Machine) -> dict[str, tuple[str, ...]]:
 
 
 def smoke(machine: Machine) -> int:
-    """Run the two recipes, print how their speeds compare, and return 1 if a command failed, else 0."""
+    """Run the two recipes, print their speeds and the ratio, and return the exit status: 1 if a command failed."""
     speeds = {}
     all_worked = True
     for name, program in smoke_runs(machine).items():

@@ -23,7 +23,7 @@ from sdbench.paths import sibling_path
 from sdbench.process import cpu_cores
 from sdbench.records.status import fewest_batches
 
-# Before cuDNN 9.15.1, gradients of its attention can be NaN at sequence lengths that are not a multiple of 128.
+# Before cuDNN 9.15.1, gradients of its attention can be NaN at sequence lengths that are not multiples of 128.
 FIXED_CUDNN = 91501
 MOST_WORKERS = 8
 SYNTHETIC_SAMPLES = 100_000  # in an epoch of random images
@@ -42,13 +42,13 @@ def index_of_data(settings: Train) -> dict | None:
 
 
 def complete(settings: Train, index: dict | None) -> Train:
-    """Return the settings of a run with every value filled in, each computed once, from what it depends on.
+    """Return the settings of a run with every default filled in. All ranks call this together.
 
-    All ranks call this together. One value can stay open: a microbatch of `auto`, which `with_found_microbatch` finds
-    once there is a model, and a dry run finds for each GPU model.
+    Only a microbatch of `auto` stays: training replaces it once the model is built (`with_found_microbatch`), and a dry
+    run replaces it for each GPU model.
 
     Args:
-        settings: the flags as they were given. A dry run for several GPU counts is completed for each count.
+        settings: the flags as they were given. A dry run for several GPU counts is completed once for each count.
         index: the index.json of the shards, with their columns and their number of samples; None for synthetic data.
 
     Raises UserError for flags that these ranks, this machine or this data cannot serve.
@@ -57,18 +57,18 @@ def complete(settings: Train, index: dict | None) -> Train:
     is_dry_run = given.dry_run is not None
     is_for_gpus = torch.cuda.is_available() or is_dry_run
 
-    # Devices: a dry run is for the GPU count that it names, whether this machine has any GPU or not.
+    # Devices: a dry run is for the GPU count in --dry_run, whatever GPUs this machine has.
     num_devices = given.dry_run[0] if given.dry_run else 0
     num_devices = num_devices or dist.get_world_size()
 
-    # Data: --local alone is the place of the shards. A dry run without data is for random images.
+    # Data: --local without --remote is the folder of the shards. A dry run without data is for random images.
     remote, local = place_of_data(given)
     latents = given.use_synth_latents if index is None else 'latents' in index
     samples = max(given.batch_size, SYNTHETIC_SAMPLES) if index is None else number_of_samples(index)
     batches_per_epoch = max(1, samples // given.batch_size)
 
-    # Machine: all ranks take the values of rank 0. If their numbers of workers differed, so would the lengths of their
-    # runs, because a measurement outlasts the batches that the workers have prefetched.
+    # Machine: all ranks take the values of rank 0. If the ranks had different numbers of workers, they would also have
+    # runs of different lengths, because a measurement outlasts the batches that the workers have prefetched.
     mine = (cores_per_device(dist.get_local_world_size()), best_precision(is_for_gpus))
     cores, precision_here = dist.all_gather_object(mine)[0]
     num_workers = or_default(given.num_workers, default_workers(remote, cores))
@@ -77,9 +77,9 @@ def complete(settings: Train, index: dict | None) -> Train:
     if microbatch == 'auto' and not is_for_gpus:  # trials on a CPU could fill the memory of the machine
         microbatch = given.batch_size // num_devices
 
-    # Compiling: on several devices, compiled blocks start the all-reduce while other blocks still run backward. CUDA
-    # graphs (reduce-overhead) are tied to weights, which differ between blocks. Without compiling, channels_last is
-    # slower, because torch's group norm copies images to NCHW and back.
+    # Compiling: on several devices, compiled blocks start the all-reduce while other blocks still run backward. A CUDA
+    # graph (reduce-overhead) has fixed weight addresses, so blocks cannot share one. Without compiling, channels_last
+    # is slower, because torch's group norm copies its input to NCHW and back.
     compile_blocks = or_default(given.compile_blocks,
                                 num_devices > 1 and given.compile not in (False, 'reduce-overhead'))
     channels_last = or_default(given.channels_last, bool(given.compile))
@@ -95,7 +95,7 @@ def complete(settings: Train, index: dict | None) -> Train:
     else:
         length = to_batches(given.max_duration, batches_per_epoch)
 
-    # Cost: the model tiny is for trials, so no cost is stated for it.
+    # Cost: `tiny` is a test model, so no cost is stated for it. A dry run states the cost of its --max_duration.
     training_images = given.training_images
     if training_images is None and given.model_name != TINY_MODEL:
         training_images = TRAINING_IMAGES
@@ -116,11 +116,11 @@ def complete(settings: Train, index: dict | None) -> Train:
 
 
 def times_in_batches(given: Train, batches_per_epoch: int, length: int) -> dict[str, str | None]:
-    """Return every time of a run in batches, such as '1000ba', by its flag; None for one that is not needed.
+    """Return the times of a run in batches, such as '1000ba', by flag; None for times that the run does not need.
 
     `length` is the length of the run in batches. Raises UserError if the EMA would start after the end of the run.
     """
-    # Defaults for a short run: it is saved and evaluated four times, and its EMA halves the initial weights ten times.
+    # Defaults for a short run: it is saved and evaluated four times, and lasts for ten half-lives of its EMA.
     defaults = {}
     if given.use_ema:
         defaults['ema_half_life'] = f'{min(LONGEST_INTERVAL, math.ceil(length / 10))}ba'
@@ -151,11 +151,11 @@ def refuse_impossible(settings: Train, samples: int, is_for_gpus: bool) -> None:
     """
     if samples < settings.batch_size and settings.dry_run is None:
         remedy = 'use a smaller batch'
-        if samples and trains_random_weights(settings):  # a smaller batch would not help random weights
+        if samples and trains_random_weights(settings):  # so few samples cannot train random weights at any batch size
             remedy = fine_tune_instead(settings, samples)
         raise UserError(f'--remote {settings.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
                         f'{settings.batch_size}; {remedy}')
-    if settings.precision != 'fp32' and not is_for_gpus and not settings.loader_only:  # Composer has it on GPUs only
+    if settings.precision != 'fp32' and not is_for_gpus and not settings.loader_only:  # Composer needs GPUs for it
         raise UserError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
                         'fp32 on the command line, after any recipe')
     if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != settings.device_batch_size:
@@ -187,7 +187,7 @@ def complete_encoding(settings: Encode) -> Encode:
 
 
 def or_default(value: Any, default: Any) -> Any:
-    """Return the value of a flag, or the default if the flag was not given."""
+    """Return the value of a flag, or the default if the flag was not given (None)."""
     return default if value is None else value
 
 
@@ -197,7 +197,7 @@ def dependent_defaults(given: Train | Encode) -> tuple[str, ...]:
 
 
 def place_of_data(given: Train | Encode) -> tuple[str | None, str | None]:
-    """Return --remote and --local. If only --local is given, it holds the shards and is not a cache of them."""
+    """Return the place of the shards and the folder of their cache. If only --local is given, it is the place."""
     if given.remote:
         return given.remote, given.local
     return given.local, None
@@ -209,7 +209,7 @@ def default_workers(remote: str | None, cores: int) -> int:
 
 
 def best_precision(is_for_gpus: bool) -> str:
-    """Return amp_bf16 for a GPU that supports it, amp_fp16 for another GPU, fp32 for a CPU. A dry run has amp_bf16."""
+    """Return amp_bf16 for a dry run or a GPU that supports it, amp_fp16 for another GPU, and fp32 for a CPU."""
     if not is_for_gpus:
         return 'fp32'
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):

@@ -1,7 +1,7 @@
 """docs/forecast.md and docs/speed.md: the speeds that we measured, and their forecasts, are those of the records."""
 import json
 
-from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR, TESTED
+from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR, SEVERAL_MACHINES_ERRORS, TESTED
 from sdbench.forecast.trace import UNCOUNTED_SHARE
 from sdbench.gpus import NETWORK_SHARE, NVLINK_SHARE, PCIE_SHARE, short_name
 from tests.runs import ROOT
@@ -71,6 +71,12 @@ def test_the_setups_that_have_a_range_are_those_of_the_program():
             expected += [(gpu, kind, compiled, str(gpus), str(images)) for gpus, images in layouts]
     [table] = [table for table in tables((ROOT / 'docs/forecast.md').read_text()) if 'GPUs, at most' in table[0]]
     assert sorted(tuple(row.values())[:5] for row in table) == sorted(expected)
+
+
+def test_the_lowest_and_highest_error_on_several_machines_are_those_of_the_program():
+    [table] = [table for table in tables((ROOT / 'docs/forecast.md').read_text()) if 'submitter' in table[0]]
+    errors = [float(row['error'].removesuffix(' %')) / 100 for row in table]
+    assert (round(min(errors), 2), round(max(errors), 2)) == SEVERAL_MACHINES_ERRORS
 
 
 def test_the_constants_are_those_of_the_program():

@@ -98,7 +98,7 @@ def test_the_speed_that_a_budget_needs_agrees_with_the_plan(monkeypatch, capsys)
     monkeypatch.chdir(ROOT)
     report.main(['docs/plan.jsonl', '@recipes/plan.txt', '@recipes/prices-on-demand.txt', '--max_dollars', '16000'])
     text = ' '.join(capsys.readouterr().out.split())
-    needed = re.search(r'8 x H100 80GB on latents, [^;]*so at least ([0-9.]+) of the forecast', text)[1]
+    needed = re.search(r'8 x H100 80GB on latents, [^;]*needs at least ([0-9.]+) of the forecast', text)[1]
     assert f'For 8 H100 you need at least {needed} of the forecast speed' in ' '.join(PAGE.split())
 
 

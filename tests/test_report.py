@@ -480,6 +480,14 @@ def test_a_preemption_costs_half_a_save_interval_and_a_restart(printed, write):
         path, '--phase', '1769472000@512', '--hours_between_preemptions', '6')
 
 
+def test_several_machines_are_assumed_to_have_the_network_that_is_stated(printed, write):
+    for gbits, is_said in ((400, True), (None, False)):
+        run = FORECAST | {'num_devices': 16, 'num_nodes': 2, 'network_gbits': gbits}
+        text = ' '.join(printed(write(run), '--phase', '86400000@512').split())
+        assert ('assumed to be joined by a 400 Gbit/s network (--network_gbits)' in text) == is_said
+        assert 'not stated' not in text
+
+
 def test_a_plan_says_after_how_many_minutes_quality_can_first_be_checked(printed, write):
     """4.02 million images at 1,000 per second take 67 minutes. Only the phase at 512 px counts."""
     text = ' '.join(printed(write(FORECAST | {'images_per_sec': 1000}, FORECAST | AT_256), *SIZES).split())
@@ -492,7 +500,7 @@ def test_a_plan_says_after_how_many_minutes_quality_can_first_be_checked(printed
 def test_a_plan_names_the_records_that_it_does_not_use_and_says_why(printed, write):
     def left_out(*records: dict) -> str:
         text = ' '.join(printed(write(*records), *SIZES).split())
-        return text.partition('Not in the plan: ')[2].partition(' Costs: ')[0]
+        return text.partition('No plan was made from: ')[2].partition('. Costs: ')[0]
     assert left_out(AT_256, {}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}) == \
         '32 x H200, images/s not reliable: speed changed by +50.0%; 16 x H200, measured, no speed at 256 px'
 
@@ -505,7 +513,9 @@ def test_a_plan_names_the_records_that_it_does_not_use_and_says_why(printed, wri
     assert '8 x H200 at 512 px was measured, but corrects no plan' in text
     assert ("python benchmark.py --dry_run 8 --gpu 'NVIDIA H200' --batch_size 512 --model_name sd2 --results "
             'forecasts.jsonl') in text
-    assert left_out(*compiled, smoke, FORECAST | smoke) == '8 x H200, measured not compiled, unlike the plans for it'
+    why = 'measured not compiled, but no plan has a forecast for this GPU with this --compile'
+    assert left_out(*compiled, smoke, FORECAST | smoke) == f'8 x H200, {why}'
+    assert left_out(*plan, {'device': 'NVIDIA L4'}) == f'8 x L4, {why}'  # there is no plan for this GPU at all
     assert left_out(*plan, smoke, FORECAST | smoke) == ''
 
 
@@ -640,6 +650,10 @@ def test_a_note_says_if_all_gpus_have_one_price(printed, write):
     ([{}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}], ['--extrapolate', '64'], 'reliable measurements'),
     ([{'drift': 0.5}], ['--phase', '1@512'], 'no GPU count has reliable records'),
     ([{}, {'image_size': 256, 'num_nodes': 2}], ['--phase', '1@256', '--phase', '1@512'], 'at 256 and 512 px'),
+    ([{'batch_size': 2048, 'save_interval': '9999ba'}], ['--phase', '1@512', '--hours_between_preemptions', '3'],
+     'would lose 3.81 hours in each preemption, one every 3.00 hours; plan with a shorter --save_interval'),
+    ([{'num_nodes': 2}], ['--phase', '1@512', '--hours_between_preemptions', '0.5'],
+     'one every 0.25 hours; plan with fewer machines, or with machines that are preempted less often'),
     ([EVALUATION | {'images_seen': None, 'scores': [{'guidance': 2, 'fid': 7.0, 'clip_score': None}]}],
      ['--quality', 'quality.png'], 'no evaluation has both scores')])
 def test_invalid_records_are_refused_with_their_line_and_flags_with_a_reason(write, capfd, records, argv, reason):
@@ -805,16 +819,18 @@ def test_plans_within_limits_are_kept_or_the_nearest_is_named_with_its_fraction_
 
     kept, text = plans('--max_dollars', '2000', '--max_days', '2')
     assert kept == ['8 x H100 PCIe']
-    assert '1 of 2 plans within $2,000 and 2 days: 8 x H100 PCIe, 96% of $2,000 and 50% of 2 days.' in text
+    assert '1 of 2 plans is within $2,000 and 2 days: 8 x H100 PCIe, 96% of $2,000 and 50% of 2 days.' in text
     assert plans('--max_dollars', '200')[0] == ['8 x L4']
     assert plans('--max_days', '10')[0] == ['8 x L4', '8 x H100 PCIe']
     kept, text = plans('--max_dollars', '200', '--max_days', '9')
     assert kept == ['8 x L4', '8 x H100 PCIe']
     assert 'No plan is within $200 and 9 days; see "Within a budget"' in text
-    assert 'The nearest: 8 x L4, 96% of $200 and 111% of 9 days.' in text
-    assert 'Measured, and over a limit: 8 x H100 PCIe on' not in text
+    assert 'The nearest plan: 8 x L4, 96% of $200 and 111% of 9 days.' in text
+    assert 'Measured plans over a limit: 8 x H100 PCIe, ' in text
     _, text = plans('--max_dollars', '200')
-    assert 'Measured, and over a limit: 8 x H100 PCIe, 960% of a limit.' in text
+    assert 'Measured plans over a limit: 8 x H100 PCIe, 960% of a limit.' in text
+    text = ' '.join(printed(path, *flags[:2], '--dollars_per_gpu_hour', 'B200=5', '--max_dollars', '200').split())
+    assert 'No plan has a price, so none can be compared with $200; give prices with --dollars_per_gpu_hour.' in text
     latents = write({'encoders': 'text_in_loop', 'images_per_sec': 200})
     text = printed(latents, '--phase', '86400000@512', '--max_days', 6)
     assert '83% of 6 days, without encoding at 512 px.' in ' '.join(text.split())
@@ -825,8 +841,8 @@ def test_a_forecast_plan_within_a_limit_states_its_slow_end_and_the_speed_it_nee
     forecast = FORECAST | {'images_per_sec': 1000, 'images_per_sec_least': 500, 'images_per_sec_most': 1500}
     path = write(forecast, {'image_size': 256, 'images_per_sec': 1000, 'model_name': 'sd2'})
     flags = ('--phase', '259200000@512', '--phase', '86400000@256', '--max_days', '5')
-    assert ('8 x H200, 80% of 5 days, 140% at the slow end of its range, so at least 0.75 of the forecast speed of '
-            'train 512 is needed.') in ' '.join(printed(path, *flags).split())
+    assert ('8 x H200, 80% of 5 days, 140% at the slow end of its range, needs at least 0.75 of the forecast speed '
+            'of train 512.') in ' '.join(printed(path, *flags).split())
 
 
 def test_the_only_plan_within_a_limit_is_described_by_the_settings_that_distinguish_it(printed, write):

@@ -24,7 +24,7 @@ def loss_and_gradient(*argv: str) -> tuple[float, torch.Tensor]:
 
 @pytest.fixture(scope='module')
 def plain():
-    return loss_and_gradient(*exactness.EAGER)
+    return loss_and_gradient(*exactness.EAGER_FLAGS)
 
 
 @pytest.mark.parametrize('argv, tolerance', exactness.SWITCHES, ids=str)
@@ -37,7 +37,7 @@ def test_with_any_switch_loss_and_gradients_are_near_those_of_plain_float32(plai
 @pytest.mark.long
 @pytest.mark.skipif(' ' in torch.__file__, reason='torch 2.7.0 gives its own path to the compiler of C++ unquoted')
 def test_compiling_does_not_change_loss_and_gradients(smallest_model):
-    argv = [*exactness.EAGER, '--model_name', smallest_model]
+    argv = [*exactness.EAGER_FLAGS, '--model_name', smallest_model]
     compiled = loss_and_gradient(*argv, '--compile')
     assert max(exactness.differences(compiled, loss_and_gradient(*argv))) < 1e-4
 

@@ -3,9 +3,9 @@
     python -m benchmarks.forecast [PICTURE]     # such as docs/forecast.png; a minute or two, no GPU
 
 It traces a step of Stable Diffusion 2 as each source ran it, and fits the constants in sdbench/forecast/speed.py to
-eager and compiled steps together. Then it leaves out each source in turn, fits the constants to all other sources, and
-predicts the speeds of the source that it left out. It prints every point with both predictions, and whether the
-constants agree with the code.
+eager and compiled steps together. Then it excludes each source in turn, fits the constants to all other sources, and
+predicts the speeds of the excluded source. It prints every point with both predictions, and whether the constants agree
+with the code.
 
 The points that are fitted are in published.csv (the original's program) and published_speeds.csv (the same at more
 microbatches, and other programs for the same work). The points in judged_speeds.csv only test the result.

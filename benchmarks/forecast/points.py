@@ -20,10 +20,9 @@ NO_MICROBATCH = f'the microbatch is not stated, and assumed to be {UNSTATED_MICR
 
 
 def read_points() -> pd.DataFrame:
-    """Read all published points.
+    """Read the published points, one row each, with the columns of published_speeds.csv and three more.
 
-    It adds the columns `by`, who measured; `measured`, images/s per GPU; and `left_out`, why the point is not fitted,
-    '' for a point that is.
+    `by` is who measured, `measured` is images/s per GPU, and `left_out` is why the point is not fitted ('' if it is).
     """
     published = pd.read_csv(ROOT / 'published.csv').assign(**ORIGINAL)
     published = published[published['extrapolated'] == 'no']
@@ -58,7 +57,8 @@ def card_of(point: pd.Series) -> Card:
 def tested_layouts(points: pd.DataFrame) -> dict[bool | str, dict[tuple[str, int, bool], list[tuple[int, int]]]]:
     """Return TESTED of forecast/speed.py: GPU count and images per GPU of the points that no other point covers.
 
-    All points count whose source states how they ran, whether they are fitted or only test the fit.
+    A point covers another one if it has at least as many GPUs and at most as many images per GPU. Points are used if
+    their source states how they ran, whether they are fitted or only test the fit.
     """
     points = points[points['left_out'].isin(['', JUDGED])]
     tested = {False: {}, IN_GRAPHS: {}}  # all published compiled steps ran in CUDA graphs

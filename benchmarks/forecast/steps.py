@@ -20,7 +20,7 @@ from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.models.loading import AUTOCAST_DTYPES
 
 LOOPED_OPTIMIZER = 'mosaicml/diffusion-benchmark'  # torch 1 launched separate kernels for the update of each weight
-# FSDP: each GPU updates a fraction of the weights, which is too little to count. Its communication counts as DDP's.
+# FSDP: each GPU updates a fraction of the weights, which is too little to count. Its communication is counted as DDP's.
 SHARDED_OPTIMIZER = 'mosaicml/diffusion'
 # Bytes that MLPerf's fused Adam moves per weight: it reads a gradient in half precision and float32 copies of the
 # weight and of two moments, and writes these three copies and the weight in half precision.
@@ -66,7 +66,7 @@ def trace(run: Run) -> StepWork:
 
 @cache
 def trace_without_update(run: Run) -> tuple[ComposerModel, StepWork]:
-    """Trace a step without its update; return the model without memory and the work.
+    """Trace a step without its update. Return the model, which has no memory, and the work.
 
     The sources ran eager steps in channels first and compiled steps in channels_last.
     """
@@ -102,7 +102,7 @@ def take_text_as_encoded(model: ComposerModel) -> None:
 
 
 def their_update(model: ComposerModel, program: str, use_ema: bool) -> Work:
-    """Return the work of AdamW as the program of that time ran it, and of Composer's EMA."""
+    """Return the work of AdamW as the source's program ran it, and of Composer's EMA if the source used it."""
     if program == SHARDED_OPTIMIZER:
         return {}
     optimizer = torch.optim.AdamW(model.unet.parameters(), foreach=program != LOOPED_OPTIMIZER)

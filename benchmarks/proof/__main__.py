@@ -33,7 +33,7 @@ from sdbench.records.versions import git_commit, package_versions
 LIMIT = 1200  # seconds after which a step is killed; the longest one takes 200 on an H100
 FAR = 1.25    # a speed this many times its forecast, or its forecast this many times the speed, needs an explanation
 CHECK = ('-m', 'benchmarks.proof.checks')
-# Each speed switch alone, to be compared with the defaults
+# Flags of each speed switch, which is compared with the defaults
 ONE_SWITCH = {
     'defaults': [],
     'channels last': ['--channels_last'],
@@ -136,7 +136,7 @@ def speed_steps(machine: Machine) -> dict[str, Step]:
 
 
 def run_step(step: Step, machine: Machine, results: Path, log: Path) -> tuple[bool, str]:
-    """Run a step, and return whether it holds, and the line that it showed or how it failed."""
+    """Run a step. Return whether it succeeded, and the line that it showed or how it failed."""
     if step.is_measurement:
         status = run([*machine.launch(*step.program), '--results', str(results)], log)
     elif step.fails:
@@ -144,7 +144,7 @@ def run_step(step: Step, machine: Machine, results: Path, log: Path) -> tuple[bo
     else:
         status = run([sys.executable, *step.program], log)
 
-    # A step that failed in another way shows its last error.
+    # If the step did not end as it must, return its last error.
     lines = log.read_text(errors='replace').splitlines()
     shown = [line for line in lines if re.search(step.shows, line)]
     if status is None:
@@ -203,7 +203,7 @@ def prove(folder: Path, machine: Machine, minutes: float) -> None:
                 raise UserError(f'FOLDER {folder} has results with {what} {before}, but this is {what} {now}; give a '
                                 'new FOLDER')
 
-    # Run one step after another. The result is written last, so a step that was interrupted runs again.
+    # Run one step after another. A result is written after its step, so an interrupted step runs again next time.
     start = time.monotonic()
     logs = folder / 'logs'
     logs.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,7 @@ def prove(folder: Path, machine: Machine, minutes: float) -> None:
             print(json.dumps(results[name]), file=file)
         print(result_line(results[name]), f'({len(missing)} to go)', file=sys.stderr, flush=True)
 
-    # Print the failed steps last, where they are seen.
+    # Print the failed steps last, because the end of the output is seen first.
     for result in sorted(results.values(), key=lambda result: not result['holds']):
         print(result_line(result))
     if missing:

@@ -25,10 +25,10 @@ SIDE = 64  # pixels
 STEPS_TOLERANCE = 1e-3  # relative difference of losses, gradient norms and EMA weights in thirty steps
 AUTOCAST = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 # The tests compare the switches on a CPU, where the flags allow half precision only for a dry run.
-PLAIN = ['--use_synth_data', '--model_name', 'tiny', '--image_size', str(SIDE), '--batch_size', '3',
+PLAIN_FLAGS = ['--use_synth_data', '--model_name', 'tiny', '--image_size', str(SIDE), '--batch_size', '3',
          '--device_train_microbatch_size', '3', '--dry_run', '1']
-EAGER = ['--precision', 'fp32', '--no-channels_last']
-# Flags, and the largest relative difference from EAGER of the loss, and of the vector of all gradients
+EAGER_FLAGS = ['--precision', 'fp32', '--no-channels_last']
+# Flags, and the largest relative difference from EAGER_FLAGS of the loss, and of the vector of all gradients
 SWITCHES = [
     (['--precision', 'fp32', '--channels_last'], 1e-4),
     (['--precision', 'fp32', '--gradient_checkpointing'], 1e-5),
@@ -72,7 +72,7 @@ def loss_and_gradient(argv: Sequence[str], device: torch.device | str = 'cpu') -
     In fp16 the loss is scaled before the backward pass as a gradient scaler does at its start, and gradients are
     scaled back.
     """
-    settings = complete(parse(Train, '', [*PLAIN, *argv], 'benchmark.py'), None)
+    settings = complete(parse(Train, '', [*PLAIN_FLAGS, *argv], 'benchmark.py'), None)
     scale = 2. ** 16 if settings.precision == 'amp_fp16' else 1.
     precision = settings.precision
     with process_switches(settings):
@@ -96,13 +96,13 @@ def differences(one: tuple[float, torch.Tensor], other: tuple[float, torch.Tenso
 
 
 def compare_switches() -> bool:
-    """Compare each switch with eager float32 on this device, print a line for each, and tell whether all are near.
+    """Compare each switch with eager float32 on this device, and tell whether all differences are within tolerances.
 
-    A switch that cannot run here, such as attention by a library that is not installed, prints its error and counts
-    as near.
+    Prints a line for each switch. A switch that cannot run here, such as attention by a library that is not installed,
+    prints its error and does not count.
     """
     all_near = True
-    plain = loss_and_gradient(EAGER, DEVICE)
+    plain = loss_and_gradient(EAGER_FLAGS, DEVICE)
     for argv, tolerance in SWITCHES if DEVICE == 'cpu' else [*SWITCHES, *GPU_SWITCHES]:
         flags = ' '.join(argv)
         try:
@@ -123,31 +123,30 @@ def compare_devices() -> tuple[float, float]:
     Returns the largest relative difference of a loss or a gradient norm, and the relative difference of the EMA
     weights.
     """
-    steps_here, ema_here = train_thirty_steps(DEVICE)
-    steps_on_cpu, ema_on_cpu = train_thirty_steps('cpu')
-    here, on_cpu = np.array(steps_here), np.array(steps_on_cpu)  # (STEPS, 2): loss and gradient norm
-    largest = float((abs(here - on_cpu) / abs(on_cpu)).max())  # NaN if one of them is NaN
+    figures_here, ema_here = train_thirty_steps(DEVICE)
+    figures_on_cpu, ema_on_cpu = train_thirty_steps('cpu')
+    largest = float((abs(figures_here - figures_on_cpu) / abs(figures_on_cpu)).max())  # NaN if a figure is NaN
     return largest, float((ema_here - ema_on_cpu).norm() / ema_on_cpu.norm())
 
 
-def train_thirty_steps(device: torch.device | str) -> tuple[list[tuple[float, float]], torch.Tensor]:
-    """Train thirty steps; return loss and gradient norm of each step, and the EMA weights (N,) on the CPU."""
-    settings = complete(parse(Train, '', [*PLAIN, *EAGER], 'benchmark.py'), None)
+def train_thirty_steps(device: torch.device | str) -> tuple[np.ndarray, torch.Tensor]:
+    """Train thirty steps. Return the loss and the gradient norm of each step, (STEPS, 2), and the EMA weights, (N,)."""
+    settings = complete(parse(Train, '', [*PLAIN_FLAGS, *EAGER_FLAGS], 'benchmark.py'), None)
     model = build(settings, device)
     optimizer = benchmark.build_optimizer(model, settings)
     shadow = ShadowModel(model.unet)
     batch = random_batch(model.latent_size, device)
-    steps = []
+    figures = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = model.loss(model(batch), batch)
         loss.backward()
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.unet.parameters()])
         optimizer.step()
-        compute_ema(model.unet, shadow, 0.9)
-        steps.append((loss.item(), float(norm)))
+        compute_ema(model.unet, shadow, smoothing=0.9)
+        figures.append((loss.item(), float(norm)))
     ema_weights = [parameter.flatten().cpu() for _, parameter in shadow.named_parameters()]
-    return steps, torch.cat(ema_weights)
+    return np.array(figures), torch.cat(ema_weights)
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ RECOMPUTED_EARLY = 3.4
 
 
 def compiled(step: StepMemory, work: StepWork, settings: Train) -> tuple[StepMemory, StepWork]:
-    """Return memory and work of a compiled step.
+    """Return the memory and the work of a compiled step.
 
     Args:
         step: memory of the eager step with norms in half precision and images in channels_last.
@@ -47,8 +47,8 @@ def compiled(step: StepMemory, work: StepWork, settings: Train) -> tuple[StepMem
     model = after_fusion(work.model, fractions)
     encoder = after_fusion(work.encoder, ENCODER)
 
-    # The all-reduce overlaps with the backward pass only if a graph ends in between. A whole UNet is one graph, which
-    # returns all gradients at its end, so no work remains after any bucket is full.
+    # The all-reduce overlaps with the backward pass only if there are several graphs. A whole UNet is one graph, which
+    # returns all gradients at its end, so no work remains after any bucket is full. Column 0 of buckets is bytes.
     buckets = work.buckets.copy()
     if settings.compile_blocks:
         buckets[:, 1:] *= sum(model.values()) / sum(work.model.values())
@@ -68,7 +68,7 @@ def compiled(step: StepMemory, work: StepWork, settings: Train) -> tuple[StepMem
 
 
 def after_fusion(work: Work, fractions: Fractions) -> Work:
-    """Return the work that remains of eager work after compiling, with a single kind for everything that is fused."""
+    """Return the work that remains of eager work after compiling, with all fused kernels under the kind FUSED."""
     remaining = {}
     for kind, amounts in work.items():
         if kind == LAYOUTS:  # a fused kernel changes the layout while it reads the image for another reason

@@ -19,9 +19,9 @@ shows the operators of a CPU. Where CUDA runs more kernels than the trace shows,
 """
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ PRODUCTS = 'matrix products'
 CONVOLUTIONS = 'convolutions'
 ATTENTION = 'attention'
 NORMS = 'norms'
-LAYOUTS = 'scattered reads'  # extra bytes that are read when a group norm changes the memory layout of an image
+LAYOUTS = 'scattered reads'  # extra bytes that are read when a group norm changes the layout of a feature map
 CASTS = 'casts between precisions'
 POINTWISE = 'pointwise, sums and copies'
 OPTIMIZER = 'optimizer'
@@ -55,9 +55,9 @@ KERNELS_BY_NAME = {'native_group_norm': 2, 'native_group_norm_backward': 4, 'nat
 # Elements per kernel of torch's multi-tensor operators: 320 blocks with 65,536 elements each
 MULTI_TENSOR_ELEMENTS = 320 * 65_536
 
-# Bytes that torch's copy kernel reads per element when it changes the layout of an image for a group norm. It writes in
-# order, but each element that it reads lies in another memory sector of 32 bytes. Caches serve some of these reads, so
-# the figure was fitted to two runs on an H100 (docs/forecast.md).
+# Bytes that torch's copy kernel reads per element when it changes the layout of a feature map for a group norm. It
+# writes in order, but each element that it reads lies in another memory sector of 32 bytes. Caches serve some of these
+# reads, so the figure was fitted to two runs on an H100 (docs/forecast.md).
 BYTES_READ_PER_ELEMENT = 22
 
 ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
@@ -69,14 +69,18 @@ def multi_tensor_kernels(elements: int) -> int:
     return math.ceil(elements / MULTI_TENSOR_ELEMENTS)
 
 
-def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], result: Any
-                   ) -> tuple[str, int, list[int], int, list[int]] | None:
-    """Return the work of one operator call on a GPU; None if it computes nothing: a view, or uninitialized memory.
+class OperatorWork(NamedTuple):
+    """The work of one operator call on a GPU."""
+    kind: str  # such as PRODUCTS
+    flops: int  # 1 multiply-add = 2
+    sizes: list[int]  # bytes of each tensor, once for each time that it is read or written
+    kernels: int  # that CUDA launches
+    in_vain: Sequence[int] = ()  # bytes read in vain for each feature map whose layout changes for a group norm
 
-    The work is its kind, its FLOPs (1 multiply-add = 2), the bytes of each tensor for each time that it is read or
-    written, the kernels that CUDA launches, and for each image whose layout changes for a group norm the bytes that are
-    read in vain.
-    """
+
+def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], result: Any
+                   ) -> OperatorWork | None:
+    """Return the work of one operator call on a GPU; None if it computes nothing: a view, or uninitialized memory."""
     read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     name = function.overloadpacket.__name__
@@ -92,9 +96,10 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
         for argument, value in zip(function._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 sizes += sizes_of(value)
-        return OPTIMIZER, 0, sizes, multi_tensor_kernels(sum(tensor.numel() for tensor in args[0])), []
+        kernels = multi_tensor_kernels(sum(tensor.numel() for tensor in args[0]))
+        return OperatorWork(OPTIMIZER, 0, sizes, kernels)
 
-    # The arithmetic. torch's FLOP counter does not know the CPU's names of attention.
+    # Arithmetic. torch's FLOP counter does not know the names of attention on a CPU.
     kind = KIND_BY_NAME.get(name, POINTWISE)
     kernels = KERNELS_BY_NAME.get(name, 1)
     flops = 0
@@ -106,16 +111,17 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
     elif function.overloadpacket in flop_registry:
         flops = flop_registry[function.overloadpacket](*args, **kwargs, out_val=result)
 
-    # Bytes and kernels that CUDA adds to what the CPU's trace shows
+    # Add bytes and kernels that CUDA needs and the CPU's trace does not show. `copied` has two sizes for each copy, of
+    # reading and of writing.
     copied = []
     in_vain = []
     if name == 'convolution':
-        image, weight, bias = args[:3]  # (B, C, H, W), (D, C, k, k), (D,)
-        sizes = sizes_of([image, weight, result])
+        feature_map, weight, bias = args[:3]  # (B, C, H, W), (D, C, k, k), (D,)
+        sizes = sizes_of([feature_map, weight, result])
         if bias is not None:  # a separate kernel adds the bias
             sizes += sizes_of([result, result])
             kernels += 1
-        copied = copies_for_layout([image, result], torch.channels_last)
+        copied = copies_for_layout([feature_map, result], torch.channels_last)
     elif name == 'convolution_backward':
         sizes, kernels, copied = convolution_backward(args, result)
     elif kind == NORMS and 'group' in name:
@@ -126,43 +132,43 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
         sizes += sizes_of(read[:2])  # once for the input's gradient, and again for the gradients of weight and bias
     elif name == '_safe_softmax':  # looks for rows that are fully masked, and writes its result again with zeros there
         sizes += sizes_of([read[0], result, result])
-    return kind, flops, sizes + copied, kernels + len(copied) // 2, in_vain
+    return OperatorWork(kind, flops, sizes + copied, kernels + len(copied) // 2, in_vain)
 
 
 def sizes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the bytes of each tensor in memory, where an expanded tensor has its repeated elements only once."""
+    """Return the bytes of each tensor in memory. The repeated elements of an expanded tensor count only once."""
     return [min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors]
 
 
 def convolution_backward(args: tuple, result: tuple) -> tuple[list[int], int, list[int]]:
-    """Return sizes, kernels and sizes of copies: the gradients of image, weight and bias each have their own kernel."""
-    gradient, image, weight = args[:3]
-    image_gradient, weight_gradient, bias_gradient = result
+    """Return sizes, kernels and sizes of copies: the gradients of input, weight and bias each have their own kernel."""
+    gradient, input, weight = args[:3]
+    input_gradient, weight_gradient, bias_gradient = result
     sizes = []
     kernels = 0
-    images = [gradient, image]
-    if image_gradient is not None:
-        sizes += sizes_of([gradient, weight, image_gradient])
+    feature_maps = [gradient, input]
+    if input_gradient is not None:
+        sizes += sizes_of([gradient, weight, input_gradient])
         kernels += 1
-        images.append(image_gradient)
+        feature_maps.append(input_gradient)
     if weight_gradient is not None:
-        sizes += sizes_of([gradient, image, weight_gradient])
+        sizes += sizes_of([gradient, input, weight_gradient])
         kernels += 1
     if bias_gradient is not None:
         sizes += sizes_of([gradient])
         kernels += 1
-    return sizes, kernels, copies_for_layout(images, torch.channels_last)
+    return sizes, kernels, copies_for_layout(feature_maps, torch.channels_last)
 
 
-def copies_for_layout(images: list[torch.Tensor], layout: torch.memory_format) -> list[int]:
-    """Return the bytes of reading and of writing each image that is not in the layout that a kernel needs.
+def copies_for_layout(feature_maps: list[torch.Tensor], layout: torch.memory_format) -> list[int]:
+    """Return the bytes read and written to convert each tensor that is not in `layout`: two entries per tensor.
 
     cuDNN's convolutions in half precision need channels_last, and torch's group norm needs channels first.
     """
     sizes = []
-    for image in images:
-        if not image.is_contiguous(memory_format=layout):
-            sizes += sizes_of([image, image])
+    for tensor in feature_maps:  # (B, C, H, W)
+        if not tensor.is_contiguous(memory_format=layout):
+            sizes += sizes_of([tensor, tensor])
     return sizes
 
 
@@ -190,10 +196,10 @@ class StepMemory:
             microbatch: number of images that go through the model together.
             accumulated: whether the gradients of an earlier microbatch are already there. If not, gradients appear
                 while activations are freed.
-            latents: whether the images were encoded before the training. The images themselves, 6 MiB each at 512 px,
-                are still counted.
+            latents: whether the images were encoded before the training. The images themselves are still counted, with
+                6 MiB each at 512 px: 3 MiB in the batch, and 3 in the copy of it that the Trainer keeps.
         """
-        alive = self.alive[:, 0] + microbatch * self.alive[:, 1]
+        alive = self.alive[:, 0] + microbatch * self.alive[:, 1]  # fixed bytes + bytes per image, (operators, ITEMS)
         if latents:
             alive = alive[~self.in_encoder]
         if accumulated:
@@ -205,7 +211,7 @@ class StepMemory:
 class StepCounter(TorchDispatchMode):
     """Counts, at each operator that is called in its context, the memory in use and the work.
 
-    Memory is the storage of all tensors except the weights. A hook on each weight tells which storage is a gradient.
+    Memory is the storage of all tensors except the weights. A hook on each weight tells which storages are gradients.
 
     Attributes:
         items: the item of each storage that is in use, by the address of the storage.
@@ -250,10 +256,9 @@ class StepCounter(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         operator = count_operator(function, args, kwargs or {}, result)
         if operator is not None:
-            *operator, in_vain = operator
-            self.add_work(*operator)
-            if in_vain:
-                self.add_work(LAYOUTS, 0, in_vain, 0)
+            self.add_work(operator)
+            if operator.in_vain:
+                self.add_work(OperatorWork(LAYOUTS, 0, operator.in_vain, 0))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.notice(tensor)
@@ -263,11 +268,11 @@ class StepCounter(TorchDispatchMode):
         self.encoder_rows.append(self.in_encoder)
         return result
 
-    def add_work(self, kind: str, flops: int, sizes: list[int], kernels: int) -> None:
-        """Add the work of an operator. Sizes that TRACED_IMAGES divides are bytes for each image."""
-        bytes_for_images = sum(size for size in sizes if size % TRACED_IMAGES == 0)
-        self.work.append((self.in_encoder, kind, flops / TRACED_IMAGES, bytes_for_images / TRACED_IMAGES,
-                          sum(sizes) - bytes_for_images, kernels))
+    def add_work(self, operator: OperatorWork) -> None:
+        """Add the work of an operator. Sizes that TRACED_IMAGES divides are bytes for images."""
+        bytes_for_images = sum(size for size in operator.sizes if size % TRACED_IMAGES == 0)
+        self.work.append((self.in_encoder, operator.kind, operator.flops / TRACED_IMAGES,
+                          bytes_for_images / TRACED_IMAGES, sum(operator.sizes) - bytes_for_images, operator.kernels))
 
     def notice_gradient(self, weight: torch.Tensor) -> None:
         """Count the gradient of a weight, which has just been computed, and note when it came."""

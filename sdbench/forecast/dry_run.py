@@ -42,16 +42,17 @@ def forecast_training(settings: Train, index: dict | None, build_model: Callable
         settings: settings as the flags gave them, with the GPU counts of --dry_run.
         index: the index.json of the shards; None: synthetic data.
         build_model: builds the model that the run would train.
-        build_optimizer: builds its optimizer.
+        build_optimizer: builds the optimizer of the run.
 
-    Returns the records of the forecasts, one for each GPU of --gpu and each GPU count whose GPUs hold at least one
-    image and whose speed is known. Raises UserError if the model or the remote is not known, or if no GPU has enough
-    memory.
+    Returns the records of the forecasts, one for each GPU of --gpu and each GPU count, except where memory is too small
+    for one image or the speed is not known. Raises UserError if the model or the remote is not known, or if no GPU has
+    enough memory.
     """
     if dist.get_global_rank() > 0:
         return []
-    # Estimate a step for each GPU count, and make a forecast for each card that holds it. A card whose peak is not
-    # known has a forecast of its memory.
+
+    # Estimate a step for each GPU count, and make a forecast for each card with enough memory. For a card whose peak is
+    # not known, the forecast has memory but no speed.
     runs = [complete(dataclasses.replace(settings, dry_run=(devices,)), index) for devices in sorted(settings.dry_run)]
     print('counting memory and work of a step', file=sys.stderr, flush=True)
     estimates = [Estimate.of(run, build_model, build_optimizer) for run in runs]
@@ -171,16 +172,16 @@ class Forecast(NamedTuple):
         images = self.estimate.settings.training_images
         if images:
             days = [days_to_train(speed, images) for speed in speeds]
-            hours = [gpu_hours(speed, record['num_devices'], images) for speed in speeds]
+            total_gpu_hours = [gpu_hours(speed, record['num_devices'], images) for speed in speeds]
             cells['days'] = with_range(days, format_days)
             if first is not None:
-                cells['GPU-hours'] = with_range(hours)
-            cells['dollars'] = with_range([each_hours * self.price for each_hours in hours])
+                cells['GPU-hours'] = with_range(total_gpu_hours)
+            cells['dollars'] = with_range([hours * self.price for hours in total_gpu_hours])
         return sizes | cells if first is None else cells | sizes
 
 
 def with_one_change(settings: Train) -> dict[str, Train]:
-    """Return the settings of a run with each change that may be worthwhile, by the description of the change."""
+    """Return the settings with each single change that may make a run faster or fit, keyed by its description."""
     changes = {'the largest microbatch': {'device_train_microbatch_size': 'auto'},
                '--encoder_precision bf16': {'encoder_precision': 'bf16'},
                '--half_precision_norms': {'half_precision_norms': True}}
@@ -193,7 +194,7 @@ def with_one_change(settings: Train) -> dict[str, Train]:
 
 
 def title(settings: Train) -> str:
-    """Return sentences on the run, on how the forecast is made, and on what the forecast does not include."""
+    """Return sentences that describe the run, the method of the forecast, and what the forecast does not include."""
     parts = [f'{settings.image_size} pixels', settings.precision, f'encoders in {settings.encoder_precision}']
     if settings.latents:
         parts.append('latents encoded before the training')
@@ -209,7 +210,7 @@ def tables(forecasts: list[list[Forecast]]) -> list[str]:
     """Return one table with a row per card if there is one GPU count, or else a table per card.
 
     Args:
-        forecasts: for each card that holds an image, the forecast for each GPU count.
+        forecasts: for each card with enough memory for one image, its forecasts by ascending GPU count.
     """
     counts = {each.record['num_devices'] for of_card in forecasts for each in of_card}
     if len(counts) == 1:
@@ -221,6 +222,8 @@ def tables(forecasts: list[list[Forecast]]) -> list[str]:
         rows = {each.record['num_devices']: each.cells(first) for each in of_card}
         table = text_table([{first.name: plural(count, 'GPU')} | cells for count, cells in rows.items()])
         heading, *lines = table.splitlines()
+
+        # A GPU count without a forecast has a line instead of a row.
         line_by_count = {count: f'{plural(count, "GPU")}: not enough memory' for count in counts}
         line_by_count |= zip(rows, lines, strict=True)
         found.append('\n'.join([heading, *(line_by_count[count] for count in sorted(counts))]))
@@ -228,7 +231,7 @@ def tables(forecasts: list[list[Forecast]]) -> list[str]:
 
 
 def what_figures_mean(rows: list[Forecast]) -> list[str]:
-    """Return sentences on what the figures in the tables mean and how accurate they are."""
+    """Return sentences that say what the figures in the tables mean and how accurate they are."""
     settings = rows[0].estimate.settings
     sentences = []
     if settings.training_images:
@@ -250,7 +253,7 @@ def what_figures_mean(rows: list[Forecast]) -> list[str]:
 
 
 def network_sentences(rows: list[Forecast]) -> list[str]:
-    """Return a sentence on the assumed network, if gradients cross a network in any row; else nothing."""
+    """Return a sentence about the assumed network; [] if gradients cross no network in any row."""
     gpus_per_node = {row.record['gpus_per_node'] for row in rows if row.estimate.needs_network(row.card)}
     if not gpus_per_node:
         return []
@@ -291,7 +294,7 @@ def change_rows(first: Forecast, build_model: Callable, build_optimizer: Callabl
 
 
 def memory_table(estimate: Estimate, card: Card) -> str:
-    """Return GiB by item for the largest microbatches that a card holds, and for the next one, which it does not."""
+    """Return a table of GiB by item, for the largest microbatches that fit on a card and the first that does not."""
     sizes = estimate.settings.microbatch_sizes
     held = [size for size in sizes if estimate.taken(size) <= card.gib]
     columns = {}
@@ -306,7 +309,7 @@ def memory_table(estimate: Estimate, card: Card) -> str:
 
 
 def with_range(figures: list[float], text_of: Callable[[float], str] = rounded) -> str:
-    """Return a figure as text, with its range in brackets if its two bounds follow it, such as '70 (57 to 85)'."""
+    """Return the first figure as text, with the range of the other two in brackets, such as '70 (57 to 85)'."""
     figure, *bounds = figures
     if math.isnan(figure):  # no speed, or no price
         return '-'

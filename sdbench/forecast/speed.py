@@ -48,6 +48,7 @@ IN_A_GRAPH = replace(COMPILED, seconds_a_kernel=3.34e-06)
 # constants. Leaving out each source in turn gives 11.7 % for eager steps and 6.5 % for compiled ones. Five points on
 # several machines, published later, give 13.3 %.
 LARGEST_ERROR = 0.14
+SEVERAL_MACHINES_ERRORS = (-0.10, 0.13)  # lowest and highest relative error on published runs on several machines
 IN_GRAPHS = 'reduce-overhead'  # the mode of --compile that replays CUDA graphs
 # The published points, all of Stable Diffusion 2: by the mode of --compile, then by card, image size and whether the
 # training was on latents, pairs of the GPU count and the images per GPU in a step. A pair is omitted if another
@@ -105,8 +106,8 @@ class StepWork(NamedTuple):
         accumulation: work of adding the gradients of a microbatch to the earlier ones.
         update: work of the optimizer and the EMA, once per step.
         exchange: work of copying gradients to the all-reduce buckets and back, once per step on several GPUs.
-        buckets: float (buckets, 1 + 4), gradients that are all-reduced together, first the bucket that the
-            backward pass fills first: the bytes in float32, then the backward pass's remaining work.
+        buckets: float (buckets, 1 + 4), a row for gradients that are all-reduced together, in the order in which the
+            backward pass fills them: their bytes in float32, and the work of the backward pass that then remains.
     """
     model: Work
     encoder: Work = {}
@@ -122,6 +123,7 @@ def seconds_of(card: Card, work: np.ndarray, images: int, times: int, constants:
     memory = constants.bandwidth_share * card.gigabytes_per_sec * 1e9
     multiprocessors = constants.bytes_a_cycle * card.multiprocessors * card.gigahertz * 1e9
     rate = min(memory, multiprocessors)
+    # Seconds for one of each of the four amounts of Work
     costs = np.array([images / arithmetic, images / rate, times / rate, times * constants.seconds_a_kernel])
     return work @ costs
 
@@ -129,24 +131,28 @@ def seconds_of(card: Card, work: np.ndarray, images: int, times: int, constants:
 def seconds_of_waiting(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> float:
     """Return the seconds for which a step waits for the gradient all-reduce after its last backward pass.
 
-    Buckets are sent one after another, each as soon as it is full. After a bucket is full, the remaining backward pass
-    runs at the same time as the sending of this bucket and all later ones. The largest difference of the two over all
-    buckets is the wait.
+    Buckets are sent one after another, each as soon as it is full. When a bucket is full, this bucket and all later
+    ones are left to send, while the rest of the backward pass is left to compute. The wait is the largest (time left to
+    send - time left to compute) over all buckets.
     """
     if split.num_devices == 1:
         return 0.0
-    moved = 2 * (split.num_devices - 1) / split.num_devices  # bytes sent per byte of gradients, by a ring
+    bytes_per_gradient_byte = 2 * (split.num_devices - 1) / split.num_devices  # sent by each GPU of a ring
     if split.allreduce_precision == 'bf16':
-        moved /= 2
+        bytes_per_gradient_byte /= 2
     rate = min(card.link_gigabytes_per_sec, split.network_gigabytes_per_sec) * 1e9
-    bytes_to_send = step.buckets[::-1, 0].cumsum()[::-1]  # of each bucket and all later ones
-    sending = bytes_to_send * moved / rate
-    computing = seconds_of(card, step.buckets[:, 1:], split.last_microbatch, 1, constants)
+
+    # Columns of step.buckets: gradient bytes in float32, then the four amounts of Work that remain.
+    gradient_bytes, remaining_work = step.buckets[:, 0], step.buckets[:, 1:]
+    bytes_to_send = gradient_bytes[::-1].cumsum()[::-1]  # of each bucket and all later ones
+    sending = bytes_to_send * bytes_per_gradient_byte / rate
+    computing = seconds_of(card, remaining_work, split.last_microbatch, times=1, constants=constants)
     return max(0.0, (sending - computing).max())
 
 
 def seconds_by_kind(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> Counter:
-    """Return the seconds of a step by kind of operator, and the wait for the all-reduce under WAITING."""
+    """Return the seconds of a step by kind of operator; the key WAITING has the wait for the all-reduce."""
+    # Each kind of work, and how many times it is done in a step
     parts = [(step.model, split.microbatches), (step.encoder, split.microbatches),
              (step.accumulation, split.microbatches - 1), (step.update, 1), (step.exchange, split.num_devices > 1)]
     seconds = Counter({WAITING: seconds_of_waiting(card, step, split, constants)})

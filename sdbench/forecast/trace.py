@@ -82,9 +82,9 @@ class Estimate:
 
         Runs share a trace if they differ only in settings that do not change it.
         """
-        # Give those settings the same value in all runs. Every fused attention is counted alike, xformers' included.
-        # compiling.py derives compiled steps from one kind of eager step. The GPU count and the network matter
-        # only when a speed is calculated from the trace.
+        # Give settings that do not change the trace the same value in all runs. All fused attention, such as xformers',
+        # is counted in the same way. compiling.py derives compiled steps from one kind of eager step. The GPU count and
+        # the network matter only when a speed is calculated from the trace.
         attention = 'math' if settings.attention == 'math' else 'sdpa'
         traced_settings = dataclasses.replace(
             settings, attention=attention, compile=False, compile_blocks=False, batch_size=1,
@@ -108,7 +108,7 @@ class Estimate:
         return {False: CONSTANTS, IN_GRAPHS: IN_A_GRAPH}.get(self.settings.compile, COMPILED)
 
     def needed(self, microbatch: int) -> dict[str, int]:
-        """Return the counted bytes by item at the peak of a step."""
+        """Return the counted bytes of a GPU, by item, at the peak of a step."""
         return self.lasting | self.step.peak(
             microbatch, accumulated=microbatch < self.settings.device_batch_size, latents=self.settings.latents)
 
@@ -117,10 +117,10 @@ class Estimate:
         return sum(self.needed(microbatch).values()) * (1 + UNCOUNTED_SHARE) / GIB
 
     def microbatch_on(self, card: Card) -> int | None:
-        """Return the microbatch that was given, or the largest that fits; None if it, or not even one image, fits.
+        """Return the given microbatch, or the largest that fits for `auto`; None if the card has too little memory.
 
-        A given microbatch may have been measured on such a GPU, where it took less than UNCOUNTED_SHARE besides the
-        count. So it is refused only if the counted bytes alone do not fit.
+        A given microbatch may have been measured on this GPU model, where it took less uncounted memory than
+        UNCOUNTED_SHARE. So it is refused only if the counted bytes alone do not fit.
         """
         given = self.settings.device_train_microbatch_size
         if isinstance(given, int):
@@ -168,12 +168,12 @@ class Estimate:
         return images_per_sec(card, StepWork(self.work.encoder), split, self.constants) * self.settings.num_devices
 
     def is_tested(self, card: Card) -> bool:
-        """Tell whether the error of the forecast is known for such a run.
+        """Tell whether a published run has tested the forecast for a run like this one on this card.
 
-        A published run must have tested it: with the same model, input, image size and mode of --compile, with at
-        least as many GPUs of this card on at least as many machines, and with at most as many images per GPU in a
-        step. Then the all-reduce and the update took at least the same fraction of its time. The networks of published
-        runs are not stated, so a network that is slower than the interconnect of the card is not tested.
+        That published run had the same model, input, image size and mode of --compile, at least as many GPUs of this
+        card on at least as many machines, and at most as many images per GPU in a step. So the all-reduce and the
+        update took at least the same fraction of its time. The networks of published runs are not stated, so a network
+        that is slower than the interconnect of the card is not tested.
         """
         settings = self.settings
         if settings.gradient_checkpointing or settings.attention == 'math' or settings.compile_blocks:
@@ -193,7 +193,7 @@ class Estimate:
 @functools.cache
 def traced(settings: Train, build_model: Callable, build_optimizer: Callable
            ) -> tuple[ComposerModel, StepMemory, StepWork, int]:
-    """Trace a step without EMA once per settings.
+    """Trace a step without EMA, and keep the result for later calls with the same settings.
 
     Returns the model, which has no memory; the memory and the work of the step; and the bytes of optimizer state.
     """
@@ -223,11 +223,11 @@ def build_on_meta(settings: Train, build_model: Callable[..., ComposerModel]) ->
 
 
 def lasting_bytes(settings: Train, model: ComposerModel, optimizer_state: int) -> dict[str, int]:
-    """Count the bytes of a GPU, by item, that do not depend on the microbatch.
+    """Return the bytes per GPU that do not depend on the microbatch, by item.
 
     Args:
         settings: settings of the run; training on latents needs no VAE.
-        model: the model, which may be without memory.
+        model: the model; it may be on the meta device.
         optimizer_state: bytes of the optimizer's state.
     """
     def nbytes(module: torch.nn.Module) -> int:
@@ -246,9 +246,9 @@ def lasting_bytes(settings: Train, model: ComposerModel, optimizer_state: int) -
 
 
 def trace_step(meta_model: ComposerModel, precision: str, attention: str = 'sdpa') -> tuple[StepMemory, StepWork]:
-    """Return memory and work of a step without its update, for half precision on a GPU, or float32 on any device.
+    """Return the memory and the work of a step without its update, in half precision on a GPU or in float32.
 
-    Fused attention never stores the matrix of all queries and keys. The kernel for CPUs represents those for GPUs,
+    Fused attention never stores the matrix of all queries and keys. The CPU's kernel represents the GPU's kernels,
     because it keeps the same tensors: queries, keys, values, the result and one number per query. --attention math is
     traced as its products and softmax, which write, read and keep the matrix.
 
@@ -257,13 +257,13 @@ def trace_step(meta_model: ComposerModel, precision: str, attention: str = 'sdpa
         precision: amp_bf16, amp_fp16 or fp32.
         attention: sdpa, or math for the unfused attention.
     """
-    # Make fake tensors of the weights directly, because Module.to_empty takes seconds under the mode, and because with
-    # torch 2.15 a parameter that is fake cannot change its type.
+    # Make fake tensors of the weights directly: Module.to_empty takes seconds under FakeTensorMode, and with torch 2.15
+    # a fake parameter cannot change its type.
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # the scheduler's tables are real tensors
     cpu = torch.device('cpu')
     model = meta_model.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu))
 
-    # Count every operator, and tell apart the VAE encoder and the tensors that autograd keeps for the backward pass.
+    # Count every operator. Mark the VAE encoder's operators, and the tensors that autograd keeps for the backward pass.
     counter = StepCounter(list(model.parameters()))
     if model.vae is not None:
         counter.watch_encoder(model.vae)
@@ -288,10 +288,9 @@ def trace_step(meta_model: ComposerModel, precision: str, attention: str = 'sdpa
 
 
 def work_of_update(updates: dict[str, Callable]) -> Work:
-    """Return the work, by kind, of functions that change fake tensors once per step.
+    """Return the work, by kind, of functions that change fake tensors once per step, such as an optimizer's.
 
-    Each function is called twice, and its second call counts, because the first one also creates the optimizer's
-    state.
+    Each function is called twice, and its second call counts, because the first call also creates the optimizer state.
     """
     rows = []
     for kind, update in updates.items():
@@ -304,7 +303,7 @@ def work_of_update(updates: dict[str, Callable]) -> Work:
 
 
 def work_by_kind(rows: Iterable[tuple]) -> Work:
-    """Return the sums, by kind, of rows that each contain a kind and the four amounts of Work."""
+    """Return the sums, by kind, of rows (kind, and the four amounts of Work)."""
     work = {}
     for kind, *amounts in rows:
         work[kind] = work.get(kind, 0) + np.array(amounts, dtype=float)
@@ -313,8 +312,8 @@ def work_by_kind(rows: Iterable[tuple]) -> Work:
 
 def memory_and_work(model: ComposerModel, counter: StepCounter) -> tuple[StepMemory, StepWork]:
     """Return memory and work of the step that `counter` has counted."""
-    # DistributedDataParallel fills buckets with gradients in the order of the backward pass, and sends each when it is
-    # full. Note for each bucket the work of the backward pass that remains then.
+    # DistributedDataParallel fills buckets with gradients in the order of the backward pass, and sends each bucket when
+    # it is full. For each bucket, add up the work of the backward pass that remains at that time.
     amounts = np.array([amounts for _, _, *amounts in counter.work], dtype=float)  # (operators, 4)
     buckets = []
     nbytes = 0
@@ -324,8 +323,8 @@ def memory_and_work(model: ComposerModel, counter: StepCounter) -> tuple[StepMem
             buckets.append([nbytes, *amounts[operators_done:].sum(axis=0)])
             nbytes = 0
 
-    # Adding gradients reads two tensors and writes their sum. Copying them to the buckets and back reads and writes
-    # twice.
+    # Adding gradients reads two tensors and writes their sum: 3 times their bytes. Copying gradients to the buckets and
+    # back reads and writes them twice: 4 times.
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     gradients = sum(weight.nbytes for weight in trainable)
     work = StepWork(

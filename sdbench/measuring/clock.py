@@ -162,29 +162,30 @@ class Measurement(Callback):
         self.stopwatch.count_as('checkpoint')
 
     def batch_end(self, state: State, logger) -> None:
-        # Read all clocks for the batch that has ended. A skipped step has no loss.
+        """Time the batch that ended, and add it to the window if it belongs there."""
+        # Read all clocks. A skipped step has a NaN loss, so keep the last finite one.
         now = time.perf_counter()
         seconds = now - self._previous_end
-        excluded = self.stopwatch.end_lap()
+        excluded = self.stopwatch.end_lap()  # seconds by name of EXCLUDED
         waited = state.train_dataloader.seconds_waited()
         loss = float(state.total_loss_dict.get('loss/train/total', math.nan))
         if math.isfinite(loss):
             self.loss = loss
 
-        # Add it to the window. During the warm-up, reset the peak memory instead: the first batches may need more than
-        # later ones, and the search for the microbatch makes the allocator retry.
-        first = self.warmup_batches + self.prefetched_batches
+        # Add the batch to the window. During the warm-up, reset the memory statistics instead: the first batches may
+        # need more memory than later ones, and the search for the microbatch raises the allocator's retry count.
+        first_measured = self.warmup_batches + self.prefetched_batches
         is_full = self.measure_batches is not None and len(self.window.batch_seconds) >= self.measure_batches
-        if self.batches >= first and not is_full:
+        if self.batches >= first_measured and not is_full:
             self._measure(state, seconds, waited, excluded)
         elif self.batches < self.warmup_batches and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.reset_accumulated_memory_stats()
 
-        # Start the clock of the next batch. If it is the first of the window, note the state of the queue.
+        # Start the clock of the next batch. If that batch is the first in the window, note the length of the queue.
         self.batches += 1
         self._previous_end = now
-        if self.batches == first:
+        if self.batches == first_measured:
             self._queued_at_start = state.train_dataloader.queued_batches
 
     def figures(self, all_ranks: bool) -> dict:
@@ -194,7 +195,7 @@ class Measurement(Callback):
         return found | {'turnover_batches': self.prefetched_batches, 'loss': self.loss}
 
     def _measure(self, state: State, seconds: float, waited: float, excluded: dict[str, float]) -> None:
-        """Add a batch to the window: its seconds, and the seconds of waiting and of excluded work among them."""
+        """Add a batch to the window. `waited` and `excluded`, by name of EXCLUDED, are parts of its `seconds`."""
         window = self.window
         window.batch_seconds.append(seconds)
         window.wait_seconds.append(waited)
@@ -208,8 +209,8 @@ class Measurement(Callback):
     def _queue_loss(self, state: State) -> int:
         """Return by how many batches the loader's queue has shrunk since the start of the window.
 
-        Near the end of an epoch there are few batches left to make, and at the start of the next epoch the queue has
-        to fill again. Neither means that the loader is slow, so the last value is kept there.
+        Near the end of an epoch the loader has few batches left to make, so a shorter queue is expected. At the start
+        of the next epoch the queue has to fill again, so the last value is kept until it may be full.
         """
         if state.timestamp.batch_in_epoch.value < self.window.queue_batches:
             return self.window.queue_loss
@@ -218,7 +219,7 @@ class Measurement(Callback):
 
 
 def window_figures(window: Window, all_ranks: bool = True) -> dict:
-    """Return the figures of a window. A batch takes as long as on its slowest rank.
+    """Return the figures of a window for the record. The time of a batch is its time on the slowest rank.
 
     Args:
         window: the window of this rank.
@@ -290,7 +291,7 @@ def measure_loader(settings: Train, data: DataSpec) -> dict:
     for _ in range(settings.warmup_batches + loader.queue_length):
         next(batches)
 
-    # Measure. Batches that come from the queue without being replaced in it were made before, and do not count.
+    # Measure. If the queue gets shorter, the missing batches were made before the measurement, and do not count.
     measured = settings.measure_batches
     queued_at_start = loader.queued_batches
     start = time.perf_counter()

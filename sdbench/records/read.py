@@ -89,7 +89,7 @@ def numbered_lines(path: str) -> Iterable[tuple[int, str | dict[str, str]]]:
 
 
 def parse_record(line: str | dict[str, str]) -> dict[str, Any]:
-    """Return the known values of a record, with a stage and a status. Raises ValueError if it is not a record."""
+    """Return the known values of a record, with defaults for stage and status. Raises ValueError if it is no record."""
     if isinstance(line, str):
         record = json.loads(line)
         if not isinstance(record, dict):
@@ -200,11 +200,11 @@ def status_and_notes(record: dict) -> tuple[str, str]:
 
 
 def join_trainings(rows: list[dict]) -> list[dict]:
-    """Return one row for each setup that a training ran in, with the training result of its last record.
+    """Return one row for each setup in which a training ran, with the result from the last record of the training.
 
     Records with the same `training_id` are one training, and a record without one is a training by itself. If a
-    training ran in one setup several times, its last reliable speed counts, or else its last record. A training that
-    did not complete has a note. Each row gets the number of its `training`.
+    training ran in one setup several times, the row has its last reliable speed, or else its last record. A training
+    that did not complete has a note. Each row gets the running number of its training as `training`.
     """
     trainings = {}  # rows by training, in the order of the records
     for place, row in enumerate(rows):
@@ -220,7 +220,7 @@ def join_trainings(rows: list[dict]) -> list[dict]:
             if part['status'] == MEASURED or setup not in kept or kept[setup]['status'] != MEASURED:
                 kept[setup] = part
 
-        # Every row has the result at the end of the training, also if its speed is from an earlier part.
+        # Every row has the result at the end of the training, even if its speed is from an earlier part.
         last = parts[-1]
         result = {key: last['record'][key] for key in RESULT_KEYS if key in last['record']}
         for part in kept.values():
@@ -244,7 +244,7 @@ def score_rows(record: dict) -> list[dict]:
     for key in ('trained_batches', 'images_seen'):
         row[key] = finite_number(record, key)
 
-    # A row states the cost of the training up to the checkpoint, unless it was on a CPU.
+    # A row states the cost of the training up to the checkpoint, unless the training was on a CPU.
     training = record.get('training', {})
     row['device'] = training.get('device', 'CPU')
     row['total_gpu_hours'] = math.nan if row['device'] == 'CPU' else float(training['gpu_hours'])

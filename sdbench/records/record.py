@@ -20,7 +20,7 @@ from sdbench.records.versions import git_commit, package_versions
 
 
 def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of a run: date, command, machine, all flags, results, and figures calculated from the results.
+    """Return the record of a run: date, command, machine, all flags, results, and figures calculated from results.
 
     Args:
         stage: `train`, `loader`, `encode` or `evaluate`.
@@ -94,9 +94,10 @@ def append_line(line: str, path: str) -> None:
 
 
 def append_record(record: dict, text: str | None, path: str) -> dict:
-    """Append the record to `path` on rank 0, print `text` (if not None) and where the record is, and return the record.
+    """Append a record to the file `path` on rank 0, and print `text` (unless it is None) and where the record is.
 
-    If `path` is - or cannot be written, the record itself is printed. Raises DataError if it cannot be written.
+    If `path` is - or cannot be written, print the record itself. Returns the record. Raises DataError if `path` cannot
+    be written.
     """
     if dist.get_global_rank() != 0:
         return record

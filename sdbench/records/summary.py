@@ -48,7 +48,7 @@ def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
 
 
 def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
-    """Return the values that a summary adds to the record about speed: a caution, or the cost of a full training."""
+    """Return the values that a summary adds about the speed in a record: a caution, or the cost of a full training."""
     if not record['images_per_sec']:
         return {'why_no_speed': 'the run was over before the clock started, so no batch was measured'}
     notes = {'on_waiting': ''}
@@ -59,11 +59,11 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
     notes['caution'] = caution_about(record)
     if notes['caution'] is None and settings.training_images and record['device_type'] == 'cuda':
         speed = record['images_per_sec']
-        hours = gpu_hours(speed, record['num_devices'], settings.training_images)
+        full_hours = gpu_hours(speed, record['num_devices'], settings.training_images)
         notes['full_images'] = settings.training_images
         notes['full_days'] = days_to_train(speed, settings.training_images)
         notes['gpus'] = plural(record['num_devices'], 'GPU')
-        notes['full_hours'] = hours
+        notes['full_hours'] = full_hours
         price = price_of(record['device'], settings.dollars_per_gpu_hour)
 
         # Print the commands that correct a plan with this measurement, if the GPU has a forecast.
@@ -71,7 +71,7 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
             file = 'results.jsonl' if settings.results_file == '-' else settings.results_file
             notes['forecast_command'] = f'python {shlex.join(forecast_command(record, "plan.jsonl"))}'
             notes['plan_command'] = PLAN_COMMAND.format(f'plan.jsonl {shlex.quote(file)}')
-        notes['full_cost'] = 'no price' if math.isnan(price) else f'${hours * price:,.0f}'
+        notes['full_cost'] = 'no price' if math.isnan(price) else f'${full_hours * price:,.0f}'
     return notes
 
 

@@ -36,7 +36,7 @@ FIGURE_GROUPS = [
 
 
 def differing_settings(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
-    """Return the keys whose values differ between rows, or that only some rows of a stage state."""
+    """Return the keys whose values differ between rows, and keys that some rows of a stage state and others do not."""
     stated = rows[list(keys)].replace('', None).nunique()  # '' means that a row does not state the setting
     in_a_stage = rows.groupby('stage')[list(keys)].nunique().max()  # here '' counts as a value
     return [key for key in keys if stated[key] > 1 or (in_a_stage[key] > 1 and key not in VERSIONS)]
@@ -53,7 +53,7 @@ def recipe_settings() -> dict[str, dict[str, str]]:
 
 
 def matching_recipe(row: pd.Series) -> str | None:
-    """Return the named recipe whose settings a row has; None if it has the settings of none."""
+    """Return the name of the recipe that gives all the settings of a row that it contains; None if none does."""
     for name, settings in recipe_settings().items():
         if all(row.get(key) == value for key, value in settings.items()):
             return name
@@ -61,7 +61,7 @@ def matching_recipe(row: pd.Series) -> str | None:
 
 
 def usual_value(row: pd.Series, key: str) -> str | None:
-    """Return the value of a setting that needs no mention in a row; None if the setting is always mentioned."""
+    """Return the value of a setting that texts about a row leave out; None if they mention every value."""
     if key == 'channels_last':
         return text_of(row['compile'] not in ('', 'no'))  # its default follows from --compile
     if key == 'network':
@@ -76,7 +76,7 @@ def describe_settings(row: pd.Series, keys: Sequence[str], with_defaults: bool =
     Args:
         row: a row of a report.
         keys: the settings to describe.
-        with_defaults: whether usual values are mentioned. If not, the name of a recipe also replaces its settings.
+        with_defaults: whether to mention usual values. If False, the name of a recipe also replaces its settings.
     """
     texts = []
     keys = list(keys)
@@ -106,22 +106,22 @@ def describe_settings(row: pd.Series, keys: Sequence[str], with_defaults: bool =
 def line_labels(firsts: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     """Return a label for each line of a figure, from the settings that differ between lines.
 
-    If two lines would have the same label, the labels also include settings that only some lines state. The number of
-    a `training` is never in a label.
+    If two lines would have the same label, the labels also include settings that only some lines state. The key
+    `training`, a running number, is never used.
 
     Args:
         firsts: the first row of each line.
         keys: the settings that may be in a label.
     """
     keys = [key for key in keys if key != 'training']
-    named = [key for key in keys if firsts[key].replace('', None).nunique() > 1]
-    if firsts.duplicated([*named, 'stage']).any():
+    named = [key for key in keys if firsts[key].replace('', None).nunique() > 1]  # '' means not stated
+    if firsts.duplicated([*named, 'stage']).any():  # `duplicated` needs a key; 'stage' is equal in all lines
         named = [key for key in keys if firsts[key].nunique(dropna=False) > 1]
     return [describe_settings(first, named) for _, first in firsts.iterrows()]
 
 
 def shared_settings(rows: pd.DataFrame, keys: Sequence[str]) -> str:
-    """Return the line about the settings that all rows share, without switches that are off; '' if there are none."""
+    """Return a line with the settings that all rows share, except switches that are off; '' if there are none."""
     differing = differing_settings(rows, keys)
     settings = []
     for key in keys:
@@ -132,7 +132,7 @@ def shared_settings(rows: pd.DataFrame, keys: Sequence[str]) -> str:
 
 
 def markdown_tables(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
-    """Return rows as Markdown tables: the settings among `keys` that differ between rows, figures and notes."""
+    """Return rows as Markdown tables of the settings in `keys` that differ between rows, the figures and the notes."""
     cells = label_columns(rows, keys)
     device = 'device' if 'on_cpu' in rows and rows['on_cpu'].any() else 'GPU'
     headings = {key: column.heading.format(device) for key, column in COLUMNS.items()}
@@ -141,14 +141,14 @@ def markdown_tables(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
             cells[heading] = [format_figure(key, value) for value in rows[key]]
     cells['notes'] = rows['notes']
 
-    # A table that is split repeats the columns that say which run a row is.
+    # If the table is split, each part repeats the columns that identify a row.
     labels = [heading for heading in cells if heading in TEXT_COLUMNS[:-1] or heading == headings['num_devices']]
     groups = [[headings.get(key, key) for key in group] for group in FIGURE_GROUPS]
     return tables_within_width(cells, labels, groups, TEXT_COLUMNS)
 
 
 def label_columns(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """Return the columns that say which run a row is: its settings, and its run, device and date if they differ."""
+    """Return the columns that identify a row: its settings, and its run, device and date if they differ."""
     keys = differing_settings(rows, keys)
     labels = pd.DataFrame(index=rows.index)
     if 'run' in keys:
@@ -170,10 +170,10 @@ def label_columns(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
 
 def tables_within_width(cells: pd.DataFrame, labels: Sequence[str], groups: Sequence[Sequence[str]],
                         left: Sequence[str]) -> list[str]:
-    """Return cells as Markdown tables of at most WIDTH characters, and below them a block of texts that did not fit.
+    """Return cells as Markdown tables of at most WIDTH characters, and a last block with texts that did not fit.
 
     The result is one table if it fits, or else one table for each group of columns. While a table is still too wide,
-    the rows get numbers, and the widest column of text moves to the block below the tables.
+    the rows get numbers, and the widest column of text moves to the last block.
 
     Args:
         cells: the text of all columns.
@@ -188,7 +188,7 @@ def tables_within_width(cells: pd.DataFrame, labels: Sequence[str], groups: Sequ
     # Split the columns, and move text until each table fits.
     grouped = {heading for group in groups for heading in group}
     ungrouped = [heading for heading in cells if heading not in grouped and heading not in labels]
-    moved = []
+    moved = []  # columns of text for the last block
     while True:
         tables = []
         for group in [*groups, ungrouped]:

@@ -25,7 +25,7 @@ from sdbench.report.plans import CORRECTED, FORECAST_ERROR, describe_gpus
 
 FIRST_FIGURES = ('num_devices', 'cost_usd', 'days', 'images_per_sec')  # a phone shows these without scrolling
 SAME_WORK = ('model_name', 'image_size', 'input')
-# Marks for the best rows: the mark, the figure that is lowest, and the settings that compared rows must share
+# Each mark for the best row, the figure in which that row is lowest, and the settings that compared rows must share
 MARKS = (('cheapest', 'cost_usd', SAME_WORK), ('fastest', 'days', SAME_WORK),
          ('lowest eval loss', 'eval_loss', LOSS_SETTINGS),
          ('lowest FID', 'fid', [key for key in EVALUATION_SETTINGS if key not in ('model', 'weights')]))
@@ -44,8 +44,8 @@ class Table(NamedTuple):
     caption: str
     cells: pd.DataFrame
     decimals: dict[str, int | None]
-    marks: Sequence[str] = ()
-    doubtful: Sequence[bool] = ()
+    marks: Sequence[str]
+    doubtful: Sequence[bool]
 
 
 class Figure(NamedTuple):
@@ -65,10 +65,10 @@ def require_itables() -> Path:
 
 def write_page(path: Path, verdict: str, answers: Sequence[str], figures: Sequence[Figure], tables: Sequence[Table],
                notes: Sequence[str], command: str) -> None:
-    """Write the page to a file.
+    """Write the report as an HTML file.
 
     Args:
-        path: the file.
+        path: path of the file.
         verdict: the answer in one line, which is the title.
         answers: sentences below the title.
         figures: figures, which come before the tables.
@@ -82,6 +82,8 @@ def write_page(path: Path, verdict: str, answers: Sequence[str], figures: Sequen
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(Path(__file__).with_name('page.html').read_text())
     library = b64encode((bundle / 'dt_bundle.js').read_bytes()).decode()
+
+    # Fill in the template. The figures, the tables and DataTables are part of the page, which loads nothing.
     page = template.render(
         verdict=verdict, answers=answers, figures=figures, notes=notes, command=redacted(command),
         tables=[(table, list(formatted_rows(table))) for table in tables],
@@ -93,13 +95,7 @@ def write_page(path: Path, verdict: str, answers: Sequence[str], figures: Sequen
 
 def formatted_rows(table: Table) -> Iterable[tuple[str, bool, list[str]]]:
     """Yield the mark of each row, whether the row is doubtful, and the texts of its cells."""
-    marks = table.marks
-    if not len(marks):
-        marks = [''] * len(table.cells)
-    doubtful = table.doubtful
-    if not len(doubtful):
-        doubtful = [False] * len(table.cells)
-    for mark, is_doubtful, (_, row) in zip(marks, doubtful, table.cells.iterrows(), strict=True):
+    for mark, is_doubtful, (_, row) in zip(table.marks, table.doubtful, table.cells.iterrows(), strict=True):
         cells = []
         for heading, value in row.items():
             if heading not in table.decimals:
@@ -113,7 +109,7 @@ def formatted_rows(table: Table) -> Iterable[tuple[str, bool, list[str]]]:
 
 
 def html_table(rows: pd.DataFrame, keys: Sequence[str], caption: str) -> Table:
-    """Return rows of a report as a table of the page: the settings among `keys` that differ, figures and notes."""
+    """Return rows of a report as a table of the page, with the settings in `keys` that differ, figures and notes."""
     labels = label_columns(rows, [key for key in keys if key not in ('input', *VERSIONS)])
     versions = [key for key in differing_settings(rows, keys) if key in VERSIONS]
     devices = 'device' if 'on_cpu' in rows and rows['on_cpu'].any() else 'GPU'
@@ -124,7 +120,7 @@ def html_table(rows: pd.DataFrame, keys: Sequence[str], caption: str) -> Table:
     if 'input' in rows:
         cells['input'] = rows['input']
 
-    # The figures that decide come first, then marks, notes and settings, and then all other figures.
+    # FIRST_FIGURES come first, then marks, notes and settings, and then all other figures.
     marks = best_marks(rows)
     decimals = {}
     for key in dict.fromkeys((*FIRST_FIGURES, *COLUMNS)):
@@ -135,7 +131,7 @@ def html_table(rows: pd.DataFrame, keys: Sequence[str], caption: str) -> Table:
         heading = heading_with_unit(key, devices)
         decimals[heading] = COLUMNS[key].decimals
         cells[heading] = values * 100 if '%' in COLUMNS[key].cell else values
-    if (rows['stage'] == 'plan').all():
+    if (rows['stage'] == 'plan').all():  # the days of each part of the plan
         parts = pd.DataFrame(rows['record'].tolist(), rows.index).filter(regex='^days_')
         for key in sorted(parts):
             heading = f'{key.removeprefix("days_").replace("_", " ")} (days)'
@@ -151,14 +147,15 @@ def html_table(rows: pd.DataFrame, keys: Sequence[str], caption: str) -> Table:
 
 
 def nearest_to_limits(rows: pd.DataFrame) -> pd.Index:
-    """Return the index of the plan that is nearest to the limits, if no plan is within them; else an empty index."""
+    """Return the index of the plan that is nearest to the limits if no plan is within them, or else an empty index."""
     return rows.index[rows['is_nearest']] if 'is_nearest' in rows else rows.index[:0]
 
 
 def best_marks(rows: pd.DataFrame) -> list[str]:
-    """Return the marks of each row, such as 'cheapest and fastest, 512 pixels'; '' for rows that are best at nothing.
+    """Return the marks of each row, such as 'cheapest and fastest, 512 pixels'; '' for a row that is best at nothing.
 
-    Only rows that do the same work are compared. If rows do different work, the mark names the work.
+    Only rows that do the same work are compared, such as training at one image size. If the table has rows of different
+    work, the mark names the work.
     """
     marks = {row: {} for row in rows.index}  # lists of marks by the description of the work
     for row in nearest_to_limits(rows):
@@ -166,7 +163,7 @@ def best_marks(rows: pd.DataFrame) -> list[str]:
     for mark, column, keys in MARKS:
         known = rows[rows[column].notna()] if column in rows else rows[:0]
         if len(known) < 2 or (keys == SAME_WORK and (rows['stage'] == 'evaluate').all()):
-            continue  # a checkpoint is not better because it is earlier and therefore cheaper
+            continue  # nothing to compare; an evaluated checkpoint is not better because it is earlier and so cheaper
 
         # A setting that a row does not state has its usual value. Plans all do the same work.
         keys = [key for key in keys if key in known] if (rows['stage'] != 'plan').all() else []
@@ -185,12 +182,13 @@ def best_marks(rows: pd.DataFrame) -> list[str]:
 
 
 def verdict_and_answers(rows: pd.DataFrame, table: Table) -> tuple[str, list[str]]:
-    """Return the best row in one line, and sentences about other marked rows, about certainty and about what to do.
+    """Return one line about the best row, and sentences about other marked rows, certainty and the next step.
 
     The best row is the first of these that exists: the plan nearest to limits that no plan meets; the training with the
-    lowest eval loss, if all losses compare; the row with the lowest FID, the lowest cost or the fewest days; the row
-    with the highest speed or CLIP score.
+    lowest eval loss, if all losses can be compared; the row with the lowest FID, the lowest cost or the fewest days;
+    the row with the highest speed or CLIP score.
     """
+    # Find the best row.
     keys = ['fid', 'cost_usd', 'days']
     if 'eval_loss' in rows and len(rows[rows['eval_loss'].notna()].drop_duplicates(LOSS_SETTINGS)) == 1:
         keys.insert(0, 'eval_loss')
@@ -200,6 +198,7 @@ def verdict_and_answers(rows: pd.DataFrame, table: Table) -> tuple[str, list[str
     for row in nearest_to_limits(rows):
         best = rows.loc[row]
 
+    # Describe its settings, and the other rows with a mark.
     marks = dict(zip(rows.index, table.marks, strict=True))
     settings = table.cells.get('settings', pd.Series('', rows.index))
     answers = []
@@ -212,11 +211,11 @@ def verdict_and_answers(rows: pd.DataFrame, table: Table) -> tuple[str, list[str
 
 
 def certainty_and_next_step(best: pd.Series, key: str | None) -> list[str]:
-    """Return sentences that say how certain the best row is, and what to do first.
+    """Return sentences that say how certain the figures of the best row are, and what to do first.
 
     Args:
         best: the best row.
-        key: the figure that makes it the best.
+        key: the figure in which it is lowest; None if it has the highest speed or CLIP score.
     """
     if best['stage'] == 'evaluate':
         return [f'How certain: {best["notes"]}.'] if best['notes'] else []
@@ -240,7 +239,7 @@ def certainty_and_next_step(best: pd.Series, key: str | None) -> list[str]:
 
 
 def describe_row(row: pd.Series, mark: str) -> str:
-    """Return a row as text: its mark, its GPUs or its model, and its figures."""
+    """Return a row as text: its mark, then its GPUs or, for an evaluation, its model, and its figures."""
     texts = [describe_gpus(row)] if 'num_devices' in row else [row['model'], f'guidance {row["guidance"]:g}']
     for key, unit in (('eval_loss', ' eval loss'), ('fid', ' FID'), ('clip_score', ' CLIP score'),
                       ('cost_usd', ''), ('days', ' days'), ('images_per_sec', ' images/s')):

@@ -41,7 +41,7 @@ SVG = 'http://www.w3.org/2000/svg'
 
 
 def save(figure: Any, path: str) -> None:
-    """Write a figure to a file in the format of its suffix."""
+    """Write a figure to a file, whose suffix gives the format."""
     disable_math_text(figure)
     if path.lower().endswith('.svg'):
         Path(path).write_text(svg_of(figure))
@@ -58,9 +58,9 @@ def disable_math_text(figure: Any) -> None:
 
 
 def set_tooltips(artist: Any, texts: Iterable[str]) -> None:
-    """Set the tooltips of the points of a line, or of a bar, in an SVG file.
+    """Set a tooltip for each point of a line, or for a bar.
 
-    They are stored as the id of the artist's SVG group. `svg_of` turns them into tooltips.
+    The tooltips are stored as the id of the artist's SVG group. `svg_of` turns the id into tooltips.
     """
     texts = list(texts)
     if texts:  # a line without points has no group
@@ -68,7 +68,7 @@ def set_tooltips(artist: Any, texts: Iterable[str]) -> None:
 
 
 def svg_of(figure: Any) -> str:
-    """Return a figure as SVG, with the text as text instead of paths, and with the tooltips of `set_tooltips`."""
+    """Return a figure as SVG, with text instead of outlines of letters, and with the tooltips of `set_tooltips`."""
     from matplotlib import rc_context
 
     disable_math_text(figure)
@@ -81,7 +81,7 @@ def svg_of(figure: Any) -> str:
     root = ElementTree.fromstring(file.getvalue())
     for group in list(root.iter(f'{{{SVG}}}g')):
         name = group.attrib.pop('id', '')  # ids would clash on a page with several figures, and nothing refers to them
-        if name.startswith('['):
+        if name.startswith('['):  # JSON from `set_tooltips`
             points = list(group.iter(f'{{{SVG}}}use')) or [group]  # the points of a line, or a bar
             for point, text in zip(points, json.loads(name), strict=True):
                 ElementTree.SubElement(point, f'{{{SVG}}}title').text = text
@@ -89,7 +89,7 @@ def svg_of(figure: Any) -> str:
 
 
 def point_tooltip(row: pd.Series, name: str) -> str:
-    """Return the tooltip of a point of days or of a part of a plan: GPUs, speed, days, dollars, status and date."""
+    """Return a tooltip with the GPUs, `name`, the speed with its range, days, dollars, status and date of a row."""
     speed = f'{rounded(row["images_per_sec"], 1)} images/s'
     if pd.notna(row['images_per_sec_least']):
         speed += f' ({rounded(row["images_per_sec_least"], 1)} to {rounded(row["images_per_sec_most"], 1)})'
@@ -100,7 +100,7 @@ def point_tooltip(row: pd.Series, name: str) -> str:
 
 
 def draw_days(rows: pd.DataFrame, training_images: int) -> Any:
-    """Draw days over GPU counts, both logarithmic, with a line for each setting.
+    """Draw days over GPU counts on logarithmic axes, with a line for each setting.
 
     Each GPU model has one color. Measured points are filled; extrapolated and forecast points are hollow. A vertical
     line shows the range of a forecast. A red cross marks GPU counts on which a run failed or was not reliable. A dashed
@@ -121,9 +121,9 @@ def draw_days(rows: pd.DataFrame, training_images: int) -> Any:
     lines = lines_of_days(rows, training_images)
     rows = pd.concat(lines)
 
-    # The caption below the figure has the settings that all lines share.
-    shared = [key for key in SETTINGS if rows[key].nunique() == 1 and rows[key].iloc[0] != 'no']
-    shared = [key for key in shared if key not in ('stage', *VERSIONS)]
+    # The caption below the figure has the settings that all lines share, without switches that are off.
+    named = [key for key in SETTINGS if key not in ('stage', *VERSIONS)]
+    shared = [key for key in named if rows[key].nunique() == 1 and rows[key].iloc[0] != 'no']
     caption = wrapped(f'All: {describe_settings(rows.iloc[0], shared)}', CAPTION_CHARACTERS)
     height = PANEL_INCHES + LINE_INCHES * (caption.count('\n') + 1)
     figure = Figure(figsize=(10, height), layout='constrained')
@@ -145,21 +145,22 @@ def draw_days(rows: pd.DataFrame, training_images: int) -> Any:
 
 
 def lines_of_days(rows: pd.DataFrame, training_images: int) -> list[pd.DataFrame]:
-    """Return the points of each line of days, with the line that starts with the most days first, as in the legend.
+    """Return the points of each line of days. The line that starts with the most days is first, as in the legend.
 
     Measurements and forecasts of the same setting are two lines. On each GPU count a line has one point, which is
     extrapolated only if none was measured.
     """
+    # Sorting puts extrapolated rows last, so `one_row_per_gpu_count` takes them only where there is no other row.
     rows = rows.assign(is_forecast=rows['status'] == FORECAST, is_extrapolated=rows['status'] == EXTRAPOLATED)
     rows = one_row_per_gpu_count(rows.sort_values('is_extrapolated', kind='stable'), ['is_forecast', 'setting'])
-    days = days_to_train(rows['images_per_sec'], training_images)
+    days = days_to_train(rows['images_per_sec'], training_images)  # of the median speed
     rows = rows.assign(days=days, cost_usd=rows['cost_usd'] * days / rows['days'])
     lines = [points for _, points in rows.groupby(['is_forecast', 'setting'], sort=False)]
     return sorted(lines, key=lambda points: -points['days'].iloc[0])
 
 
 def explain_marks(axes: Any, rows: pd.DataFrame, doubtful: pd.DataFrame) -> None:
-    """Add entries to the legend for the kinds of marks that a figure of days has."""
+    """Add entries to the legend that explain filled, hollow and crossed points and the dashed lines."""
     axes.plot([], [], 'o', color='black', label='measured')
     hollow = 'extrapolated, or forecast'
     if rows['images_per_sec_least'].notna().any():
@@ -173,8 +174,8 @@ def explain_marks(axes: Any, rows: pd.DataFrame, doubtful: pd.DataFrame) -> None
 def days_line_labels(lines: list[pd.DataFrame]) -> list[str]:
     """Return a label for each line of days: its GPU, its settings, and 'forecast' if other lines are measured.
 
-    The settings are the ones that differ between the lines that state them. If two lines would have the same label, the
-    labels have all settings that differ.
+    A label has the settings that differ between lines, not counting lines that do not state the setting. If two lines
+    would have the same label, the labels have all settings that differ.
     """
     firsts = pd.DataFrame([points.iloc[0] for points in lines])
     differing = [key for key in differing_settings(firsts, SETTINGS) if key not in ('stage', 'device')]
@@ -196,7 +197,7 @@ def days_line_labels(lines: list[pd.DataFrame]) -> list[str]:
 def mark_doubtful(axes: Any, points: pd.DataFrame, doubtful: pd.DataFrame, training_images: int) -> None:
     """Draw a red cross on a line of measurements for each GPU count on which a run failed or was not reliable.
 
-    If the line has no point there, the cross is at the unreliable speed. A failed run without a speed has no cross.
+    If the line has no point at this GPU count, the cross is at the unreliable speed, or is omitted without a speed.
     """
     if points['is_forecast'].iloc[0]:
         return
@@ -248,9 +249,9 @@ def draw_line_of_days(axes: Any, points: pd.DataFrame, label: str, color: str, m
 
 
 def draw_plan(plans: pd.DataFrame, keys: list[str], title: str) -> Any:
-    """Draw the GPU-hours of each plan as a bar, divided into its parts, with the dollars next to it.
+    """Draw each plan as a stacked bar of the GPU-hours of its parts, labelled with the plan's cost.
 
-    Forecast parts are hatched, corrected ones with a cross hatch, and measured parts are filled.
+    Measured parts are filled, forecast parts are hatched, and corrected forecasts are cross-hatched.
 
     Args:
         plans: the table of plans.
@@ -270,7 +271,7 @@ def draw_plan(plans: pd.DataFrame, keys: list[str], title: str) -> Any:
         names.append(f'{plan["num_devices"]} x {short_name(plan["device"])}\n{settings}'.strip())
     figure = Figure(figsize=(10, 2.2 + 0.75 * len(plans)), layout='constrained')
     axes = figure.subplots()
-    colors = {}  # by the name and the size of a part; draw_bar adds colors for new parts
+    colors = {}  # filled by `draw_bar`
     for position, plan in enumerate(plans.itertuples()):
         draw_bar(axes, position, plan, colors)
 
@@ -288,24 +289,24 @@ def draw_plan(plans: pd.DataFrame, keys: list[str], title: str) -> Any:
 
 
 def draw_bar(axes: Any, position: int, plan: Any, colors: dict[str, str]) -> None:
-    """Draw the parts of a plan one after the other as a bar, with the plan's dollars next to it.
+    """Draw a plan as a stacked bar of GPU-hours, labelled with its cost.
 
     Args:
         axes: the axes to draw on.
         position: position of the bar on the vertical axis.
         plan: row of the plan as a named tuple.
-        colors: color by the name and the size of a part, to which colors for new parts are added.
+        colors: maps '<name> <size> px' of a part to its color; new parts are added.
     """
-    start = 0.0
+    start = 0.0  # GPU-hours of the parts drawn so far
     for part in plan.parts:
         color = colors.setdefault(f'{part.name} {part.size} px', COLORS[len(colors) % len(COLORS)])
-        hours = part.days * 24 * plan.num_devices
+        gpu_hours = part.days * 24 * plan.num_devices
         hatch = HATCHES[part.status]
         face = 'white' if hatch else color
-        bar = axes.barh(position, hours, left=start, height=0.6, color=face, edgecolor=color, hatch=hatch,
+        bar = axes.barh(position, gpu_hours, left=start, height=0.6, color=face, edgecolor=color, hatch=hatch,
                         linewidth=1.5)
         set_tooltips(bar[0], [part_tooltip(plan, part)])
-        start += hours
+        start += gpu_hours
     cost = format_figure('cost_usd', plan.cost_usd)
     axes.annotate(cost or 'no price', (start, position), (5, 0), textcoords='offset points', va='center',
                   fontsize=BIG_TEXT)
@@ -324,30 +325,31 @@ def add_legend_of_plan(figure: Any, plans: pd.DataFrame, colors: dict[str, str])
 
 
 def part_tooltip(plan: Any, part: PlanPart) -> str:
-    """Return the tooltip of a part of a plan: GPUs, part, speed with its range, days, dollars, status and date."""
-    speeds = [part.images / days / SECONDS_PER_DAY for days in (part.days, part.most, part.least)]
-    figures = dict(zip(('images_per_sec', 'images_per_sec_least', 'images_per_sec_most'), speeds, strict=True))
-    if part.most == part.least:
-        figures['images_per_sec_least'] = math.nan  # a measured or corrected part has no range
+    """Return the tooltip: the GPUs, the part, its speed and range, days, dollars, status and date."""
+    speed, least, most = (part.images / days / SECONDS_PER_DAY
+                          for days in (part.days, part.most, part.least))  # the most days give the least speed
+    if least == most:  # a measured or corrected part has no range
+        least = most = math.nan
     row = pd.Series({'device': plan.device, 'num_devices': plan.num_devices, 'input': plan.input, 'days': part.days,
                      'cost_usd': part.days * 24 * plan.num_devices * plan.price, 'status': part.status,
-                     'date': part.date} | figures)
+                     'date': part.date, 'images_per_sec': speed, 'images_per_sec_least': least,
+                     'images_per_sec_most': most})
     return point_tooltip(row, f'{part.name} {part.size} px')
 
 
 def draw_learned(records: pd.DataFrame, prices: Prices) -> Any:
     """Draw the loss on --eval_remote over images seen, and over dollars if they are known, with a line per training.
 
-    A resumed training is one line, whose dollars grow in proportion to its images. Trainings whose losses do not
-    compare are in different panels.
+    A resumed training is one line. Its dollars grow in proportion to its images. Trainings whose losses cannot be
+    compared are in different panels.
 
     Args:
         records: the rows of all records.
-        prices: prices of GPUs that replace the ones in the records.
+        prices: the prices of --dollars_per_gpu_hour, which replace the prices in the records.
 
     Raises UserError if no training has evaluations.
     """
-    # Make a row for each evaluation.
+    # Make a row for each evaluation. A training that ran in several setups has several rows with the same evaluations.
     rows = []
     for _, training in records[records['stage'] == 'train'].drop_duplicates('training').iterrows():
         dollars = dollars_per_image(training, prices)
@@ -358,7 +360,7 @@ def draw_learned(records: pd.DataFrame, prices: Prices) -> Any:
         raise UserError('no training in these records was evaluated; --eval_remote evaluates one')
     rows = pd.DataFrame(rows)
 
-    # Make a panel for each group of losses that compare.
+    # Make a panel over images, and one over dollars, for each group of losses that can be compared.
     panels = []
     for _, comparable in rows.groupby(LOSS_SETTINGS, sort=False):
         title = describe_settings(comparable.iloc[0], differing_settings(rows, LOSS_SETTINGS))
@@ -373,7 +375,7 @@ def dollars_per_image(training: pd.Series, prices: Prices) -> float:
 
     Args:
         training: row of the training.
-        prices: prices of GPUs; without any, the prices in the record count.
+        prices: the prices of --dollars_per_gpu_hour; without any, the prices in the record count.
     """
     record = training['record']
     if training['on_cpu'] or not record.get('trained_batches') or not {'gpu_hours', 'batch_size'} <= record.keys():
@@ -385,10 +387,10 @@ def dollars_per_image(training: pd.Series, prices: Prices) -> float:
 
 
 def draw_quality(rows: pd.DataFrame, caption: str) -> Any:
-    """Draw a table of scores in up to three panels, with the notes on the scores below them.
+    """Draw a table of scores in up to three panels, with the notes on the scores below the panels.
 
-    One panel shows FID against CLIP score, with a line for each checkpoint over its guidance scales. Two panels show
-    FID and CLIP score over the images of the training, with a line for each model and guidance scale. Scores that
+    One panel shows FID against CLIP score, with a line for each checkpoint and a point for each guidance scale. Two
+    panels show FID and CLIP score over images seen, with a line for each model and guidance scale. Scores that
     differ in a setting of EVALUATION_SETTINGS are never on one line.
 
     Args:
@@ -400,6 +402,8 @@ def draw_quality(rows: pd.DataFrame, caption: str) -> Any:
     panels = [Panel(rows, 'clip_score', 'fid', [*EVALUATION_SETTINGS, 'trained_batches'])]
     for score in ('fid', 'clip_score'):
         panels.append(Panel(rows, 'images_seen', score, [*EVALUATION_SETTINGS, 'guidance']))
+
+    # Omit panels without points.
     panels = [panel for panel in panels if len(rows.dropna(subset=[panel.across, panel.up]))]
     if not panels:
         raise UserError('no evaluation has both scores, or the number of images of its training')
@@ -465,8 +469,8 @@ def draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def result_tooltip(row: pd.Series, name: str, keys: Sequence[str]) -> str:
-    """Return the tooltip of a point of a panel: its GPUs or model, the label of its line, its figures and its date."""
-    source = describe_gpus(row) if 'num_devices' in row else row['model']  # of a training, or of an evaluation
+    """Return the tooltip of a point: GPUs of the training or the evaluated model, label of the line, figures, date."""
+    source = describe_gpus(row) if 'num_devices' in row else row['model']
     figures = [f'{TITLES[key]} {rounded(row[key], DECIMALS[key])}' for key in keys]
     for key in ('guidance', 'dollars'):
         if key not in keys and pd.notna(row.get(key)):

@@ -15,7 +15,7 @@ from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import SWITCHES
-from sdbench.forecast.speed import LARGEST_ERROR
+from sdbench.forecast.speed import LARGEST_ERROR, SEVERAL_MACHINES_ERRORS
 from sdbench.gpus import short_name
 from sdbench.records.figures import WIDTH, format_days, format_figure, rounded
 from sdbench.records.read import MEASURED
@@ -24,7 +24,7 @@ from sdbench.records.status import FORECAST, NOT_IN_A_FORECAST
 from sdbench.report.markdown import describe_settings, differing_settings, tables_within_width
 from sdbench.report.speeds import NO_RUN_FIGURES
 
-# Settings that are the same in all phases of a plan. The image size, the microbatch and the data may change.
+# Settings that all phases of a plan share. The image size, the microbatch and the data may differ between phases.
 PLAN_SETTINGS = [key for key in SPEED_SETTINGS if key not in (
     'stage', 'image_size', 'device_train_microbatch_size', 'dataset', 'num_workers', *VERSIONS)]
 SAME_MODEL = ['device', 'model_name']
@@ -70,7 +70,9 @@ class PartSpeed(NamedTuple):
         name: 'encode' or 'train'.
         size: width and height of the images in pixels.
         images: number of images that are encoded or trained on.
-        images_per_sec: the speed, and the most and the least within the range of the forecast (NaN if not tested).
+        images_per_sec: the speed on all GPUs together.
+        most: highest speed within the range of the forecast; NaN if the forecast is not tested.
+        least: lowest speed within the range of the forecast; NaN if the forecast is not tested.
         status: status of the record with the speed.
         date: date of that record; '' if it has none.
         images_between_checkpoints: images that are trained on between two checkpoints; 0 for an encoding.
@@ -78,19 +80,21 @@ class PartSpeed(NamedTuple):
     name: str
     size: str
     images: int
-    images_per_sec: tuple[float, float, float]
+    images_per_sec: float
+    most: float
+    least: float
     status: str
     date: str
     images_between_checkpoints: int
 
 
 def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, str, list[str]]:
-    """Return a row for each plan with the cheapest first, the title of the plans, and sentences about them.
+    """Return a row for each plan with the cheapest first, the title of the plans, and notes below the table.
 
     A plan needs a measured or forecast speed at the image size of every phase. A plan on latents includes the encoding
     of --encode. Raises UserError if there is no plan.
     """
-    # Only reliable speeds count, and the newest record is the last.
+    # Only reliable speeds count, and newer records replace older ones, so sort them by date.
     records = records.sort_values('date', kind='stable')
     trained = records[records['stage'] == 'train']
     is_reliable = trained['status'].isin([MEASURED, FORECAST])
@@ -98,7 +102,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     phases = [(images or phase_images(reliable, size), size) for images, size in settings.phase]
     sizes = [size for _, size in phases]
 
-    # A plan is made from the records of one setting and GPU count that cover all sizes.
+    # Records of one setting and GPU count make a plan if they have a speed at each of the sizes.
     groups = reliable.groupby([*PLAN_SETTINGS, 'num_devices'], sort=False)
     planned = groups.filter(lambda runs: {*sizes} <= {*runs['image_size']})
     forecasts = planned[planned['status'] == FORECAST]
@@ -123,12 +127,12 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
 
     sentences += [*milestone_sentences(plans), *explain_days(plans, settings)]
     if excluded:
-        sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(excluded))}')
+        sentences.append(f'No plan was made from: {"; ".join(dict.fromkeys(excluded))}.')
     return plans, plan_title(phases, settings), sentences
 
 
 def exclusion_reasons(runs: pd.DataFrame, sizes: list[str], correctable: set[tuple[str, str]]) -> list[str]:
-    """Return why the records of one setting make no plan; nothing if they are measurements that may correct a plan.
+    """Return why these records make no plan, or [] if they are measurements that can correct a forecast.
 
     Args:
         runs: rows of one setting and GPU count that lack a speed at some of the sizes.
@@ -141,12 +145,13 @@ def exclusion_reasons(runs: pd.DataFrame, sizes: list[str], correctable: set[tup
         statuses = ' and '.join(dict.fromkeys(runs['status']))
         return [f'{describe_gpus(first)}, {statuses}, no speed at {" and ".join(missing)} px']
     if (first['device'], first['compile']) not in correctable:
-        return [f'{describe_gpus(first)}, measured {how_compiled(first["compile"])}, unlike the plans for it']
+        how = how_compiled(first['compile'])
+        return [f'{describe_gpus(first)}, measured {how}, but no plan has a forecast for this GPU with this --compile']
     return []
 
 
 def explain_days(plans: pd.DataFrame, settings: Report) -> list[str]:
-    """Return sentences that say what the days of plans include and assume."""
+    """Return sentences that say what the days of the plans include, and which network they assume."""
     sentences = []
     if settings.hours_between_preemptions:
         hours = settings.hours_between_preemptions
@@ -155,11 +160,12 @@ def explain_days(plans: pd.DataFrame, settings: Report) -> list[str]:
                          '--save_interval.')
     if any(part.status != MEASURED for parts in plans['parts'] for part in parts):
         sentences.append(NOT_IN_A_FORECAST)
-    networks = dict.fromkeys(filter(None, plans['network']))
+    networks = [f'a {network}' for network in plans['network'].unique() if network not in ('', UNSTATED_NETWORK)]
     if networks:
+        lowest, highest = SEVERAL_MACHINES_ERRORS
         sentences.append(f'Several machines are assumed to be joined by {" or ".join(networks)} (--network_gbits) with '
                          'RDMA; plain TCP carries half as much. On several machines, forecasts for published speeds '
-                         'were between 10 % too low and 13 % too high.')
+                         f'were between {-lowest:.0%} too low and {highest:.0%} too high.')
     return sentences
 
 
@@ -197,10 +203,10 @@ def plan_title(phases: list[tuple[int, str]], settings: Report) -> str:
 
 
 def phase_images(trained: pd.DataFrame, size: str) -> int:
-    """Return how many images a phase trains on if --phase does not say how many.
+    """Return the number of images of a phase whose --phase gives only the image size.
 
     The number comes from the newest forecast at this size, or else from the newest training. A measurement does not
-    count, because its number of batches follows from --measure_batches. Raises UserError if no record has a number.
+    count, because its number of batches follows from --measure_batches. Raises UserError if no record states a number.
     """
     of_size = trained[trained['image_size'] == size]
     is_forecast = of_size['status'] == FORECAST
@@ -213,12 +219,11 @@ def phase_images(trained: pd.DataFrame, size: str) -> int:
 
 
 def find_corrections(trained: pd.DataFrame, correctable: set[tuple[str, str]]) -> tuple[Corrections, list[str]]:
-    """Compare measurements with forecasts for the same setup; return a factor for each group of forecasts, and why.
+    """Return factors that correct forecasts by measurements, and sentences about the factors.
 
-    A group is one GPU, compiled or not, on one machine or over one network. Its factor is measured speed divided by
-    forecast speed, or the median if there are several pairs. It applies to every forecast in the group, because a
-    systematic error of the forecast should affect all of them. The sentences say so. They also name each measurement
-    without a forecast for its setup, with the command that makes one.
+    For each GPU, --compile and network, the factor is the median of measured speed / forecast speed over all setups
+    that have both. It multiplies all their forecasts, because a systematic error should affect all of them. The
+    sentences also name each measurement without a forecast for its setup, and give the command that makes one.
 
     Args:
         trained: rows of reliable trainings and of forecasts, sorted by date.
@@ -255,7 +260,7 @@ def find_corrections(trained: pd.DataFrame, correctable: set[tuple[str, str]]) -
 
 
 def how_compiled(compile: str) -> str:
-    """Describe the value of --compile, which distinguishes groups of forecasts."""
+    """Return a value of --compile in words, such as 'not compiled' or 'compiled with reduce-overhead'."""
     return {'': 'not compiled', 'no': 'not compiled', 'yes': 'compiled'}.get(compile, f'compiled with {compile}')
 
 
@@ -268,14 +273,6 @@ def shell_lines(program: list[str]) -> str:
             lines.append('   ')
         lines[-1] += f' {word}'
     return '\n'.join(lines)
-
-
-def correction_factor(run: pd.Series, name: str, corrections: Corrections) -> float | None:
-    """Return the factor for the forecast of a part of a plan; None if no measurement corrects it.
-
-    The GPUs of an encoding do not communicate, so on any number of machines it has the factor of one machine.
-    """
-    return corrections.get((run['device'], run['compile'], run['network'] if name == 'train' else ''))
 
 
 def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
@@ -293,13 +290,13 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
     parts = plan_parts(runs, records, phases, settings, corrections)
     lacks = missing_encodings(parts, first['input'], phases)
     days = sum(part.days for part in parts)
-    hours = math.nan if first['on_cpu'] else days * 24 * first['num_devices']
+    gpu_hours = math.nan if first['on_cpu'] else days * 24 * first['num_devices']
 
     # Prices come from --dollars_per_gpu_hour, or else from the newest record that has prices.
     recorded = [prices for prices in runs['prices'] if prices]
     price = price_of(first['device'], settings.dollars_per_gpu_hour or (recorded[-1] if recorded else ()))
 
-    # The record is what --csv writes: images and days of each part, for a spreadsheet.
+    # The record is what --csv writes: images and days of each part, for a spreadsheet. Two phases may have one size.
     record = {'stage': 'plan', 'device': first['device'], 'num_devices': first['num_devices'], 'input': first['input'],
               'dollars_per_gpu_hour': price, 'hours_between_preemptions': settings.hours_between_preemptions}
     for part in parts:
@@ -307,17 +304,19 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
             key = f'{figure}_{part.name}_{part.size}'
             record[key] = record.get(key, 0) + value
     return first.to_dict() | NO_RUN_FIGURES | {
-        'stage': 'plan', 'parts': parts, 'days': days, 'total_gpu_hours': hours, 'record': record, 'price': price,
-        'notes': ', '.join([*notes_on_forecasts(parts), *lacks]), 'lacks': lacks, 'cost_usd': hours * price}
+        'stage': 'plan', 'parts': parts, 'days': days, 'total_gpu_hours': gpu_hours, 'record': record,
+        'price': price, 'cost_usd': gpu_hours * price, 'lacks': lacks,
+        'notes': ', '.join([*notes_on_forecasts(parts), *lacks])}
 
 
 def notes_on_forecasts(parts: list[PlanPart]) -> list[str]:
     """Return notes that say which parts of a plan are forecast, which are corrected, and the range of the others."""
     notes = []
     forecasts = [part for part in parts if part.status == FORECAST]
-    least, most = sum(part.least for part in forecasts), sum(part.most for part in forecasts)
-    tested = 'not tested' if math.isnan(least) else f'{format_days(least)} to {format_days(most, " days")}'
-    for status, note in ((CORRECTED, 'corrected'), (FORECAST, tested)):
+    least = sum(part.least for part in forecasts)
+    most = sum(part.most for part in forecasts)
+    days_range = 'not tested' if math.isnan(least) else f'{format_days(least)} to {format_days(most, " days")}'
+    for status, note in ((CORRECTED, 'corrected'), (FORECAST, days_range)):
         names = dict.fromkeys(f'{part.name} {part.size}' for part in parts if part.status == status)
         if names:
             which = '' if all(part.status == status for part in parts) else f' of {" and ".join(names)}'
@@ -329,7 +328,7 @@ def notes_on_forecasts(parts: list[PlanPart]) -> list[str]:
 
 
 def missing_encodings(parts: list[PlanPart], input: str, phases: list[tuple[int, str]]) -> list[str]:
-    """Return a note that names the image sizes whose encoding is missing in a plan on latents; nothing if none is."""
+    """Return a note that names the image sizes whose encoding a plan on latents lacks; [] if it lacks none."""
     encoded = [part.size for part in parts if part.name == 'encode']
     missing = dict.fromkeys(size for _, size in phases if size not in encoded)
     if input != 'latents' or not missing:
@@ -343,14 +342,17 @@ def plan_parts(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int
     first = runs.iloc[0]
     parts = []
     for work in part_speeds(runs, records, phases, settings):
-        # A measured or corrected speed has no range.
-        speeds = work.images_per_sec
+        # GPUs that encode do not communicate, so on any number of machines they have the factor of one machine.
+        network = first['network'] if work.name == 'train' else ''
+        factor = corrections.get((first['device'], first['compile'], network))
+
+        # A measured or corrected speed has no range. The highest speed gives the fewest days.
+        speeds = [work.images_per_sec, work.most, work.least]
         status = work.status
-        factor = correction_factor(first, work.name, corrections)
         if status == MEASURED:
-            speeds = [speeds[0]] * 3
+            speeds = [work.images_per_sec] * 3
         elif factor is not None:
-            speeds = [speeds[0] * factor] * 3
+            speeds = [work.images_per_sec * factor] * 3
             status = CORRECTED
 
         days = [days_to_train(speed, work.images) for speed in speeds]
@@ -366,19 +368,19 @@ def part_speeds(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[in
     """Return the speed of each part of a plan. See `plan_row` for the arguments."""
     first = runs.iloc[0]
     speeds = []
-    for images, size in settings.encode if first['input'] == 'latents' else ():
-        speed, status, date = encoding_speed(first, records, size)
-        if status:
-            speeds.append(PartSpeed('encode', size, images, (speed, math.nan, math.nan), status, date, 0))
+    if first['input'] == 'latents':
+        encodings = [encoding_speed(first, records, images, size) for images, size in settings.encode]
+        speeds += [speed for speed in encodings if speed is not None]
     for images, size in phases:
         # Take the newest measurement of each microbatch and of these the fastest, or else the newest forecast.
         of_size = runs[runs['image_size'] == size]
         measured = of_size[of_size['status'] == MEASURED].drop_duplicates('microbatch', keep='last')
         run = of_size.iloc[-1] if measured.empty else measured.loc[measured['images_per_sec'].idxmax()]
+        # A record without a --save_interval has its default for a long run.
         interval = str(run['record'].get('save_interval', ''))
         batches = to_batches(interval) if interval.endswith('ba') else LONGEST_INTERVAL
         speeds.append(PartSpeed(
-            'train', size, images, (run['images_per_sec'], run['images_per_sec_most'], run['images_per_sec_least']),
+            'train', size, images, run['images_per_sec'], run['images_per_sec_most'], run['images_per_sec_least'],
             run['status'], run['date'], batches * run['record'].get('batch_size', 1)))
     return speeds
 
@@ -399,29 +401,36 @@ def days_with_preemptions(days: float, images_per_sec: float, work: PartSpeed, r
     Raises UserError if a machine would be preempted before it has saved its work.
     """
     lost = RESTART_HOURS + work.images_between_checkpoints / 2 / images_per_sec / 3600
-    hours = hours_between / int(run['num_nodes'] or 1)  # the preemption of any machine stops all of them
-    if lost >= hours:
-        raise UserError(f'--hours_between_preemptions {hours_between:g}: {short_name(run["device"])} at {work.size} px '
-                        f'loses {lost:.1f} hours in each preemption; plan with a shorter --save_interval')
-    return days * hours / (hours - lost)
+    period = hours_between / int(run['num_nodes'] or 1)  # hours: the preemption of any machine stops all of them
+    if lost >= period:
+        fix = 'plan with a shorter --save_interval'
+        if RESTART_HOURS >= period:  # even if nothing had to be repeated
+            fix = 'plan with fewer machines, or with machines that are preempted less often'
+        raise UserError(f'--hours_between_preemptions {hours_between:g}: {describe_gpus(run)} at {work.size} px would '
+                        f'lose {lost:.2f} hours in each preemption, one every {period:.2f} hours; {fix}')
+    return days * period / (period - lost)
 
 
-def encoding_speed(run: pd.Series, records: pd.DataFrame, size: str) -> tuple[float, str, str]:
-    """Return the speed at which the GPUs of a training encode images of a size, with its status and date.
+def encoding_speed(run: pd.Series, records: pd.DataFrame, images: int, size: str) -> PartSpeed | None:
+    """Return the speed at which the GPUs of a training encode `images` images of a size; None if it is not known.
 
-    It comes from the newest measurement by encode.py with the same model and GPU, or else from the newest forecast with
-    the same switches. Any GPU count will do, because the GPUs encode independently. The status is '' if no record has
-    a speed.
+    The speed comes from the newest measurement by encode.py with the same model and GPU, or else from the newest
+    forecast with the same switches. Any GPU count will do, because the GPUs encode independently.
     """
     of_model = records[(records['image_size'] == size) & (records[SAME_MODEL] == run[SAME_MODEL]).all(axis='columns')]
     measured = of_model[(of_model['stage'] == 'encode') & (of_model['status'] == MEASURED)]
-    for _, row in measured[::-1].iterrows():  # the newest is the last
-        return row['images_per_sec'] / row['num_devices'] * run['num_devices'], MEASURED, row['date']
-    for _, row in of_model[of_model['status'] == FORECAST][::-1].iterrows():
-        speed = row['record'].get('encode_images_per_sec')
-        if speed is not None and (row[SAME_SWITCHES] == run[SAME_SWITCHES]).all():
-            return speed / row['num_devices'] * run['num_devices'], FORECAST, row['date']
-    return math.nan, '', ''
+    forecasts = of_model[(of_model['status'] == FORECAST) & (of_model[SAME_SWITCHES] == run[SAME_SWITCHES]).all(axis=1)]
+    known = [row for _, row in forecasts.iterrows() if row['record'].get('encode_images_per_sec') is not None]
+    if not measured.empty:
+        row = measured.iloc[-1]  # the last one is the newest
+        speed = row['images_per_sec']
+    elif known:
+        row = known[-1]
+        speed = row['record']['encode_images_per_sec']
+    else:
+        return None
+    speed *= run['num_devices'] / row['num_devices']
+    return PartSpeed('encode', size, images, speed, math.nan, math.nan, row['status'], row['date'], 0)
 
 
 def distinguishing_settings(plans: pd.DataFrame) -> list[str]:
@@ -435,7 +444,7 @@ def distinguishing_settings(plans: pd.DataFrame) -> list[str]:
 
 
 def plan_blocks(plans: pd.DataFrame, keys: list[str]) -> list[str]:
-    """Return the tables of plans, described by the settings in `keys`, and the notes on plans as sentences."""
+    """Return the tables of plans, with the settings in `keys` as a column, and the notes on plans as sentences."""
     others = [key for key in keys if key != 'input']
     rows = []
     for _, plan in plans.iterrows():
@@ -448,7 +457,7 @@ def plan_blocks(plans: pd.DataFrame, keys: list[str]) -> list[str]:
             row[heading] = format_figure(key, plan[key])
         rows.append(row)
 
-    # Encodings come before phases of training, and sums come last.
+    # Sorted by name, encodings come before phases of training ('encode 256', 'train 256'). Sums come last.
     labels = ['GPUs', 'input', 'settings']
     sums = ['days', 'GPU-hours', 'cost']
     cells = pd.DataFrame(rows, index=plans.index).fillna('')
@@ -477,7 +486,7 @@ def limit_fractions(plans: pd.DataFrame, max_dollars: float | None, max_days: fl
 
 def within_limits(plans: pd.DataFrame, keys: list[str], max_dollars: float | None, max_days: float | None
                   ) -> tuple[pd.DataFrame, list[str]]:
-    """Return the plans within limits of dollars and days, and sentences that say how close each is to a limit.
+    """Return the plans within the limits of dollars and days, and sentences that say how close each is to a limit.
 
     If no plan is within the limits, all plans are returned, and a sentence and the column `is_nearest` name the nearest
     plan. Sentences describe plans by the settings in `keys`.
@@ -485,37 +494,43 @@ def within_limits(plans: pd.DataFrame, keys: list[str], max_dollars: float | Non
     fractions = limit_fractions(plans, max_dollars, max_days)
     if fractions.empty:
         return plans, []
-    largest = fractions.max(axis='columns', skipna=False)  # NaN, which is within no limit, for a plan without a price
-
     limits = ' and '.join(fractions)
-    kept = named = plans[largest <= 1]
-    sentence = f'{len(kept)} of {plural(len(plans), "plan")} within {limits}'
-    if kept.empty:
-        sentence = f'No plan is within {limits}; see "Within a budget" in docs/planning.md. The nearest'
-        named = plans.loc[largest.nsmallest(1).index]
-        plans = plans.assign(is_nearest=plans.index.isin(named.index))
+    largest = fractions.max(axis='columns', skipna=False)  # NaN, which is within no limit, for a plan without a price
+    if largest.isna().all():
+        return plans, [f'No plan has a price, so none can be compared with {limits}; give prices with '
+                       '--dollars_per_gpu_hour.']
 
-    # Say how close each plan is to the limits.
+    within = plans[largest <= 1]
+    if within.empty:
+        described = plans.loc[[largest.idxmin()]]
+        shown = plans.assign(is_nearest=plans.index.isin(described.index))
+        heading = f'No plan is within {limits}; see "Within a budget" in docs/planning.md. The nearest plan'
+    else:
+        described = shown = within
+        are = 'is' if len(within) == 1 else 'are'
+        heading = f'{len(within)} of {plural(len(plans), "plan")} {are} within {limits}'
+
+    # Say how close each of these plans is to the limits.
     descriptions = []
-    for row, plan in named.iterrows():
+    for row, plan in described.iterrows():
         taken = ' and '.join(f'{fraction:.0%} of {limit}' for limit, fraction in fractions.loc[row].items())
         notes = [*notes_on_limit(plan, largest[row]), *plan['lacks']]
         descriptions.append(', '.join([describe_plan(plan, keys), taken, *notes]))
-    sentences = [f'{sentence}: {"; ".join(descriptions) or "none has a price"}.']
+    sentences = [f'{heading}: {"; ".join(descriptions)}.']
 
-    # Name measured plans that exceed a limit, because their speed is certain and a small change may bring them within.
+    # Name measured plans that exceed a limit: their speed is certain, so a small change may bring them within it.
     is_measured = pd.Series([MEASURED in {part.status for part in parts} for parts in plans['parts']], plans.index)
     exceeding = [f'{describe_plan(plans.loc[row], keys)}, {largest[row]:.0%} of a limit'
-                 for row in plans.index[is_measured & (largest > 1)] if row not in named.index]
+                 for row in plans.index[is_measured & (largest > 1)] if row not in described.index]
     if exceeding:
-        sentences.append(f'Measured, and over a limit: {"; ".join(exceeding)}.')
-    if any(part.status != MEASURED for parts in kept['parts'] for part in parts):
+        sentences.append(f'Measured plans over a limit: {"; ".join(exceeding)}.')
+    if any(part.status != MEASURED for parts in within['parts'] for part in parts):
         sentences.append(f'Measure plans close to a limit first. {FORECAST_ERROR}')
-    return plans if kept.empty else kept, sentences
+    return shown, sentences
 
 
 def notes_on_limit(plan: pd.Series, fraction: float) -> list[str]:
-    """Return notes on a plan with forecasts: how far it may exceed a limit, and which speed it needs to be within.
+    """Return notes on the forecasts in a plan: the fraction at their slow end, and the speed that the limit needs.
 
     Args:
         plan: row of the plan.
@@ -524,25 +539,27 @@ def notes_on_limit(plan: pd.Series, fraction: float) -> list[str]:
     forecasts = [part for part in plan['parts'] if part.status != MEASURED]
     if not forecasts:
         return []
-    days = sum(part.days for part in forecasts)
-    measured_days = plan['days'] - days
+    forecast_days = sum(part.days for part in forecasts)
+    measured_days = plan['days'] - forecast_days
     notes = []
     most = measured_days + sum(part.most for part in forecasts)
     if most > plan['days']:  # false for a forecast that is not tested (NaN) or corrected (no range)
         notes.append(f'{fraction * most / plan["days"]:.0%} at the slow end of its range')
-    needed = days / (plan['days'] / fraction - measured_days)
+
+    # At the limit, the plan may take days / fraction. The forecast parts may use what the measured parts leave of it.
+    needed = forecast_days / (plan['days'] / fraction - measured_days)
     if 0 < needed <= 1:
         speed = 'the forecast speed'
         if CORRECTED in {part.status for part in forecasts}:
             speed = 'the corrected forecast speed'
         if len(forecasts) < len(plan['parts']):
             speed += f' of {" and ".join(dict.fromkeys(f"{part.name} {part.size}" for part in forecasts))}'
-        notes.append(f'so at least {needed:.2f} of {speed} is needed')
+        notes.append(f'needs at least {needed:.2f} of {speed}')
     return notes
 
 
 def describe_plan(plan: pd.Series, keys: list[str]) -> str:
-    """Return the GPUs and the input of a plan, and its settings among `keys`, as text."""
+    """Return the GPUs, the input and the settings in `keys` of a plan as text."""
     settings = describe_settings(plan, [key for key in keys if key != 'input'])
     return ', '.join(filter(None, [describe_gpus(plan), settings]))
 

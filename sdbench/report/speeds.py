@@ -15,22 +15,22 @@ from sdbench.records.setup import SETTINGS
 from sdbench.records.status import FORECAST
 from sdbench.report.markdown import describe_settings, differing_settings
 
-# Figures of a row that is not the row of a run, such as a prediction or a plan
+# Empty figures, for a row that is not about a run, such as a prediction or a plan
 NO_RUN_FIGURES = dict.fromkeys((*RUN_FIGURES, *RESULT_FIGURES, 'microbatch'), math.nan)
 
 
 def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
-    """Return a row for each setting and GPU count, with days and dollars, and sentences that explain them.
+    """Return a row for each setting and GPU count, with days and dollars, and sentences below the table.
 
     With --compare there is a row for each training. With --learned the trainings with the lowest losses come first.
     """
-    # Of forecasts that agree in all settings only the newest counts: older ones may come from an older forecast model.
+    # Of forecasts with the same settings only the newest counts: older ones may come from an older forecast model.
     newest = records.sort_values('date', kind='stable').drop_duplicates(
         ['status', *SETTINGS, 'num_devices', 'num_nodes'], keep='last')
     rows = records[(records['status'] != FORECAST) | records.index.isin(newest.index)]
     rows = rows.assign(setting=setting_numbers(rows))
 
-    # A microbatch that was given is a setting. Only one that the search found is shown as a figure.
+    # A microbatch that was given is already a setting. A microbatch that the search found is shown as a figure.
     is_found = rows['device_train_microbatch_size'] == ''
     rows['microbatch'] = rows['microbatch'].where(is_found)
 
@@ -57,10 +57,10 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
 
 
 def setting_numbers(rows: pd.DataFrame) -> pd.Series:
-    """Return the number of the setting of each row: rows with the same settings have the same number.
+    """Return a number for each row, which rows with the same settings share.
 
-    Runs on one machine use no network. They get the number of the runs with the same other settings over a network, if
-    there is only one such network, because the efficiency on several machines is relative to one machine.
+    A run on one machine uses no network. If the runs with the same other settings use a single network, the run gets
+    their number, because the efficiency on several machines is relative to one machine.
     """
     network = rows['network'].replace('', None)
     others = rows[SETTINGS].drop(columns='network')
@@ -78,7 +78,7 @@ def add_days_and_costs(rows: pd.DataFrame, settings: Report) -> tuple[pd.DataFra
         is_scaled = rows.groupby('setting')['num_devices'].transform('nunique') > 1
         rows['scaling_efficiency'] = ratio_to_first(rows, 'images_per_sec_per_device', ['setting']).where(is_scaled)
 
-    # Only trainings have days, because encoding and loading are not a training. Nobody trains the tiny model for real.
+    # Encoding and loading have no days, because they train nothing. Nobody trains the tiny model for real.
     has_days = (rows['stage'] == 'train') & rows['status'].isin(WITH_FIGURES)
     if settings.training_images is None and (rows['model_name'] == 'tiny').any():
         has_days &= rows['model_name'] != 'tiny'
@@ -92,27 +92,27 @@ def add_days_and_costs(rows: pd.DataFrame, settings: Report) -> tuple[pd.DataFra
     # Prices come from --dollars_per_gpu_hour, or else from the record. A CPU has no GPU-hours.
     given = settings.dollars_per_gpu_hour
     prices = [price_of(device, given or own) for device, own in zip(rows['device'], rows['prices'], strict=True)]
-    hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
-    rows = rows.assign(days=days, total_gpu_hours=hours, price=prices, cost_usd=hours * prices)
+    gpu_hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
+    rows = rows.assign(days=days, total_gpu_hours=gpu_hours, price=prices, cost_usd=gpu_hours * prices)
     return rows, sentences
 
 
 def merge_repeated_runs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return one row for the measured runs of each setting on the same GPUs and machines, with their median figures.
+    """Merge measured runs of the same setting, GPU count and number of machines into one row with their median figures.
 
-    A training with a loss on --eval_remote keeps a row by itself, and so does each row that was not measured.
+    A training with a loss on --eval_remote keeps its own row, and so does each row that was not measured.
     """
     is_measured = rows['status'] == MEASURED
     evaluated_training = rows['training'].where(rows['eval_loss'].notna(), -1)
     merged = []
     for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes', evaluated_training]):
         runs = runs.sort_values('trained_batches', kind='stable', na_position='first')
-        longest = runs.iloc[[-1]]
+        longest = runs.iloc[[-1]]  # the row whose settings and training result are shown
         row = longest.assign(**{key: runs[key].median() for key in RUN_FIGURES})
         if len(runs) > 1:
             speeds = runs['images_per_sec']
             row['notes'] = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
-        if runs['microbatch'].nunique() > 1:
+        if runs['microbatch'].nunique() > 1:  # the search did not always find the same one
             row['microbatch'] = math.nan
         merged.append(row)
     return pd.concat([*merged, rows[~is_measured]])
@@ -127,9 +127,10 @@ def ratio_to_first(rows: pd.DataFrame, key: str, group: list[str]) -> pd.Series:
 
 
 def one_row_per_gpu_count(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """Return one row per GPU count among the rows that agree in `keys`, with the fewest GPUs first.
+    """Return one row for each GPU count and value of `keys`, with the fewest GPUs first.
 
-    It is the first row on the fewest machines, with the median images/s of the rows on these machines.
+    If a GPU count has rows on several numbers of machines, the fewest machines are used. The row is the first of these
+    rows, with their median images/s.
     """
     rows = rows.assign(nodes=pd.to_numeric(rows['num_nodes'])).sort_values(['num_devices', 'nodes'], kind='stable')
     speeds = rows.groupby([*keys, 'status', 'num_devices', 'num_nodes'])['images_per_sec'].transform('median')
@@ -137,10 +138,11 @@ def one_row_per_gpu_count(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFra
 
 
 def predict_speeds(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame, list[str]]:
-    """Return a row for each of `counts` GPUs in each setting, at the same batch size, and sentences about the fits.
+    """Extrapolate each setting to each GPU count in `counts`, at its measured batch size.
 
     A setting needs measurements on three GPU counts. If a GPU count was measured on several numbers of machines, the
-    fewest machines count. Raises UserError if no setting allows a prediction.
+    runs on the fewest machines are used. Returns the rows, and sentences about the fits. Raises UserError if no setting
+    allows a prediction.
     """
     trained = rows[(rows['status'] == MEASURED) & (rows['stage'] == 'train')]
     trained = one_row_per_gpu_count(trained, ['setting'])
@@ -174,12 +176,13 @@ def predict_speeds(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFr
 
 
 def fit_and_predict(runs: pd.DataFrame, counts: Sequence[int]) -> tuple[list[dict], str]:
-    """Fit step_seconds(n) = a / n + b to the runs of one setting; return rows for `counts` GPUs, and the fit as text.
+    """Fit step_seconds(n) = a / n + b to the runs of one setting on n GPUs.
 
-    Without a stated batch size the seconds are per image instead of per batch.
+    Without a stated batch size, the seconds are per image instead of per batch. Returns a row for each GPU count in
+    `counts`, and a sentence about the fit.
     """
     first = runs.iloc[0]
-    batch = int(first['batch_size'] or 1)
+    batch = int(first['batch_size'] or 1)  # images in a step
     microbatch = int(first['device_train_microbatch_size'] or 0)
 
     # Minimize relative errors with a, b >= 0, because in absolute errors the long steps on few GPUs would dominate.
@@ -196,7 +199,7 @@ def fit_and_predict(runs: pd.DataFrame, counts: Sequence[int]) -> tuple[list[dic
             'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
             'status': EXTRAPOLATED, 'notes': note, 'record': first['record'] | {'extrapolated': True}})
 
-    # Say how well the fit meets the measurements.
+    # Say how far the fit is from the measurements.
     residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
     worst = residuals.abs().argmax()
     unit = f'a batch of {plural(batch, "image")}' if first['batch_size'] else 'each image'

@@ -150,10 +150,10 @@ def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
 def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
     """Return the path or URI of the newest complete checkpoint in a folder or store; None if there is none.
 
-    All ranks call this together and get the same answer. A truncated file is skipped with a warning, and stays. In a
-    store every file is complete.
+    All ranks call this together and get the same answer. A truncated file is skipped with a warning, and is not
+    deleted. In a store every file is complete.
 
-    Raises UserError on all ranks, which names `flag`, if the newest checkpoint cannot be read, or if the nodes see
+    On all ranks raises a UserError that names `flag`, if the newest checkpoint cannot be read or if the nodes see
     different files under this path. Raises OSError or DataError if the folder cannot be listed.
     """
     if '://' in folder:
@@ -162,8 +162,8 @@ def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
     for rank, checkpoint in enumerate(seen):
         if checkpoint != seen[0]:
             raise UserError(f'{flag} {folder} is not the same folder on every node: its newest checkpoint is '
-                            f'{seen[0] or "none"} on rank 0, and {checkpoint or "none"} on rank {rank}; give one that '
-                            'all nodes share, or an object store')
+                            f'{seen[0] or "none"} on rank 0, and {checkpoint or "none"} on rank {rank}; give a folder '
+                            'that all nodes share, or an object store')
     return seen[0]
 
 
@@ -326,12 +326,12 @@ class AtomicCheckpointSaver(Callback):
                             f'start there from these weights, add --load_weights {self.checkpoint}') from None
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save a checkpoint if it is time for one, or if the training ends with this batch."""
+        """Save a checkpoint if one is due after this batch, or if the training ends with it."""
         batch = state.timestamp.batch.value
         if not is_due(batch, self.save_interval, state.max_duration.to_timestring()):
             return
         name = FILE_NAME.format(epoch=state.timestamp.epoch.value, batch=batch)
-        self.saved.append(name)  # before the state is read, because a checkpoint lists itself, too
+        self.saved.append(name)  # before state_dict(), because the saved state must list this file too
         content = state.state_dict()
         if not any(content['scaler'].values()):  # on a CPU it is empty, and a GradScaler on a GPU refuses to load that
             del content['scaler']

@@ -19,7 +19,7 @@ class Identity(NamedTuple):
 
     Attributes:
         training_id: 12 random hexadecimal digits.
-        beginning: the readable part of the name.
+        beginning: the readable part of the name, in front of the id.
     """
     training_id: str
     beginning: str

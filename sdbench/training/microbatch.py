@@ -134,9 +134,9 @@ def run_as(model: ComposerModel, settings: Train) -> None:
 
 def fits(model: ComposerModel, size: int, precision: str, copies: int,
          build_optimizer: Callable[[], torch.optim.Optimizer]) -> bool:
-    """Tell whether a microbatch of `size` images fits on this rank, next to `copies` copies of the trained weights.
+    """Tell whether a microbatch of `size` images fits into the memory of this rank, and free the memory of the trial.
 
-    All memory of the trial is freed.
+    During the trial, `copies` more tensors of the size of the weights (EMA, DDP buckets) are allocated.
     """
     try:
         train_twice(model, size, precision, copies, build_optimizer)

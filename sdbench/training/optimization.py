@@ -82,8 +82,8 @@ class FiniteSteps(Callback):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
 
-        # All ranks must decide alike, because their gradients are averaged. With one tensor for all three values, the
-        # CPU waits for the GPU only once.
+        # All ranks must make the same decision, because their gradients are averaged. With one tensor for all three
+        # values, the CPU waits for the GPU only once.
         agreed = torch.stack([torch.isfinite(self._loss), torch.isfinite(norm), norm])  # float32
         dist.all_reduce(agreed, 'MIN')
         loss_is_finite, gradients_finite, norm_in_log = agreed.tolist()

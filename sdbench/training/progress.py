@@ -53,9 +53,9 @@ class Progress(Callback):
 
 
 def is_held_out(state: State, samples: Dataset) -> bool:
-    """Tell whether an evaluation's samples are known to be held out from everything that the weights were trained on.
+    """Tell whether an evaluation's samples are known to be held out from all data that the weights were trained on.
 
-    SameRun keeps the datasets of the training. In a program without SameRun the answer is always no.
+    The callback SameRun keeps the datasets of the training. In a program without SameRun the answer is always no.
     """
     for callback in state.callbacks:
         if isinstance(callback, SameRun):

@@ -79,11 +79,11 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 def on_every_rank(function: Callable[[], Any]) -> list[Any]:
     """Call a function on each rank, and return the results of all ranks, sorted by rank.
 
-    If it fails on one rank, all ranks raise, because otherwise they would wait for that rank in the next collective
-    operation. The rank itself raises its own error. The others raise the same message as UserError if it was one, and
-    else as DataError.
+    If the function fails on one rank, all ranks raise, because otherwise they would wait for that rank in the next
+    collective operation. That rank raises its own error. The others raise a UserError or, if the error was of another
+    type, a DataError with the same message.
     """
-    # Call it, and catch every error, because the other ranks must hear of it.
+    # Call the function, and catch every error, because the other ranks must hear of it.
     value = None
     failure = None
     try:

@@ -153,7 +153,7 @@ def evaluate_and_generate_if_due(settings: Train, trainer: Trainer) -> None:
 
 
 def less_memory(settings: Train) -> str:
-    """Return advice for a training that ran out of memory, without the changes that the user has already made."""
+    """Return advice for a training that ran out of memory. It skips changes that the user has already made."""
     advice = 'use a GPU with more memory'
     changes = changes_that_take_less(settings)
     if changes:
@@ -194,7 +194,7 @@ def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]
 
 def training_record(settings: Train, model: ComposerModel, data: DataSpec, trainer: Trainer,
                     outcome: dict[str, Any]) -> dict:
-    """Return the record of a training with this `outcome` from `fit`."""
+    """Return the record of a training. `outcome` is what `fit` returned."""
     # Collect the length of the training, its FLOPs, and the outcome.
     batches = trainer.state.timestamp.batch.value
     found = {
@@ -254,7 +254,8 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         trainer.close()
     append_record(record, text, settings.results_file)
 
-    # Save the record next to the checkpoints. If the command is started again, it tells that the training is complete.
+    # Save the record next to the checkpoints. If the command is started again, the record shows that the training is
+    # complete.
     if settings.save_folder and record['status'] not in (FAILED, INTERRUPTED) and dist.get_global_rank() == 0:
         write_text_in(settings.save_folder, RECORD, json.dumps(record))
 

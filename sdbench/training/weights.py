@@ -124,7 +124,7 @@ def trained_model_of(state: dict) -> TrainedModel:
 
 
 def about_training(trained: TrainedModel, raw_weights: bool = False) -> dict:
-    """Return the keys of a record that describe the training of the EMA weights, or of the raw weights without EMA."""
+    """Return the keys of a record that describe the weights of a training: EMA weights, or raw weights without EMA."""
     weights = 'raw' if raw_weights or trained.ema is None else 'EMA'
     return {'weights': weights, 'trained_batches': trained.batch, 'images_seen': trained.samples,
             'training': trained.flags | trained.spent}
@@ -159,7 +159,7 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
 
     Raises UserError if the path holds no weights, or they do not fit this model.
     """
-    # A folder of diffusers has a UNet and perhaps a scheduler, but does not name the VAE or the data of its training.
+    # A diffusers folder has a UNet and perhaps a scheduler, but does not name the VAE or the data of its training.
     label = f'--load_weights {path}'
     folder = on_rank_0(partial(unet_folder, path))
     if folder is not None:
@@ -201,7 +201,7 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
 
 
 def are_same_weights(trained: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> bool:
-    """Tell whether two networks have the same tensors by name, apart from rounding to half precision."""
+    """Tell whether two networks have the same tensors under the same names, apart from rounding to half precision."""
     if trained.keys() != ours.keys():
         return False
     for name, other in ours.items():
