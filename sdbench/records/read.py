@@ -97,7 +97,8 @@ def parse_record(line: str | dict[str, str]) -> dict[str, Any]:
     else:
         if None in line:  # where csv puts the cells that have no column
             raise UserError('more cells than columns; give numbers without commas')
-        record = {key: parse_cell(cell.strip()) for key, cell in line.items()}
+        # An id such as 12e345678901 also reads as a number.
+        record = {key: cell if key == 'training_id' else parse_cell(cell.strip()) for key, cell in line.items()}
     record = {key: known_value(value) for key, value in record.items() if known_value(value) is not None}
     if 'device' in record:
         record['device'] = full_name(str(record['device']))
@@ -109,10 +110,9 @@ def parse_cell(cell: str) -> Any:
     if cell.lower() in CELLS:
         return CELLS[cell.lower()]
     try:
-        value = json.loads(cell)
+        return json.loads(cell)
     except ValueError:
         return cell
-    return cell if value == math.inf else value  # a training id such as 12e345678901 would be infinite
 
 
 def speed_row(record: dict) -> dict:
