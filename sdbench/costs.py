@@ -79,7 +79,7 @@ def describe_prices(prices: Iterable[tuple[str, float]]) -> str:
     """
     names_at = {}  # short names of GPUs by price
     for device, price in dict.fromkeys(prices):
-        dollars = 'no price' if math.isnan(price) else f'${price:g}'
+        dollars = 'no price' if math.isnan(price) else f'${price:.2f}'.removesuffix('.00')
         names_at.setdefault(dollars, []).append(short_name(device))
     texts = []
     for dollars, names in names_at.items():
