@@ -81,7 +81,11 @@ def measure_rates(device: torch.device) -> tuple[float, float]:
 
 
 def resume(*flags: str) -> bool:
-    """Compare an uninterrupted training with one that is killed, resumed, stopped by SIGTERM and resumed again."""
+    """Compare an uninterrupted training with one that is killed, resumed, stopped by SIGTERM and resumed again.
+
+    Return whether both end with the same loss.
+    """
+    # The starts of each training, as pairs (batch, signal sent after it); (0, 0) runs to the end.
     runs = {'whole': [(0, 0)], 'interrupted': [(KILLED_AFTER, signal.SIGKILL), (STOPPED_AFTER, signal.SIGTERM), (0, 0)]}
     last_record = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +104,7 @@ def resume(*flags: str) -> bool:
     first_batch = last_record['interrupted']['first_batch']
     print(f'after a kill and a SIGTERM it resumed after batch {first_batch}, exit statuses {statuses}; its last loss '
           f'is {losses[1]:.6f}, and {losses[0]:.6f} without an interruption')
-    killed, stopped, completed = statuses
+    killed, stopped, completed = statuses  # of the interrupted training, the last one in `runs`
     return (killed != 0 and stopped != 0 and completed == 0 and first_batch == STOPPED_AFTER
             and abs(losses[1] - losses[0]) < LOSS_TOLERANCE)
 
@@ -112,7 +116,10 @@ def train(after: str, number: str, *flags: str) -> bool:
 
 
 def loader(_: str, results: str, *flags: str) -> bool:
-    """Measure the loader alone and with a fast model that needs no compiler, on JPEGs on the local disk."""
+    """Measure the loader alone and in a training, without the compiler, on JPEGs on the local disk.
+
+    Return whether both runs succeeded.
+    """
     batch_size = int(flags[flags.index('--batch_size') + 1])
     fast = ['@recipes/fastest.txt', '--no-compile'] if torch.cuda.is_available() else []
     with tempfile.TemporaryDirectory() as shards:

@@ -91,11 +91,12 @@ class Output:
             self.write(CLAIM, json.dumps(settings).encode())
             return
 
-        # Claim it again if the earlier command made no sample, perhaps because of a wrong flag: all its parts are done
-        # and empty. In a store, no parts at all may mean that another run has only just started, as there is no lock.
+        # Other settings may replace the claim if the earlier command ended without a sample, for example because of a
+        # wrong flag. It has ended if all its parts are done. Without any part a folder is free, because a running
+        # command would hold its lock. A store has no lock, so there another command may have just started.
         begun = parse_json(content, f'{CLAIM} of {self.label}')
         if begun != settings:
-            parts = self.parts()
+            parts = self.parts()  # values: whether the part is done
             has_ended = (parts or self.is_folder) and all(parts.values())
             if has_ended and not any(self._read_index(part)['shards'] for part in parts):
                 self.write(CLAIM, json.dumps(settings).encode())

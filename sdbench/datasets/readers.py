@@ -223,8 +223,8 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
 
     If the file lacks the columns, yield only (None, {NO_SAMPLE: reason}).
 
-    Raises OSError without a number, or an error of pyarrow, if the file is damaged, and DataError if a flag must
-    choose between two columns.
+    If the file is damaged, raises an error of pyarrow or an OSError whose `errno` is None. Raises DataError if a flag
+    must choose between two columns.
     """
     from pyarrow.parquet import ParquetFile  # importing it takes a third of a second
     with (open_file(file.name) as reader,

@@ -8,7 +8,7 @@ from typing import Literal
 from sdbench.costs import TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
 from sdbench.flags.parser import count, flag, fraction, number_between, positional, positive, seed
-from sdbench.flags.train import PRICES_HELP, DataLoading, Encoders, Model, Results, Warmup, pixels, price
+from sdbench.flags.train import DataLoading, Encoders, Model, Results, Warmup, pixels, price
 from sdbench.hub import CLIP_MODEL
 from sdbench.paths import EXPORTED
 from sdbench.process import launcher_variable
@@ -68,9 +68,9 @@ class Convert(Cluster):
                                     'image paths in tables of captions (default: file_name or filename)',
                                     metavar='NAME')
     caption_column: tuple[str, ...] = flag((), 'caption columns in Parquet files and tables, such as short long, or '
-                                           'suffixes of caption files, such as .txt .caption (default: text or '
-                                           'caption; in a --captions table with only one other column, that column; '
-                                           'the first caption file of an image)', metavar='NAME')
+                                           'suffixes of caption files, such as .txt .caption (default for columns: '
+                                           'text or caption, or in a --captions table its only other column; for '
+                                           'caption files: the first one of an image)', metavar='NAME')
     sample_per_caption: bool = flag(False, 'write one sample per caption (default: off, which writes one sample per '
                                     'image with all its captions; training then draws one at random each time)')
     clean_captions: bool = flag(False, 'fix mojibake and unescape HTML such as &amp; in captions, as open_clip does')
@@ -163,15 +163,17 @@ class Report:
     training_images: int | None = flag(None, 'images of a whole training, counted with repeats, for which days and '
                                        f'dollars are shown (default: {TRAINING_IMAGES:,}, as for Stable Diffusion 2; '
                                        'none for the model tiny)', converter=count)
-    dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
+    dollars_per_gpu_hour: Prices = flag((), 'price per GPU-hour in dollars, for every GPU or by GPU name, such as '
+                                        'H100=2.5 H200=3.2 (default: the prices in each record, or else 2.0)',
+                                        converter=price, metavar='PRICE')
     extrapolate: tuple[int, ...] = flag((), 'GPU counts whose speed is predicted from the measured GPU counts '
                                         '(default: none)', converter=count, metavar='GPUS')
     compare: bool = flag(False, 'show one row per training, with its speed relative to the first training of the same '
                          'model and image size')
     phase: tuple[tuple[int | None, str], ...] = flag((), 'plan a training in phases: SIZE is the image size in '
-                                                     'pixels, IMAGES the number of images to train on (default: as in '
-                                                     'the record for that size)', converter=images_at_size,
-                                                     metavar='[IMAGES@]SIZE')
+                                                     'pixels, IMAGES the number of images to train on (without '
+                                                     'IMAGES@: the number in the newest record for that size)',
+                                                     converter=images_at_size, metavar='[IMAGES@]SIZE')
     encode: tuple[tuple[int, str], ...] = flag((), 'images, and their size in pixels, that the plan encodes once for '
                                                'training on latents (default: none)', converter=images_at_size,
                                                metavar='IMAGES@SIZE', needs='phase')

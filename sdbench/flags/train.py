@@ -75,11 +75,10 @@ PRICES_HELP = ('price per GPU-hour in dollars, for every GPU or by GPU name, suc
 class DataLoading:
     heading = 'data'
 
-    remote: str | None = flag(None, 'folder or object store with MDS shards: images from convert.py or, for a '
-                              'training, latents from encode.py')
-    local: str | None = flag(None, 'cache folder for the shards from --remote (default: a temporary folder if '
-                             '--remote is an object store; a folder is read in place); without --remote, the folder '
-                             'with the shards')
+    remote: str | None = flag(None, 'folder or object store with MDS shards of images and captions from convert.py; '
+                              'benchmark.py also trains on latents from encode.py')
+    local: str | None = flag(None, 'cache folder for shards from an object store (default: a temporary folder; shards '
+                             'in a folder are read in place); without --remote, the folder that holds the shards')
     num_workers: int | None = flag(None, "data loader processes per device (default: the machine's CPU cores divided "
                                    'by its devices, at most 8)', converter=whole_number)
     # Not a flag: the names of the flags that complete.py sets from the machine or from the length of the run.
@@ -119,9 +118,10 @@ class Model:
     model_name: str = flag(SD2_BASE, 'model to build: tiny (a small test model), a diffusers folder or a Hugging Face '
                            f'Hub ID (default: {SD2_BASE}, whose architecture is built in)', may_change=True)
     pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name; tiny has only '
-                            'VAE weights (default: off, so the weights are random, which has the same speed)')
+                            'VAE weights (default: off; random weights are as fast, but no model can generate images '
+                            'with them)')
     image_size: int = flag(512, 'image height and width in pixels', converter=pixels)
-    seed: int = flag(17, 'seed for the random weights, the noise and the order of samples', converter=seed)
+    seed: int = flag(17, 'seed for all random numbers', converter=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +130,8 @@ class Encoders:
 
     encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
         None, 'precision of the frozen VAE and text encoder; in a training, fp32 stores their weights in float32 and '
-        'computes in --precision (default: in a training as --precision; in encode.py bf16 on GPUs that support it, '
-        'fp16 on other GPUs and fp32 on CPUs)')
+        'computes in --precision (default: bf16 on GPUs that support it, fp16 on other GPUs, fp32 on CPUs; in a '
+        'training as --precision)')
     channels_last: bool | None = flag(None, 'store image tensors in the channels_last memory format (default: on with '
                                       '--compile, else off)')
     compile: bool | Literal['max-autotune-no-cudagraphs', 'reduce-overhead'] = flag(
@@ -177,8 +177,7 @@ class Results:
     heading = 'measurement'
 
     results: str | None = flag(None, "file to which the run's record, one line of JSON, is appended, or - to print it "
-                               'as the last line of output (default: results.jsonl; a forecast is only saved if this '
-                               'flag is given)', metavar='FILE')
+                               'as the last line of output (default: results.jsonl)', metavar='FILE')
 
     @property
     def results_file(self) -> str:
@@ -217,9 +216,10 @@ class Cost:
     heading = 'forecast and cost'
 
     dry_run: tuple[int, ...] | None = flag(None, 'forecast memory and training speed for this many GPUs, without a '
-                                           'GPU and without training; several counts, such as 8 16 32, make a table '
-                                           '(default: off; without a count, as many GPUs as there are processes)',
-                                           converter=count, metavar='GPUS', bare=(0,))
+                                           'GPU and without training; several counts, such as 8 16 32, make a table; '
+                                           'with --results the forecasts are saved (default: off; without a count, as '
+                                           'many GPUs as there are processes)', converter=count, metavar='GPUS',
+                                           bare=(0,))
     gpus_per_node: int | None = flag(None, 'GPUs per machine in a forecast (default: 8; 4 for GB200 and L40S; 1 for '
                                      'GH200)', converter=count, metavar='GPUS', needs='dry_run')
     network_gbits: float | None = flag(None, 'network bandwidth of each machine in Gbit/s, summed over its adapters; '

@@ -31,8 +31,9 @@ def use_installed_names(model: dict[str, torch.Tensor]) -> None:
 def save_older_names(text_encoder: CLIPTextModel) -> None:
     """Make a text encoder's `state_dict`, and therefore `save_pretrained`, use the names of transformers 4.
 
-    Without this, transformers 4 loads a folder that transformers 5.23 has saved with random weights and no error. Do
-    not use this on a model that Composer saves, because torch looks up each name of the state in the model.
+    Without this, transformers 4 loads a folder saved by transformers 5.23 without an error, but leaves the weights
+    random. Do not use this on a model that Composer saves, because the names in Composer's state must be the names of
+    the model itself.
     """
     def rename(module: torch.nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: dict) -> None:
         for name in list(state):

@@ -554,7 +554,8 @@ def notes_on_limit(plan: pd.Series, fraction: float) -> list[str]:
             speed = 'the corrected forecast speed'
         if len(forecasts) < len(plan['parts']):
             speed += f' of {" and ".join(dict.fromkeys(f"{part.name} {part.size}" for part in forecasts))}'
-        notes.append(f'needs at least {needed:.2f} of {speed}')
+        rounded_up = math.ceil(100 * needed) / 100
+        notes.append(f'needs at least {rounded_up:.2f} of {speed}')
     return notes
 
 
