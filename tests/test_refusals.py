@@ -97,7 +97,7 @@ ROWS = [
     ('encode.py', '--remote shards --out out --ray auto', '--ray auto needs --encoder_precision'),
 
     # Encodings
-    ('encode.py', '--remote shards', 'give both --remote and --out'),
+    ('encode.py', '--remote shards', 'give --out, and --remote or --local'),
 
     # Evaluations
     ('evaluate.py', 'notes shards --out s3://b/out', 'give --out, a folder on this machine'),

@@ -83,7 +83,7 @@ def measure_rates(device: torch.device) -> tuple[float, float]:
 def resume(*flags: str) -> bool:
     """Compare an uninterrupted training with one that is killed, resumed, stopped by SIGTERM and resumed again.
 
-    Return whether both end with the same loss.
+    Return whether both end with the same loss, and whether each start ended and resumed as it should.
     """
     # The starts of each training, as pairs (batch, signal sent after it); (0, 0) runs to the end.
     runs = {'whole': [(0, 0)], 'interrupted': [(KILLED_AFTER, signal.SIGKILL), (STOPPED_AFTER, signal.SIGTERM), (0, 0)]}

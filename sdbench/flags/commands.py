@@ -85,12 +85,12 @@ class Encode(DataLoading, Model, Encoders, Warmup, Results, Cluster):
 
     out: str | None = flag(None, 'new folder or object store for the MDS shards of latents (required)')
     batch_size: int = flag(32, 'images per forward pass on each device', converter=count)
-    cpu: bool = flag(False, 'with --ray, encode on CPUs (default: off, which waits for GPUs of the cluster)',
-                     needs='ray')
+    cpu: bool = flag(False, 'with --ray, encode on CPUs (default: off, which encodes on GPUs and waits until the '
+                     'cluster has some)', needs='ray')
 
     def check(self) -> None:
         if not (self.remote or self.local) or not self.out:
-            raise UserError('give both --remote and --out')
+            raise UserError('give --out, and --remote or --local')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,10 +181,12 @@ class Report:
                                                    'each preemption a plan adds a restart and half a --save_interval '
                                                    '(default: no preemptions)', converter=positive, metavar='HOURS',
                                                    needs='phase')
-    max_dollars: float | None = flag(None, 'show only plans that cost at most this much, or else the nearest one '
-                                     '(default: no limit)', converter=positive, metavar='DOLLARS', needs='phase')
-    max_days: float | None = flag(None, 'show only plans that take at most this long, or else the nearest one '
-                                  '(default: no limit)', converter=positive, metavar='DAYS', needs='phase')
+    max_dollars: float | None = flag(None, 'show only plans that cost at most this much; if there is none, show all '
+                                     'plans and name the nearest one (default: no limit)', converter=positive,
+                                     metavar='DOLLARS', needs='phase')
+    max_days: float | None = flag(None, 'show only plans that take at most this long; if there is none, show all '
+                                  'plans and name the nearest one (default: no limit)', converter=positive,
+                                  metavar='DAYS', needs='phase')
     figure: str | None = flag(None, 'file for a plot of days against GPU count, or of the GPU-hours of each plan '
                               '(default: no plot)', metavar='FILE')
     learned: str | None = flag(None, 'file for a plot of the loss on --eval_remote against images seen, and against '

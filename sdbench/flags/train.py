@@ -77,8 +77,9 @@ class DataLoading:
 
     remote: str | None = flag(None, 'folder or object store with MDS shards of images and captions from convert.py; '
                               'benchmark.py also trains on latents from encode.py')
-    local: str | None = flag(None, 'cache folder for shards from an object store (default: a temporary folder; shards '
-                             'in a folder are read in place); without --remote, the folder that holds the shards')
+    local: str | None = flag(None, 'with --remote: cache folder for shards from an object store (default: a temporary '
+                             'folder; a --remote folder is read in place); without --remote: the folder that holds '
+                             'the shards')
     num_workers: int | None = flag(None, "data loader processes per device (default: the machine's CPU cores divided "
                                    'by its devices, at most 8)', converter=whole_number)
     # Not a flag: the names of the flags that complete.py sets from the machine or from the length of the run.
@@ -129,9 +130,9 @@ class Encoders:
     heading = 'speed'
 
     encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
-        None, 'precision of the frozen VAE and text encoder; in a training, fp32 stores their weights in float32 and '
-        'computes in --precision (default: bf16 on GPUs that support it, fp16 on other GPUs, fp32 on CPUs; in a '
-        'training as --precision)')
+        None, 'precision of the frozen VAE and text encoder (default in encode.py: bf16 on GPUs that support it, fp16 '
+        'on other GPUs, fp32 on CPUs; default in a training: as --precision); in a training, fp32 stores the weights '
+        'in float32 but computes in --precision')
     channels_last: bool | None = flag(None, 'store image tensors in the channels_last memory format (default: on with '
                                       '--compile, else off)')
     compile: bool | Literal['max-autotune-no-cudagraphs', 'reduce-overhead'] = flag(
