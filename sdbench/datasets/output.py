@@ -81,7 +81,7 @@ class Output:
             yield
 
     def _claim(self, settings: dict) -> None:
-        """Write claim.json, or require that it has these settings. Raises UserError if not, or for other files in OUT."""
+        """Write claim.json, or require that it has these settings. Raises UserError if not, or if OUT is not empty."""
         # Claim an OUT that no command has claimed. Refuse it if it holds files of something else.
         content = self.read(CLAIM)
         if content is None:
