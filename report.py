@@ -137,7 +137,7 @@ def make_sections(records: pd.DataFrame, evaluations: pd.DataFrame, settings: Re
 
 
 def save_figures(figures: dict[str, tuple[str, Callable[[], Any]]], settings: Report) -> None:
-    """Save each figure whose flag names a file. `figures` has the caption and the drawing function by flag."""
+    """Save each figure whose flag names a file. `figures` has the caption and the plotting function by flag."""
     for flag, (_, draw) in figures.items():
         path = getattr(settings, flag)
         if path:

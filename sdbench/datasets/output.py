@@ -25,7 +25,8 @@ from streaming import MDSWriter
 from sdbench.errors import DataError, UserError, one_line, plural, redacted
 from sdbench.files import atomic_write, locked, parse_json
 from sdbench.paths import CLAIM, INDEX, is_url
-from sdbench.stores import PATIENT, TIMEOUT, TRIES, download, files_below, parse_address, write
+from sdbench.stores import PATIENT, TIMEOUT, TRIES, download, files_below, write
+from sdbench.stores.addresses import parse_address
 
 LOCK = f'{CLAIM}.lock'  # held by the run that writes to a folder
 SKIPPED = 'skipped.jsonl'  # which samples and files were skipped, and why

@@ -34,7 +34,8 @@ from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, CaptionTables, Column
 from sdbench.errors import DataError, UserError, one_line
 from sdbench.inputs.captions import Named
 from sdbench.paths import is_url
-from sdbench.stores import files_below, parse_address
+from sdbench.stores import files_below
+from sdbench.stores.addresses import parse_address
 
 WILDCARDS = re.compile(r'[*?[]')
 

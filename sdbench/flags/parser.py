@@ -121,7 +121,7 @@ def is_given(value: Any) -> bool:
 
 
 def build_parser(cls: type, description: str, program: str | None = None) -> 'Parser':
-    """Build the argparse parser for a dataclass. The arguments are those of `parse`."""
+    """Build the argparse parser for a dataclass, from the arguments that `parse` explains."""
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     program = program or Path(sys.argv[0]).name

@@ -76,5 +76,6 @@ def after_fusion(work: Work, fractions: Fractions) -> Work:
         if kind in (NORMS, CASTS, POINTWISE):
             kind = FUSED
         nbytes, kernels = fractions.get(kind, (1, 1))
-        remaining[kind] = remaining.get(kind, 0) + amounts * [1, nbytes, 1, kernels]
+        factors = np.array([1, nbytes, 1, kernels])  # for the columns of `amounts`: only bytes and kernels change
+        remaining[kind] = remaining.get(kind, 0) + amounts * factors
     return remaining

@@ -297,7 +297,7 @@ def draw_bar(axes: Any, position: int, plan: Any, colors: dict[str, str]) -> Non
         plan: row of the plan as a named tuple.
         colors: maps '<name> <size> px' of a part to its color; new parts are added.
     """
-    start = 0.0  # GPU-hours of the parts drawn so far
+    start = 0.0  # GPU-hours of the earlier parts
     for part in plan.parts:
         color = colors.setdefault(f'{part.name} {part.size} px', COLORS[len(colors) % len(COLORS)])
         gpu_hours = part.days * 24 * plan.num_devices

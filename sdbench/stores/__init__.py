@@ -6,23 +6,21 @@
                          at exactly that host, which may belong to another cloud (blob.core.chinacloudapi.cn);
                          with AZURE_ACCOUNT_ACCESS_KEY, or Azure's default credentials
 
-Each kind of store is a class with the methods of `Store` (s3.py, google.py, azure.py). From any other store Streaming's
-clients can download. Every error of a client becomes one line (answers.py). Keys are passed to the clients as they are
-and never parsed as URLs, because a key may contain # or ?.
+Each kind of store is a class with the methods of `Store` (addresses.py): s3.py, google.py and azure.py. From any other
+store Streaming's clients can download. Every error of a client becomes one line (answers.py). Keys are passed to the
+clients as they are and never parsed as URLs, because a key may contain # or ?.
 """
 import contextlib
 import functools
 import itertools
 import os
-import re
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO
 
 from sdbench.errors import UserError, one_line
+from sdbench.stores.addresses import SUPPORTED, Store, StoredFile, parse_address
 from sdbench.stores.answers import store_error
 
-SUPPORTED = ('s3://', 'gs://', 'azure://')
-AZURE_HOST = 'blob.core.windows.net'  # the public cloud
 # Environment variables that configure the clients and that are not secret. Ray passes them to other machines.
 SETTINGS = ('S3_ENDPOINT_URL', 'S3_CANNED_ACL', 'AWS_ENDPOINT_URL', 'AWS_ENDPOINT_URL_S3', 'AWS_REGION',
             'AWS_DEFAULT_REGION', 'AWS_PROFILE', 'AWS_REQUEST_CHECKSUM_CALCULATION', 'AWS_RESPONSE_CHECKSUM_VALIDATION',
@@ -32,61 +30,6 @@ TRIES = 4  # attempts per request if the error may be temporary
 TIMEOUT = 20  # seconds without a byte after which a request is tried again
 SENDING = {'tries': 8, 'timeout': 60}  # for checkpoints: a store takes long to assemble the parts of a large file
 PATIENT = {'tries': 20, 'timeout': 60}  # for convert.py and encode.py, which survive an outage of a few minutes
-
-
-class Address(NamedTuple):
-    """The parts of an address in a store."""
-    scheme: str
-    host: str | None  # Azure only
-    bucket: str  # for Azure the container
-    key: str  # without leading and trailing slashes
-
-
-class StoredFile(NamedTuple):
-    """A file as a store lists it."""
-    key: str
-    size: int  # in bytes
-    changed: str  # ETag or time of the last change: another text if the file is written again
-
-
-def parse_address(address: str, label: str) -> Address:
-    """Return the parts of an address such as s3://BUCKET/KEY.
-
-    Raises UserError, which begins with `label`, if the scheme is not supported, or the bucket is missing or malformed.
-    """
-    if not address.startswith(SUPPORTED):
-        raise UserError(f'{label}: only the stores s3://, gs:// and azure:// can be used; use an S3-compatible address '
-                        'with S3_ENDPOINT_URL')
-    scheme, _, rest = address.partition('://')
-    bucket, _, key = rest.partition('/')
-    host = None
-    if scheme == 'azure':
-        # The account comes first. An account without a host is in the public cloud.
-        host = bucket
-        if '.' not in host:
-            host = f'{os.environ.get("AZURE_ACCOUNT_NAME", host)}.{AZURE_HOST}'
-        bucket, _, key = key.lstrip('/').partition('/')
-    if not bucket:
-        raise UserError(f'{label} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
-                        f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
-    for name in filter(None, (host, bucket)):
-        if not re.fullmatch(r'[A-Za-z0-9$][\w.-]*', name, re.ASCII):
-            raise UserError(f'{label}: {name} cannot be the name of a bucket or an account; use letters, digits, '
-                            'dots, - and _')
-    return Address(scheme, host, bucket, key.strip('/'))
-
-
-class Store(Protocol):
-    """One address in an object store, and the client that reaches it."""
-
-    def download(self, path: str, in_threads: bool) -> None:
-        """Download the file at the address to `path`."""
-
-    def upload(self, file: BinaryIO) -> None:
-        """Write the content of an open file to the address."""
-
-    def files(self, prefix: str) -> Iterator[StoredFile]:
-        """Yield the files in the bucket whose keys begin with `prefix`, sorted by key."""
 
 
 def open_store(address: str, label: str, tries: int = TRIES, timeout: float = TIMEOUT) -> Store:

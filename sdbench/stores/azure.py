@@ -4,11 +4,11 @@ import os
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from sdbench.stores import Address, StoredFile
+from sdbench.stores.addresses import Address, StoredFile
 
 
 class AzureStore:
-    """An address in Azure's store; `sdbench.stores.Store` describes its methods."""
+    """An address in Azure's store; `Store` in addresses.py describes its methods."""
 
     def __init__(self, place: Address, tries: int, timeout: float):
         self.key = place.key

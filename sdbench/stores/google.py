@@ -4,11 +4,11 @@ import os
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from sdbench.stores import Address, StoredFile
+from sdbench.stores.addresses import Address, StoredFile
 
 
 class GoogleStore:
-    """An address in Google's store; `sdbench.stores.Store` describes its methods."""
+    """An address in Google's store; `Store` in addresses.py describes its methods."""
 
     def __init__(self, place: Address, tries: int, timeout: float):
         from google.cloud.storage.retry import DEFAULT_RETRY

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from sdbench.stores import Address, StoredFile
+from sdbench.stores.addresses import Address, StoredFile
 
 GOOGLE_S3 = 'https://storage.googleapis.com'  # where Google speaks S3
 SINGLE_UPLOAD = 64 << 20  # bytes, enough for a shard: some stores do not support uploads in several parts
@@ -13,7 +13,7 @@ CONNECTIONS = 64  # connections that a client keeps open, because a command may 
 
 
 class S3Store:
-    """An address in a store that speaks S3; `sdbench.stores.Store` describes its methods."""
+    """An address in a store that speaks S3; `Store` in addresses.py describes its methods."""
 
     def __init__(self, place: Address, tries: int, timeout: float):
         self.place = place
