@@ -22,7 +22,7 @@ from sdbench.plan.answer import Answer
 from sdbench.plan.measured import Speeds, read_measurements
 from sdbench.plan.parts import Plan, Preemptions
 from sdbench.plan.prices import ON_DEMAND, SPOT, read_prices
-from sdbench.plan.search import Phase, Training, arithmetic_savings, base_setup, cards_wanted, find_plan
+from sdbench.plan.search import Phase, Training, base_setup, cards_wanted, find_plan, with_other_arithmetic
 from sdbench.plan.verdict import Limit
 from sdbench.process import begin, one_line_errors
 from sdbench.records.read import read_all
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None, today: datetime.date | None = None) -> A
     with one_line_errors(PROGRAM):
         words = sys.argv[1:] if argv is None else argv
         answer = make_answer(settings, [word for word in words if word not in settings.records], today)
-        answer.write(settings)
+        write_files(answer, settings)
         print(answer.text)
     return answer
 
@@ -55,15 +55,24 @@ def make_answer(settings: PlanSettings, command: list[str], today: datetime.date
 
     # Plan for each GPU that was asked for, and then with each change of the arithmetic.
     outcomes = [find_plan(card, count, training, prices, speeds) for card, count in cards_wanted(settings.gpu)]
-    savings = {}
-    for plan in outcomes:
-        if isinstance(plan, Plan):
-            for flag, changed in arithmetic_savings(plan, training, prices, speeds).items():
-                savings.setdefault(flag, {})[plan] = changed
+    changes = {plan: with_other_arithmetic(plan, speeds) for plan in outcomes if isinstance(plan, Plan)}
     limits = [Limit(figure, most) for figure, most in (('dollars', settings.max_dollars), ('days', settings.max_days))
               if most is not None]
-    return Answer(training, outcomes, limits, savings, corrections, settings.training_flags, command,
+    return Answer(training, outcomes, limits, changes, corrections, settings.training_flags, command,
                   settings.records, today or datetime.date.today())
+
+
+def write_files(answer: Answer, settings: PlanSettings) -> None:
+    """Write the files that --csv, --html and --figure name."""
+    if settings.csv:
+        answer.write_csv(settings.csv)
+    if settings.html:
+        from sdbench.plan.page import write_sheet
+        write_sheet(answer, settings.html)
+    if settings.figure:
+        from sdbench.plan.picture import draw_intervals
+        from sdbench.report.pictures import save
+        save(draw_intervals(answer.plans, answer.limits), settings.figure)
 
 
 def training_of(settings: PlanSettings) -> Training:

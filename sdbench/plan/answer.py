@@ -10,13 +10,14 @@ from functools import cached_property
 from typing import Any
 
 from sdbench.errors import plural
+from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.gpus import NETWORK_SHARE
-from sdbench.plan.parts import ENCODE, Impossible, Part, Plan, Range
-from sdbench.plan.search import Training
+from sdbench.plan.measured import MEASURED_ERROR, UNSEEN_ERROR
+from sdbench.plan.parts import ENCODE, FORECAST, Impossible, Part, Plan, Range
+from sdbench.plan.search import RECIPE, Training
 from sdbench.plan.verdict import (
-    NO_PRICE,
-    OUTSIDE,
-    PROBABLY_OUTSIDE,
+    PROBABLY_WITHIN,
+    WITHIN,
     Limit,
     best_and_ties,
     distances,
@@ -28,9 +29,14 @@ from sdbench.plan.verdict import (
 )
 from sdbench.records.figures import WIDTH, rounded, text_table
 
-
+RANGE_REASONS = {
+    MEASURED_ERROR: 'it was measured, and the same GPUs and code differ by 2 to 4 % between MLPerf submitters',
+    LARGEST_ERROR: 'published and measured runs like it differed by no more from their forecasts',
+    UNSEEN_ERROR: 'no measurement is near, and published forecasts of this kind were off by up to 28 % on GPUs that '
+                  'their authors had not measured'}
 MEASURED_STEPS = 100  # of each phase, in the commands that measure a plan
 WARMUP_STEPS = 3
+SMALLEST_CHANGE = 0.005  # fraction of the days below which a change is not worth a line
 MINUTES_TO_START = 5  # of a measurement: it starts and compiles
 
 
@@ -42,7 +48,7 @@ class Answer:
         training: the training that is planned.
         outcomes: for all GPUs that were asked for, a plan or why there is none.
         limits: the limits for dollars and days.
-        savings: for each change of the arithmetic, by its flag, the changed plan of each plan.
+        changes: for each plan, the plan with each single change of its arithmetic, by its flag.
         corrections: sentences about measurements that correct nothing.
         training_flags: flags of --training_flags.
         command: words of the command line, without the records.
@@ -52,7 +58,7 @@ class Answer:
     training: Training
     outcomes: list[Plan | Impossible]
     limits: list[Limit]
-    savings: dict[str, dict[Plan, Plan]]
+    changes: dict[Plan, dict[str, Plan]]
     corrections: list[str]
     training_flags: str
     command: list[str]
@@ -85,7 +91,7 @@ class Answer:
     @property
     def best(self) -> list[Plan]:
         """Return the plans to measure first: the best one, with one that cannot be told apart from it."""
-        plans = [plan for plan in self.plans if standing(plan, self.limits) not in (OUTSIDE, PROBABLY_OUTSIDE, NO_PRICE)]
+        plans = [plan for plan in self.plans if standing(plan, self.limits) in (WITHIN, PROBABLY_WITHIN)]
         if plans:
             return best_and_ties(plans, figure_to_compare(plans))[:2]
         closest = nearest(self.plans, self.limits)
@@ -94,18 +100,17 @@ class Answer:
     def cells(self, plan: Plan) -> dict[str, str]:
         """Return the cells of a plan in the table, by heading."""
         has_price = plan.price is not None
-        cells = {'GPUs': plan.name, 'input': plan.input, 'days': brackets(plan.days, 2),
-                 'GPU-hours': f'{plan.gpu_hours.likely:,.0f}',
-                 'GPUs $': f'{plan.gpu_dollars.likely:,.0f}' if has_price else '-',
-                 'storage $': f'{plan.storage_dollars.likely:,.0f}',
-                 'total $': brackets(plan.dollars, 0) if has_price else '-',
-                 '$ per GPU-hour': plan.price.describe(self.today) if has_price else 'no price'}
-        return cells
+        return {'GPUs': plan.name, 'days': brackets(plan.days, 2), 'GPU-hours': f'{plan.gpu_hours.likely:,.0f}',
+                'GPU cost': f'${plan.gpu_dollars.likely:,.0f}' if has_price else '-',
+                'storage': f'${plan.storage_dollars.likely:,.0f}',
+                'whole cost': f'${brackets(plan.dollars, 0)}' if has_price else '-',
+                'per GPU-hour': plan.price.describe(self.today) if has_price else 'no price'}
 
     @property
     def notes(self) -> list[str]:
         """Return the sentences below the table."""
-        notes = [*self.standings(), *self.impossible(), *self.ranges(), *self.flags(), *self.changes()]
+        notes = [*self.standings(), *self.impossible(), *self.ranges(), *self.flags(),
+                 *self.arithmetic()]
         notes += self.corrections
         notes += [self.storage(), *self.assumptions()]
         return [note for note in notes if note]
@@ -132,20 +137,37 @@ class Answer:
 
     def ranges(self) -> list[str]:
         """Return sentences that say why each range is as wide as it is, and what was never measured."""
-        by_reason = {}
+        by_error = {}
+        missing = {}
         for plan in self.plans:
             for part in plan.parts:
-                names = by_reason.setdefault((part.speed.error, part.speed.why), {})
-                names.setdefault(plan.name, []).append(part.name)
-        sentences = []
-        for (error, why), parts_of in by_reason.items():
-            plans = {plan.name: plan for plan in self.plans}
-            texts = []
-            for name, parts in parts_of.items():
-                whole = len(parts) == len(plans[name].parts)
-                texts.append(name if whole else f'{name} ({", ".join(dict.fromkeys(parts))})')
-            sentences.append(f'Range of {error:.0%} ({why}): {", ".join(texts)}.')
+                by_error.setdefault(part.speed.error, []).append((plan, part))
+                for what in part.speed.missing:
+                    missing.setdefault(what, {})[plan.name] = None
+        sentences = [f'Range of {100 * error:.0f} %, because {RANGE_REASONS[error]}: {self.describe_parts(parts)}.'
+                     for error, parts in by_error.items()]
+        if missing:
+            texts = [f'{what} ({"all" if len(names) == len(self.plans) else ", ".join(names)})'
+                     for what, names in missing.items()]
+            sentences.append(f'Never measured with this program: {"; ".join(texts)}.')
+        by_ratio = {}
+        for plan in self.plans:
+            for part in plan.parts:
+                if part.speed.source != FORECAST:
+                    by_ratio.setdefault((part.speed.source, part.speed.ratio), []).append((plan, part))
+        sentences += [f'{source.capitalize()}, {ratio:.2f} of the forecast speed: {self.describe_parts(parts)}.'
+                      for (source, ratio), parts in by_ratio.items()]
         return sentences
+
+    def describe_parts(self, chosen: list[tuple[Plan, Part]]) -> str:
+        """Return some parts of plans as text: a plan of which all parts are there is named without its parts."""
+        if len(chosen) == sum(len(plan.parts) for plan in self.plans):
+            return 'all'
+        parts_of = {}
+        for plan, part in chosen:
+            parts_of.setdefault(plan, []).append(part.name)
+        return '; '.join(plan.name if len(parts) == len(plan.parts) else f'{plan.name}, {" and ".join(parts)}'
+                         for plan, parts in parts_of.items())
 
     def flags(self) -> list[str]:
         """Return the flags of each plan."""
@@ -158,15 +180,16 @@ class Answer:
         return [f'Flags, after {base}: ' + '; '.join(f'{text} for {", ".join(names)}'
                                                      for text, names in by_flags.items()) + '.']
 
-    def changes(self) -> list[str]:
+    def arithmetic(self) -> list[str]:
         """Return a sentence for each change of the arithmetic, with the days that it would give."""
-        sentences = []
-        for flag, changed in self.savings.items():
-            texts = [f'{plan.name} {plan.days.likely:.2f} to {other.days.likely:.2f} days'
-                     for plan, other in changed.items() if abs(plan.days.likely / other.days.likely - 1) >= 0.005]
-            if texts:
-                sentences.append(f'Not used, because it changes the arithmetic: {flag} would take {", ".join(texts)}.')
-        return sentences
+        by_flag = {}
+        for plan in self.plans:
+            for flag, changed in self.changes[plan].items():
+                if abs(plan.days.likely / changed.days.likely - 1) >= SMALLEST_CHANGE:
+                    days = f'{changed.days.likely:.2f} instead of {plan.days.likely:.2f} days'
+                    by_flag.setdefault(flag, []).append(f'{plan.name} {days}')
+        return [f'{flag} changes the arithmetic, so it is left to you. With it: {", ".join(texts)}.'
+                for flag, texts in by_flag.items()]
 
     def storage(self) -> str:
         """Return a sentence about storage and traffic of the first plan."""
@@ -185,7 +208,7 @@ class Answer:
         crossing = [plan for plan in self.plans if plan.machines > 1]
         if crossing:
             gbits = self.training.base.network_gbits
-            speed = f'have {gbits:g} Gbit/s each, of which the forecast uses {NETWORK_SHARE:.0%}'
+            speed = f'have {gbits:g} Gbit/s each, of which the forecast uses {100 * NETWORK_SHARE:.0f} %'
             if gbits is None:
                 speed = 'are assumed to have a network as fast as the interconnect of their GPUs (--network_gbits)'
             machines = ', '.join(f'{plan.machines} for {plan.name}' for plan in crossing)
@@ -233,7 +256,6 @@ class Answer:
                 rows.append(row | {'standing': 'impossible', 'reason': outcome.reason, 'remedy': outcome.remedy})
                 continue
             row['standing'] = standing(outcome, self.limits) if self.limits else ''
-            row['input'] = outcome.input
             for figure in ('days', 'gpu_hours', 'gpu_dollars', 'storage_dollars', 'dollars'):
                 value = getattr(outcome, figure)
                 row |= {figure: value.likely, f'{figure}_least': value.least, f'{figure}_most': value.most}
@@ -261,7 +283,7 @@ class Answer:
         """Return the answer for a terminal."""
         blocks = [filled(self.title), *map(filled, self.verdict)]
         if self.plans:
-            blocks.append(text_table([self.cells(plan) for plan in self.plans], ['GPUs', 'input', '$ per GPU-hour']))
+            blocks.append(text_table([self.cells(plan) for plan in self.plans], ['GPUs', 'per GPU-hour']))
         blocks.append('\n'.join(map(filled, self.notes)))
         for sentence, commands in self.first_steps:
             blocks.append('\n'.join([filled(sentence), *(shell_lines(command) for command in commands)]))
@@ -290,7 +312,7 @@ def measuring_command(plan: Plan, part: Part, training_flags: str) -> str:
     """Return the command that measures a phase of a plan, on all of its machines."""
     launcher = 'composer'
     if plan.machines > 1:
-        each = part.setup.gpus_per_node
+        each = math.ceil(plan.num_devices / plan.machines)
         launcher += (f' -n {each} --world_size {plan.num_devices} --node_rank $N --base_rank $(({each} * N)) '
                      '--master_addr $HOST --master_port 29500')
     network = f'--network_gbits {part.setup.network_gbits:g}' if plan.machines > 1 and part.setup.network_gbits else ''

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from sdbench.forecast.forecast import DoesNotFit, Forecast, forecast
 from sdbench.forecast.speed import LARGEST_ERROR
-from sdbench.gpus import CARDS, Card, is_one_nvlink_domain, short_name
-from sdbench.plan.parts import CORRECTED, ENCODE, FORECAST, MEASURED, TRAIN, Speed
+from sdbench.gpus import CARDS, Card, short_name
+from sdbench.plan.parts import CORRECTED, ENCODE, MEASURED, TRAIN, Speed
 from sdbench.records.read import MEASURED as RELIABLE
 from sdbench.records.summary import MUCH_WAITING_FOR_DATA
 from sdbench.setup import Setup, setup_of_record
@@ -52,11 +52,9 @@ class Run(NamedTuple):
     speed: Speed
 
 
-def network_of(setup: Setup, machines: int) -> Any:
+def network_of(setup: Setup) -> Any:
     """Return what connects the machines of a run; None if the interconnect of the GPUs joins all of them."""
-    if machines == 1 or is_one_nvlink_domain(setup.device, setup.num_devices):
-        return None
-    return setup.network_gbits or 'not stated'
+    return (setup.network_gbits or 'not stated') if setup.needs_network else None
 
 
 def same_run(setup: Setup, network: Any) -> Setup:
@@ -84,7 +82,7 @@ def read_measurements(rows: Sequence[dict]) -> tuple[list[Measurement], list[str
         waited = record.get('data_wait_fraction') or 0
         try:
             expected = forecast(setup, CARDS[setup.device])
-            network = network_of(setup, expected.machines)
+            network = network_of(expected.setup)
             speed = expected.images_per_sec if kind == TRAIN else expected.encode_images_per_sec
             if waited > MUCH_WAITING_FOR_DATA:
                 sentences.append(f'{name}, corrects nothing, because it waited for its data {waited:.0%} of the time.')
@@ -114,7 +112,7 @@ class Speeds:
     def training(self, setup: Setup, card: Card) -> Run:
         """Return a training with its speed. Raises DoesNotFit if the card has too little memory."""
         expected = forecast(setup, card)
-        network = network_of(setup, expected.machines)
+        network = network_of(expected.setup)
         same = [each for each in self.measurements if each.kind == TRAIN and each.ratio is not None
                 and same_run(each.setup, each.network) == same_run(setup, network)]
         if same:
@@ -148,8 +146,7 @@ class Speeds:
     def corrected(self, images_per_sec: float, measurements: Sequence[Measurement], source: str, error: float) -> Speed:
         """Return a forecast speed multiplied by the median ratio of some measurements."""
         ratio = statistics.median(each.ratio for each in measurements)
-        dates = ', '.join(dict.fromkeys(each.date[:10] for each in measurements if each.date))
-        return Speed(images_per_sec * ratio, error, source, f'{source}, {ratio:.2f} of the forecast {dates}'.strip())
+        return Speed(images_per_sec * ratio, error, source, ratio)
 
     def never_measured(self, setup: Setup) -> list[str]:
         """Return in words what no record measures of a training: its GPU, several GPUs, its input with its compiler."""
@@ -168,6 +165,4 @@ class Speeds:
 
 def forecast_speed(images_per_sec: float, missing: Sequence[str]) -> Speed:
     """Return the speed of a forecast, whose range is wider if something was never measured."""
-    if missing:
-        return Speed(images_per_sec, UNSEEN_ERROR, FORECAST, f'never measured: {", ".join(missing)}')
-    return Speed(images_per_sec, LARGEST_ERROR, FORECAST, 'like published or measured runs')
+    return Speed(images_per_sec, UNSEEN_ERROR if missing else LARGEST_ERROR, missing=tuple(missing))

@@ -42,12 +42,14 @@ class Speed:
         images_per_sec: likely speed of all GPUs together.
         error: relative error in either direction: the speed may be this much higher or lower.
         source: FORECAST, CORRECTED or MEASURED.
-        why: why the error is as large as it is, as a clause.
+        ratio: measured speed / forecast speed, by which the forecast was multiplied; 1 for FORECAST.
+        missing: what of this part was never measured, such as 'this GPU'.
     """
     images_per_sec: float
     error: float
     source: str = FORECAST
-    why: str = ''
+    ratio: float = 1.0
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,12 +162,6 @@ class Plan:
     def training(self) -> tuple[Part, ...]:
         """Return the parts that train, one for each phase."""
         return tuple(part for part in self.parts if part.kind == TRAIN)
-
-    @property
-    def input(self) -> str:
-        """Return what the phases read: latents, images, or the first and then the other."""
-        inputs = dict.fromkeys('latents' if part.setup.latents else 'images' for part in self.training)
-        return ', then '.join(inputs)
 
     def at_speed(self, factor: float) -> 'Plan':
         """Return the plan with every speed multiplied by `factor`."""

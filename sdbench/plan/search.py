@@ -28,9 +28,10 @@ from sdbench.setup import Setup, setup_of_settings
 RECIPE = '@recipes/fastest.txt --use_ema'  # flags of every plan, before --training_flags
 ROOT = Path(__file__).parents[2]
 SMALLER_MICROBATCHES = 2  # how many divisors below the largest microbatch that fits are tried as well
-# Changes of the arithmetic, which the search leaves to the user: setting, value, flag, and what it does
-ARITHMETIC = (('allreduce_precision', 'bf16', '--allreduce_precision bf16', 'rounds the gradients'),
-              ('half_precision_norms', True, '--half_precision_norms', 'computes norm layers in half precision'))
+# Changes of the arithmetic, which the search leaves to the user: for a setting, the flag for each of its values
+ARITHMETIC = {'allreduce_precision': {'bf16': '--allreduce_precision bf16', 'fp32': '--allreduce_precision fp32'},
+              'half_precision_norms': {True: '--half_precision_norms', False: '--no-half_precision_norms'}}
+
 
 
 class Phase(NamedTuple):
@@ -100,11 +101,11 @@ def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence
               ) -> Plan | Impossible:
     """Return the fastest plan for some GPUs, or why there is none and what would help.
 
-    The phases do not depend on each other, so each is planned for itself: on latents, with their encoding, or on images.
+    The phases do not depend on each other, so each is planned for itself: on encoded latents, or on images.
     """
     base = training.base
-    if peak_of(card.name, base.precision) is None:
-        return Impossible(card, num_devices, f'its peak in {base.precision} is not known, so no speed can be forecast',
+    if peak_of(card.name, base.with_defaults().precision) is None:
+        return Impossible(card, num_devices, f'its peak in {base.with_defaults().precision} is not known, so no speed can be forecast',
                           "--training_flags '--precision amp_fp16', for which more peaks are known")
     if base.batch_size % num_devices:
         largest = base.batch_size // num_devices * num_devices or num_devices
@@ -112,8 +113,7 @@ def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence
                           f"GPUs", f"another GPU count, or --training_flags '--batch_size {largest}'")
     parts = []
     for phase in training.phases:
-        setup = replace(base, device=card.name, num_devices=num_devices, image_size=phase.size,
-                        gpus_per_node=base.gpus_per_node or card.gpus_per_node)
+        setup = replace(base, device=card.name, num_devices=num_devices, image_size=phase.size)
         ways = []
         too_large = []
         for candidate in candidates(setup, training.fixed):
@@ -122,25 +122,38 @@ def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence
             except DoesNotFit as error:
                 too_large.append(error)
         if not ways:
-            least = min(error.gib for error in too_large)
-            return Impossible(card, num_devices, f'at {phase.size} px one image takes {least:.1f} GiB, and the GPU has '
-                              f'{card.gib:g}', 'a GPU with more memory')
+            return too_large_for(card, num_devices, phase, training, speeds, too_large)
         parts += min(ways, key=lambda way: sum(part.days.likely for part in way))
     if not all(math.isfinite(part.days.likely) for part in parts):
         return Impossible(card, num_devices, 'a preemption comes before the work since the last checkpoint is saved',
                           'a shorter --save_interval, fewer machines, or machines that are preempted less often')
-    machine = min(num_devices, parts[-1].setup.gpus_per_node)
+    machine = math.ceil(num_devices / parts[-1].machines)
     return Plan(card, num_devices, tuple(parts), price_for(card, machine, prices), storage_of(parts, training))
+
+
+def too_large_for(card: Card, num_devices: int, phase: Phase, training: Training, speeds: Speeds,
+                  errors: Sequence[DoesNotFit]) -> Impossible:
+    """Return that a phase fits on a GPU with no switch, and what would help."""
+    error = min(errors, key=lambda error: error.gib_needed)
+    images = 'one image takes' if error.microbatch == 1 else f'a microbatch of {error.microbatch} takes'
+    remedy = 'a GPU with more memory'
+    without_ema = replace(training, base=replace(training.base, use_ema=False))
+    if training.base.use_ema and isinstance(find_plan(card, num_devices, without_ema, (), speeds), Plan):
+        remedy += ', or --training_flags=--no-use_ema, which trains a model without EMA'
+    return Impossible(card, num_devices, f'at {phase.size} px {images} {error.gib_needed:.1f} GiB, and the GPU has '
+                      f'{card.gib:g}', remedy)
 
 
 def candidates(setup: Setup, fixed: frozenset[str]) -> Iterator[Setup]:
     """Yield the setups that train the same, with each combination of the switches that are not fixed."""
     choices = {'latents': (True, False), 'compile': (setup.compile or True, False),
                'gradient_checkpointing': (False, True)}
+    if fixed & {'use_synth_latents', 'use_synth_data'}:
+        choices['latents'] = ('use_synth_latents' in fixed,)
     for name in fixed & choices.keys():
         choices[name] = (getattr(setup, name),)
     for values in itertools.product(*choices.values()):
-        yield setup.with_switches(**dict(zip(choices, values, strict=True)), fixed=fixed)
+        yield replace(setup, **dict(zip(choices, values, strict=True)))
 
 
 def ways_to_train(setup: Setup, card: Card, phase: Phase, training: Training, speeds: Speeds) -> list[list[Part]]:
@@ -185,14 +198,23 @@ def storage_of(parts: Sequence[Part], training: Training) -> Storage:
     return Storage(images, latents, checkpoints, read, training.dollars_per_tb_month, training.dollars_per_tb_read)
 
 
-def arithmetic_savings(plan: Plan, training: Training, prices: Sequence[Price], speeds: Speeds) -> dict[str, Plan]:
-    """Return the plans with each change of the arithmetic that the user has not made, by the flag of the change."""
-    found = {}
-    for setting, value, flag, _ in ARITHMETIC:
-        if getattr(training.base, setting) == value or plan.num_devices == 1 and setting == 'allreduce_precision':
+def with_other_arithmetic(plan: Plan, speeds: Speeds) -> dict[str, Plan]:
+    """Return the plan with each single change of its arithmetic, by the flag that makes the change."""
+    changed = {}
+    for setting, flags in ARITHMETIC.items():
+        if setting == 'allreduce_precision' and plan.num_devices == 1:
             continue
-        changed = replace(training, base=replace(training.base, **{setting: value}))
-        other = find_plan(plan.card, plan.num_devices, changed, prices, speeds)
-        if isinstance(other, Plan):
-            found[flag] = other
-    return found
+        flag, value = next((flag, value) for value, flag in flags.items()
+                           if value != getattr(plan.training[0].setup, setting))
+        parts = []
+        for part in plan.parts:
+            if part.kind == TRAIN:
+                try:
+                    run = speeds.training(replace(part.setup, microbatch=None, **{setting: value}), plan.card)
+                except DoesNotFit:
+                    break
+                part = replace(part, setup=run.setup, speed=run.speed)
+            parts.append(part)
+        else:
+            changed[flag] = replace(plan, parts=tuple(parts))
+    return changed

@@ -1,4 +1,4 @@
-"""Compare plans with limits and with each other, no more precisely than their ranges allow. Nothing here needs torch."""
+"""Compare plans with limits and with each other, but not more precisely than their ranges allow."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,8 +50,12 @@ def distances(plan: Plan, limits: Sequence[Limit]) -> str:
         share = limit.of(plan) * 100
         if math.isnan(share.likely):
             texts.append(f'no price to compare with {limit.name}')
-        else:
-            texts.append(f'{share.likely:.0f} % of {limit.name} ({share.least:.0f} to {share.most:.0f} %)')
+            continue
+        remedy = ''
+        affordable = (limit.most - plan.storage_dollars.likely) / plan.gpu_hours.likely
+        if limit.figure == 'dollars' and share.likely > 100 and affordable > 0:
+            remedy = f'; ${affordable:.2f} per GPU-hour would be within'
+        texts.append(f'{share.likely:.0f} % of {limit.name} ({share.least:.0f} to {share.most:.0f} %{remedy})')
     return ' and '.join(texts)
 
 
@@ -111,26 +115,26 @@ def verdict(plans: Sequence[Plan], limits: Sequence[Limit]) -> list[str]:
 
     # Name the plan that costs least, or those that cannot be told apart, and then the fastest.
     figure = figure_to_compare(inside)
-    sentences = [comparison(inside, figure, within)]
+    sentences = comparison(inside, figure, within)
     if figure == 'dollars':
-        sentences.append(comparison(inside, 'days', within if len(sentences) == 0 else ''))
+        sentences += comparison(inside, 'days', '')
     if limits and all(standings[plan] == PROBABLY_WITHIN for plan in inside):
         sentences.append('None of them is within the limits at the slow end of its range.')
     return sentences
 
 
-def comparison(plans: Sequence[Plan], figure: str, within: str) -> str:
-    """Return a sentence that names the best of some plans in a figure, or those whose ranges overlap with its range."""
+def comparison(plans: Sequence[Plan], figure: str, within: str) -> list[str]:
+    """Return sentences that name the best of some plans in a figure, or those whose ranges overlap with its range."""
     tied = best_and_ties(plans, figure)
     best = {'dollars': 'cheapest', 'days': 'fastest'}[figure]
     where = f' within {within}' if within else ''
     if len(tied) == 1:
-        return f'{best.capitalize()}{where}: {tied[0].name}, {with_range(tied[0], figure)}.'
+        return [f'{best.capitalize()}{where}: {tied[0].name}, {with_range(tied[0], figure)}.']
     names = and_list([plan.name for plan in tied])
     ranges = '; '.join(f'{plan.name} {with_range(plan, figure)}' for plan in tied)
     measure = 'measure both of them' if len(tied) == 2 else 'measure two of them'
     by = {'dollars': 'by cost', 'days': 'by days'}[figure]
-    return f'{names}{where} cannot be told apart {by}, because their ranges overlap: {measure}. {ranges}.'
+    return [f'{names} cannot be told apart {by}{where}: {measure}.', f'Their ranges overlap: {ranges}.']
 
 
 def with_range(plan: Plan, figure: str) -> str:
