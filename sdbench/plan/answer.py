@@ -48,7 +48,7 @@ class Answer:
         training: the training that is planned.
         outcomes: for all GPUs that were asked for, a plan or why there is none.
         limits: the limits for dollars and days.
-        changes: for each plan, the plan with each single change of its arithmetic, by its flag.
+        changes: for each plan, the plan with each single change of its arithmetic, by what makes the change.
         corrections: sentences about measurements that correct nothing.
         training_flags: flags of --training_flags.
         command: words of the command line, without the records.
@@ -182,14 +182,13 @@ class Answer:
 
     def arithmetic(self) -> list[str]:
         """Return a sentence for each change of the arithmetic, with the days that it would give."""
-        by_flag = {}
+        by_way = {}
         for plan in self.plans:
-            for flag, changed in self.changes[plan].items():
+            for how, changed in self.changes[plan].items():
                 if abs(plan.days.likely / changed.days.likely - 1) >= SMALLEST_CHANGE:
                     days = f'{changed.days.likely:.2f} instead of {plan.days.likely:.2f} days'
-                    by_flag.setdefault(flag, []).append(f'{plan.name} {days}')
-        return [f'{flag} changes the arithmetic, so it is left to you. With it: {", ".join(texts)}.'
-                for flag, texts in by_flag.items()]
+                    by_way.setdefault(how, []).append(f'{plan.name} {days}')
+        return [f'{how}: {", ".join(texts)}.' for how, texts in by_way.items()]
 
     def storage(self) -> str:
         """Return a sentence about storage and traffic of the first plan."""
@@ -208,9 +207,9 @@ class Answer:
         crossing = [plan for plan in self.plans if plan.machines > 1]
         if crossing:
             gbits = self.training.base.network_gbits
-            speed = f'have {gbits:g} Gbit/s each, of which the forecast uses {100 * NETWORK_SHARE:.0f} %'
-            if gbits is None:
-                speed = 'are assumed to have a network as fast as the interconnect of their GPUs (--network_gbits)'
+            speed = 'are assumed to have a network as fast as the interconnect of their GPUs (--network_gbits)'
+            if gbits is not None:
+                speed = f'have {gbits:g} Gbit/s each, of which the forecast uses {100 * NETWORK_SHARE:.0f} %'
             machines = ', '.join(f'{plan.machines} for {plan.name}' for plan in crossing)
             sentences.append(f'Machines ({machines}) {speed}.')
         preemptions = self.training.preemptions

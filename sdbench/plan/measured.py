@@ -74,26 +74,26 @@ def read_measurements(rows: Sequence[dict]) -> tuple[list[Measurement], list[str
         record = row['record']
         if row['status'] != RELIABLE or record['stage'] not in (TRAIN, ENCODE) or record['device'] not in CARDS:
             continue
-        name = (f'{record["num_devices"]} x {short_name(record["device"])}, {record["stage"]} {record["image_size"]} '
-                'px')
+        name = f'{record["num_devices"]} x {short_name(record["device"])}, {record["stage"]} {record["image_size"]} px,'
         setup = setup_of_record(record)
         kind = record['stage']
         ratio, network = None, None
-        waited = record.get('data_wait_fraction') or 0
+        waited = 100 * (record.get('data_wait_fraction') or 0)
         try:
             expected = forecast(setup, CARDS[setup.device])
-            network = network_of(expected.setup)
+            setup = expected.setup
+            network = network_of(setup)
             speed = expected.images_per_sec if kind == TRAIN else expected.encode_images_per_sec
-            if waited > MUCH_WAITING_FOR_DATA:
-                sentences.append(f'{name}, corrects nothing, because it waited for its data {waited:.0%} of the time.')
+            if waited > 100 * MUCH_WAITING_FOR_DATA:
+                sentences.append(f'{name} corrects nothing, because it waited for its data {waited:.0f} % of the time.')
             elif speed > 0:
                 ratio = record['images_per_sec'] / speed
             else:
-                sentences.append(f'{name}, corrects nothing, because no speed is forecast for its precision.')
+                sentences.append(f'{name} corrects nothing, because no speed is forecast for its precision.')
         except DoesNotFit as error:
-            sentences.append(f'{name}, corrects nothing: by the forecast it does not fit ({error}).')
+            sentences.append(f'{name} corrects nothing: by the forecast it does not fit ({error}).')
         except (TypeError, ValueError):
-            sentences.append(f'{name}, corrects nothing, because its record does not state all flags of the run.')
+            sentences.append(f'{name} corrects nothing, because its record does not state all flags of the run.')
         found.append(Measurement(kind, setup, network, record['images_per_sec'], ratio, str(record.get('date', ''))))
     return found, sentences
 
@@ -113,8 +113,9 @@ class Speeds:
         """Return a training with its speed. Raises DoesNotFit if the card has too little memory."""
         expected = forecast(setup, card)
         network = network_of(expected.setup)
+        run = same_run(expected.setup, network)
         same = [each for each in self.measurements if each.kind == TRAIN and each.ratio is not None
-                and same_run(each.setup, each.network) == same_run(setup, network)]
+                and same_run(each.setup, each.network) == run]
         if same:
             # The run finds its microbatch by itself, so it will have the one that was measured.
             if setup.microbatch is None and same[-1].setup.microbatch is not None:
@@ -122,7 +123,7 @@ class Speeds:
             speed = self.corrected(expected.images_per_sec, same[-1:], MEASURED, MEASURED_ERROR)
             return Run(expected.setup, expected.machines, speed)
         alike = [each for each in self.measurements if each.kind == TRAIN and each.ratio is not None
-                 and (each.setup.device, each.setup.compile, each.network) == (card.name, setup.compile, network)]
+                 and (each.setup.device, each.setup.compile, each.network) == (card.name, expected.setup.compile, network)]
         if alike:
             speed = self.corrected(expected.images_per_sec, alike, CORRECTED, LARGEST_ERROR)
         else:

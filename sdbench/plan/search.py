@@ -28,9 +28,12 @@ from sdbench.setup import Setup, setup_of_settings
 RECIPE = '@recipes/fastest.txt --use_ema'  # flags of every plan, before --training_flags
 ROOT = Path(__file__).parents[2]
 SMALLER_MICROBATCHES = 2  # how many divisors below the largest microbatch that fits are tried as well
-# Changes of the arithmetic, which the search leaves to the user: for a setting, the flag for each of its values
-ARITHMETIC = {'allreduce_precision': {'bf16': '--allreduce_precision bf16', 'fp32': '--allreduce_precision fp32'},
-              'half_precision_norms': {True: '--half_precision_norms', False: '--no-half_precision_norms'}}
+# Changes of the arithmetic, which the search leaves to the user: for a setting, what leads to each of its values
+ARITHMETIC = {
+    'allreduce_precision': {'bf16': 'With --allreduce_precision bf16, which rounds the gradients',
+                            'fp32': 'With --allreduce_precision fp32, which does not round the gradients'},
+    'half_precision_norms': {True: 'With --half_precision_norms, which computes norm layers in half precision',
+                             False: 'With --no-half_precision_norms, which computes norm layers in float32'}}
 
 
 
@@ -104,8 +107,9 @@ def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence
     The phases do not depend on each other, so each is planned for itself: on encoded latents, or on images.
     """
     base = training.base
-    if peak_of(card.name, base.with_defaults().precision) is None:
-        return Impossible(card, num_devices, f'its peak in {base.with_defaults().precision} is not known, so no speed can be forecast',
+    precision = base.with_defaults().precision
+    if peak_of(card.name, precision) is None:
+        return Impossible(card, num_devices, f'its peak in {precision} is not known, so no speed can be forecast',
                           "--training_flags '--precision amp_fp16', for which more peaks are known")
     if base.batch_size % num_devices:
         largest = base.batch_size // num_devices * num_devices or num_devices
@@ -139,7 +143,7 @@ def too_large_for(card: Card, num_devices: int, phase: Phase, training: Training
     remedy = 'a GPU with more memory'
     without_ema = replace(training, base=replace(training.base, use_ema=False))
     if training.base.use_ema and isinstance(find_plan(card, num_devices, without_ema, (), speeds), Plan):
-        remedy += ', or --training_flags=--no-use_ema, which trains a model without EMA'
+        remedy += ', or --training_flags '--no-use_ema', which trains a model without EMA'
     return Impossible(card, num_devices, f'at {phase.size} px {images} {error.gib_needed:.1f} GiB, and the GPU has '
                       f'{card.gib:g}', remedy)
 
@@ -199,13 +203,13 @@ def storage_of(parts: Sequence[Part], training: Training) -> Storage:
 
 
 def with_other_arithmetic(plan: Plan, speeds: Speeds) -> dict[str, Plan]:
-    """Return the plan with each single change of its arithmetic, by the flag that makes the change."""
+    """Return the plan with each single change of its arithmetic, by what makes the change."""
     changed = {}
-    for setting, flags in ARITHMETIC.items():
+    for setting, ways in ARITHMETIC.items():
         if setting == 'allreduce_precision' and plan.num_devices == 1:
             continue
-        flag, value = next((flag, value) for value, flag in flags.items()
-                           if value != getattr(plan.training[0].setup, setting))
+        [(value, how)] = [(value, how) for value, how in ways.items()
+                          if value != getattr(plan.training[0].setup, setting)]
         parts = []
         for part in plan.parts:
             if part.kind == TRAIN:
@@ -216,5 +220,5 @@ def with_other_arithmetic(plan: Plan, speeds: Speeds) -> dict[str, Plan]:
                 part = replace(part, setup=run.setup, speed=run.speed)
             parts.append(part)
         else:
-            changed[flag] = replace(plan, parts=tuple(parts))
+            changed[how] = replace(plan, parts=tuple(parts))
     return changed
