@@ -122,8 +122,9 @@ class Speeds:
                 expected = forecast(replace(setup, microbatch=same[-1].setup.microbatch), card)
             speed = self.corrected(expected.images_per_sec, same[-1:], MEASURED, MEASURED_ERROR)
             return Run(expected.setup, expected.machines, speed)
+        group = (card.name, expected.setup.compile, network)
         alike = [each for each in self.measurements if each.kind == TRAIN and each.ratio is not None
-                 and (each.setup.device, each.setup.compile, each.network) == (card.name, expected.setup.compile, network)]
+                 and (each.setup.device, each.setup.compile, each.network) == group]
         if alike:
             speed = self.corrected(expected.images_per_sec, alike, CORRECTED, LARGEST_ERROR)
         else:

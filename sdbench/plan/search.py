@@ -143,7 +143,7 @@ def too_large_for(card: Card, num_devices: int, phase: Phase, training: Training
     remedy = 'a GPU with more memory'
     without_ema = replace(training, base=replace(training.base, use_ema=False))
     if training.base.use_ema and isinstance(find_plan(card, num_devices, without_ema, (), speeds), Plan):
-        remedy += ', or --training_flags '--no-use_ema', which trains a model without EMA'
+        remedy += ", or --training_flags '--no-use_ema', which trains a model without EMA"
     return Impossible(card, num_devices, f'at {phase.size} px {images} {error.gib_needed:.1f} GiB, and the GPU has '
                       f'{card.gib:g}', remedy)
 
