@@ -144,8 +144,8 @@ def too_large_for(card: Card, num_devices: int, phase: Phase, training: Training
     without_ema = replace(training, base=replace(training.base, use_ema=False))
     if training.base.use_ema and isinstance(find_plan(card, num_devices, without_ema, (), speeds), Plan):
         remedy += ", or --training_flags '--no-use_ema', which trains a model without EMA"
-    return Impossible(card, num_devices, f'at {phase.size} px {images} {error.gib_needed:.1f} GiB, and the GPU has '
-                      f'{card.gib:g}', remedy)
+    reason = f'at {phase.size} px {images} {error.gib_needed:.1f} GiB, more than the GPU has'
+    return Impossible(card, num_devices, reason, remedy)
 
 
 def candidates(setup: Setup, fixed: frozenset[str]) -> Iterator[Setup]:
@@ -202,23 +202,16 @@ def storage_of(parts: Sequence[Part], training: Training) -> Storage:
     return Storage(images, latents, checkpoints, read, training.dollars_per_tb_month, training.dollars_per_tb_read)
 
 
-def with_other_arithmetic(plan: Plan, speeds: Speeds) -> dict[str, Plan]:
-    """Return the plan with each single change of its arithmetic, by what makes the change."""
+def with_other_arithmetic(plan: Plan, training: Training, speeds: Speeds) -> dict[str, Plan]:
+    """Return the best plans for the same GPUs with each single change of the arithmetic, by what makes the change."""
     changed = {}
     for setting, ways in ARITHMETIC.items():
         if setting == 'allreduce_precision' and plan.num_devices == 1:
             continue
         [(value, how)] = [(value, how) for value, how in ways.items()
                           if value != getattr(plan.training[0].setup, setting)]
-        parts = []
-        for part in plan.parts:
-            if part.kind == TRAIN:
-                try:
-                    run = speeds.training(replace(part.setup, microbatch=None, **{setting: value}), plan.card)
-                except DoesNotFit:
-                    break
-                part = replace(part, setup=run.setup, speed=run.speed)
-            parts.append(part)
-        else:
-            changed[how] = replace(plan, parts=tuple(parts))
+        base = replace(training.base, **{setting: value})
+        other = find_plan(plan.card, plan.num_devices, replace(training, base=base), (), speeds)
+        if isinstance(other, Plan):
+            changed[how] = other
     return changed
