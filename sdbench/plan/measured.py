@@ -23,6 +23,11 @@ MEASURED_ERROR = 0.05
 # training of transformers).
 UNSEEN_ERROR = 0.28
 
+# What a record must state so that its speed can be compared with a forecast. Records of our commands state all flags.
+NEEDED = {TRAIN: ('num_devices', 'image_size', 'batch_size', 'microbatch', 'latents', 'precision', 'compile', 'use_ema',
+                  'gradient_checkpointing', 'half_precision_norms'),
+          ENCODE: ('num_devices', 'image_size', 'compile', 'encoder_precision')}
+
 forecast = cache(forecast)
 
 
@@ -79,6 +84,10 @@ def read_measurements(rows: Sequence[dict]) -> tuple[list[Measurement], list[str
         kind = record['stage']
         ratio, network = None, None
         waited = 100 * (record.get('data_wait_fraction') or 0)
+        missing = [name for name in NEEDED[kind] if getattr(setup, name) is None]
+        if missing:
+            sentences.append(f'{name} corrects nothing, because its record does not state {", ".join(missing)}.')
+            continue
         try:
             expected = forecast(setup, CARDS[setup.device])
             setup = expected.setup
@@ -92,8 +101,6 @@ def read_measurements(rows: Sequence[dict]) -> tuple[list[Measurement], list[str
                 sentences.append(f'{name} corrects nothing, because no speed is forecast for its precision.')
         except DoesNotFit as error:
             sentences.append(f'{name} corrects nothing: by the forecast it does not fit ({error}).')
-        except (TypeError, ValueError):
-            sentences.append(f'{name} corrects nothing, because its record does not state all flags of the run.')
         found.append(Measurement(kind, setup, network, record['images_per_sec'], ratio, str(record.get('date', ''))))
     return found, sentences
 

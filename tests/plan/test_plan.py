@@ -49,7 +49,7 @@ def simple_forecast(setup: Setup, card: Card) -> Forecast:
     peak = peak_of(card.name, setup.precision) or math.nan
     speed = setup.num_devices * peak / 10 / work
     setup = replace(setup, microbatch=microbatch)
-    return Forecast(setup, card, setup.machines, gib, speed, Counter(), 4 * speed, False)
+    return Forecast(setup, card, gib, speed, Counter(), 4 * speed, False)
 
 
 @pytest.fixture(autouse=True)
