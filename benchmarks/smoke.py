@@ -110,12 +110,14 @@ def smoke(machine: Machine) -> int:
     if len(speeds) == 2:
         print(comparison(speeds, machine.gib))
 
-    # Show what to do next: read the records as a page, and try other flags.
+    # Show what to do next: read the records as a page, try other flags, and plan a whole training.
     page = RESULTS.with_suffix('.html')
     report = [sys.executable, 'report.py', str(RESULTS), '--html', str(page)]
     if subprocess.run(report, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0:
         print(f'As a page: {page}')
     print('To try other flags: source .venv/bin/activate, then repeat the command with them')
+    if machine.gpus:
+        print(f'A plan of a whole training, corrected by these speeds: python plan.py {RESULTS.name}')
     return 0 if all_worked else 1
 
 
