@@ -1,5 +1,6 @@
 """A stored step gives the same forecast as a full trace, and forecasts are monotone where they must be."""
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -58,7 +59,8 @@ def test_a_better_machine_is_never_worse(setup, card, factor):
         assert error.gib_needed > card.gib
         return
     assert found.gib <= card.gib
-    assert sum(found.seconds.values()) * found.images_per_sec == pytest.approx(found.setup.batch_size, nan_ok=True)
+    if not math.isnan(found.images_per_sec):
+        assert sum(found.seconds.values()) * found.images_per_sec == pytest.approx(found.setup.batch_size)
     more_memory = forecast(setup, card._replace(gib=card.gib * factor))
     assert more_memory.setup.microbatch >= found.setup.microbatch
     for better in (forecast(replace(setup, network_gbits=(setup.network_gbits or 1e9) * factor), card),
