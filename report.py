@@ -215,10 +215,7 @@ def write_csv(path: str, tables: list[pd.DataFrame]) -> None:
     lines = []
     for table in tables:
         for _, row in table.iterrows():
-            values = dict(row['record'])
-            if values['stage'] == 'evaluate':  # a row has one of the scores of its record
-                values['scores'] = [{key: row[key] for key in ('guidance', 'fid', 'clip_score') if pd.notna(row[key])}]
-            values |= {key: row[key] for key in (*COLUMNS, 'notes') if pd.notna(row.get(key))}
+            values = row['record'] | {key: row[key] for key in (*COLUMNS, 'notes') if pd.notna(row.get(key))}
             for key, value in values.items():
                 if isinstance(value, bool) or not isinstance(value, (str, int, float)):
                     values[key] = json.dumps(value)

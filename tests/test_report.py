@@ -16,6 +16,7 @@ import report
 from sdbench.costs import price_of
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import parse
+from tests.report_tables import columns, tables
 from tests.runs import ROOT, one_error_line
 
 PUBLISHED = str(ROOT / 'published.csv')
@@ -55,34 +56,6 @@ def printed(capsys):
         report.main([str(argument) for argument in argv])
         return capsys.readouterr().out
     return printed
-
-
-def tables(text: str) -> list[list[dict[str, str]]]:
-    """Return the rows of each Markdown table in a report, as texts by heading.
-
-    A table that is split into parts with the same labels is one table. `text` has the settings and notes of a row, from
-    its columns or from the lines below the table.
-    """
-    found = []
-    for block in text.strip().split('\n\n'):
-        if block.startswith('|'):
-            heading, _, *lines = [[cell.strip() for cell in line.strip('|').split('|')] for line in block.splitlines()]
-            rows = [dict(zip(heading, line, strict=True)) for line in lines]
-            shared = [name for name in heading if found and name in found[-1][0]]
-            if shared and columns(rows, *shared) == columns(found[-1], *shared):
-                rows = [first | row for first, row in zip(found.pop(), rows, strict=True)]
-            found.append(rows)
-        elif re.match('[0-9]+: ', block):
-            for line in re.sub('\n +', ' ', block).splitlines():
-                number, _, texts = line.partition(': ')
-                found[-1][int(number) - 1]['below'] = texts
-    for row in (row for rows in found for row in rows):
-        row['text'] = '; '.join(filter(None, [row.get('settings'), row.get('notes'), row.pop('below', '')]))
-    return found
-
-
-def columns(table: list[dict[str, str]], *names: str) -> list[tuple[str, ...]]:
-    return [tuple(row[name] for name in names) for row in table]
 
 
 # The published table
@@ -239,7 +212,7 @@ def test_each_setup_of_a_training_has_a_row_and_a_note_if_the_last_part_failed(p
     text = printed(write(failed, part | {'first_batch': 100, 'trained_batches': 200}))
     assert [(row['GPUs'], row['images/s'], row['batches']) for row in tables(text)[0]] == [
         ('8', '800.0', '200'), ('16', '', '200')]
-    text = printed(write(part, failed | {'num_devices': 8}))
+    text = printed(write(part, failed | {'num_devices': 8, 'first_batch': 100}))
     [row] = tables(text)[0]
     assert (row['images/s'], row['text']) == ('800.0', 'last part failed: NCCL timeout')
     other = part | {'training_id': '34e5678901234'}  # both would be infinite as numbers

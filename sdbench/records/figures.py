@@ -73,7 +73,7 @@ LINES = {
 TRAINING_LINES = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval loss', 'samples', 'no EMA', 'checkpoint',
                  'next', 'images/s', 'no speed', 'wait for data')
 LOADER_LINES = ('loader', 'caution')
-ENCODING_LINES = ('encoded', 'stored', 'caution', 'skipped', 'next')
+ENCODING_LINES = ('encoded', 'no speed', 'stored', 'caution', 'skipped', 'next')
 EVALUATION_LINES = ('generated', 'model', 'not scored')  # the table of scores and cautions follow
 
 

@@ -30,7 +30,8 @@ for field in SAME_ON_RESUME:
     elif field.name not in (*LOADER_SETTINGS, *MODEL_FLAGS, *DATA_FLAGS):
         MODEL_FLAGS.append(field.name)
 MODEL_SETTINGS = [*MODEL_FLAGS, 'network']
-LEARNING_SETTINGS += ['max_duration', 'load_weights', 'remote', 'eval_remote']
+EVAL_DATA = ['eval_remote', 'eval_sha256']  # the held-out data, and the hash of their index.json
+LEARNING_SETTINGS += ['max_duration', 'load_weights', 'remote', *EVAL_DATA]
 SPEED_SETTINGS = [*LOADER_SETTINGS, *MODEL_SETTINGS, 'num_workers', *VERSIONS]
 SETTINGS = [*SPEED_SETTINGS, *LEARNING_SETTINGS]
 

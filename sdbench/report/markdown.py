@@ -39,7 +39,7 @@ def differing_settings(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     """Return the keys whose values differ between rows, and keys that some rows of a stage state and others do not."""
     stated = rows[list(keys)].replace('', None).nunique()  # '' means that a row does not state the setting
     in_a_stage = rows.groupby('stage')[list(keys)].nunique().max()  # here '' counts as a value
-    return [key for key in keys if stated[key] > 1 or (in_a_stage[key] > 1 and key not in VERSIONS)]
+    return [key for key in keys if stated[key] > 1 or (in_a_stage[key] > 1 and key not in (*VERSIONS, 'eval_sha256'))]
 
 
 @functools.cache
@@ -203,11 +203,13 @@ def tables_within_width(cells: pd.DataFrame, labels: Sequence[str], groups: Sequ
         if 'run' not in cells:
             cells.insert(0, 'run', [str(number) for number in range(1, len(cells) + 1)])
 
-    # Write the moved text of each row, after the number of the row.
+    # Write the moved text of each row, after the run number that the row has in the tables.
     lines = []
-    for number, texts in enumerate(zip(*moved, strict=True), start=1):
-        if any(texts):
-            lines.append(textwrap.fill(f'{number}: {"; ".join(filter(None, texts))}', WIDTH, subsequent_indent='   '))
+    if moved:
+        for number, *texts in zip(cells['run'], *moved, strict=True):
+            if any(texts):
+                text = f'{number}: {"; ".join(filter(None, texts))}'
+                lines.append(textwrap.fill(text, WIDTH, subsequent_indent='   '))
     return [*tables, '\n'.join(lines)] if lines else tables
 
 

@@ -20,7 +20,7 @@ from sdbench.errors import UserError
 from sdbench.gpus import short_name
 from sdbench.records.figures import format_days, format_figure, rounded
 from sdbench.records.read import EVALUATION_SETTINGS, EXTRAPOLATED, LOSS_SETTINGS, MEASURED, WITH_FIGURES
-from sdbench.records.setup import SETTINGS, VERSIONS
+from sdbench.records.setup import EVAL_DATA, SETTINGS, VERSIONS
 from sdbench.records.status import FORECAST
 from sdbench.report.markdown import describe_settings, differing_settings, line_labels, recipe_settings
 from sdbench.report.plans import CORRECTED, PlanPart, describe_gpus
@@ -351,7 +351,8 @@ def draw_learned(records: pd.DataFrame, prices: Prices) -> Any:
     """
     # Make a row for each evaluation. A training that ran in several setups has several rows with the same evaluations.
     rows = []
-    for _, training in records[records['stage'] == 'train'].drop_duplicates('training').iterrows():
+    trained = records[records['stage'] == 'train'].drop_duplicates(['training', *EVAL_DATA])
+    for _, training in trained.iterrows():
         dollars = dollars_per_image(training, prices)
         for images, loss in training['evaluations']:
             rows.append(training.to_dict() | {'images_seen': images, 'loss': loss, 'dollars': images * dollars,

@@ -10,7 +10,14 @@ from sdbench.costs import TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
 from sdbench.records.figures import RUN_FIGURES
-from sdbench.records.read import EXTRAPOLATED, LOSS_SETTINGS, MEASURED, RESULT_FIGURES, WITH_FIGURES
+from sdbench.records.read import (
+    EXTRAPOLATED,
+    LOSS_SETTINGS,
+    MEASURED,
+    RESULT_FIGURES,
+    WITH_FIGURES,
+    joined_notes,
+)
 from sdbench.records.setup import SETTINGS
 from sdbench.records.status import FORECAST
 from sdbench.report.markdown import describe_settings, differing_settings
@@ -106,14 +113,16 @@ def merge_repeated_runs(rows: pd.DataFrame) -> pd.DataFrame:
     evaluated_training = rows['training'].where(rows['eval_loss'].notna(), -1)
     merged = []
     for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes', evaluated_training]):
-        runs = runs.sort_values('trained_batches', kind='stable', na_position='first')
+        runs = runs.sort_values(['trained_batches', 'date', 'identity'], na_position='first')
         longest = runs.iloc[[-1]]  # the row whose settings and training result are shown
         row = longest.assign(**{key: runs[key].median() for key in RUN_FIGURES})
         if len(runs) > 1:
             speeds = runs['images_per_sec']
-            row['notes'] = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
+            median = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
+            row['notes'] = joined_notes(median, *runs['notes'])
         if runs['microbatch'].nunique() > 1:  # the search did not always find the same one
             row['microbatch'] = math.nan
+            row['record'] = [longest['record'].iloc[0] | {'device_train_microbatch_size': None}]
         merged.append(row)
     return pd.concat([*merged, rows[~is_measured]])
 
@@ -197,7 +206,8 @@ def fit_and_predict(runs: pd.DataFrame, counts: Sequence[int]) -> tuple[list[dic
             note += f'; {batch / count:.3g} images per GPU, a smaller microbatch'
         rows.append(first.to_dict() | NO_RUN_FIGURES | {
             'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
-            'status': EXTRAPOLATED, 'notes': note, 'record': first['record'] | {'extrapolated': True}})
+            'status': EXTRAPOLATED, 'notes': note,
+            'record': first['record'] | dict.fromkeys(RUN_FIGURES) | {'num_devices': count, 'extrapolated': True}})
 
     # Say how far the fit is from the measurements.
     residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
@@ -210,7 +220,7 @@ def fit_and_predict(runs: pd.DataFrame, counts: Sequence[int]) -> tuple[list[dic
 
 def score_table(evaluations: pd.DataFrame, prices: Prices) -> pd.DataFrame:
     """Return a row for each guidance scale of each evaluation, sorted by checkpoint, with the cost of the training."""
-    rows = evaluations.sort_values(['model', 'trained_batches', 'guidance'], kind='stable', ignore_index=True)
+    rows = evaluations.sort_values(['model', 'trained_batches', 'guidance', 'identity'], ignore_index=True)
     rows = rows.assign(price=[price_of(device, prices) for device in rows['device']])
     if not prices:  # use the dollars in the record of the training, if it has any
         rows['price'] = (rows['dollars'] / rows['total_gpu_hours']).fillna(rows['price'])
