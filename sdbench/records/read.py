@@ -245,7 +245,7 @@ def split_trainings(rows: list[dict]) -> list[list[dict]]:
     trainings = []
     for training_id, parts in by_id.items():
         found = []
-        for part in sorted(parts, key=lambda part: (part['date'], part['record'].get('first_batch', 0),
+        for part in sorted(parts, key=lambda part: (part['record'].get('first_batch', 0), part['date'],
                                                     part['identity'])):
             record = part['record']
             first = record.get('first_batch')
