@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+from sdbench.report.plans import SAME_SETUP
 
 from sdbench.gpus import short_name
 from sdbench.records.figures import rounded, text_table
@@ -15,7 +16,6 @@ from sdbench.records.read import MEASURED, read_all
 from sdbench.records.setup import MODEL_SETTINGS
 from sdbench.records.status import FORECAST
 from sdbench.report.markdown import describe_settings
-from sdbench.report.plans import SAME_SETUP
 
 RECIPES = ('fastest.txt', 'defaults', 'channels last', 'original.txt')  # in the order of the table
 NOT_IN_A_RECIPE = ('device_train_microbatch_size', 'compile_blocks', 'use_ema', 'network')

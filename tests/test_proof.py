@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from composer.utils import dist
+from sdbench.report.plans import find_corrections
 
 import benchmark
 from benchmarks import smoke
@@ -20,7 +21,6 @@ from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.records.read import read_all
 from sdbench.records.record import append_line
-from sdbench.report.plans import find_corrections
 from tests.runs import ROOT, SMALLEST
 
 A100 = 'NVIDIA A100-SXM4-80GB'

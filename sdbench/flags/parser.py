@@ -54,13 +54,13 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
     return dataclasses.field(default=default, metadata=about)
 
 
-def positional(help: str) -> Any:
-    """Declare a field that is a positional argument. It is required, and a tuple takes one or more values."""
-    return dataclasses.field(metadata={'help': help, 'positional': True})
+def positional(help: str, default: Any = dataclasses.MISSING) -> Any:
+    """Declare a field that is a positional argument. A tuple takes one or more values, or none if it has a default."""
+    return dataclasses.field(default=default, metadata={'help': help, 'positional': True})
 
 
 def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = None,
-          program: str | None = None) -> Settings:
+          program: str | None = None, label: str = '') -> Settings:
     """Parse a command line and return the settings. A mistake in it prints one line and exits with status 2.
 
     Args:
@@ -69,8 +69,10 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
         description: description for --help.
         argv: the arguments. None: sys.argv.
         program: name of the command. None: the name of the script.
+        label: begins each error, such as the flag that contains these arguments.
     """
     parser = build_parser(cls, description, program)
+    parser.label = label
     try:
         values = vars(parser.parse_args(argv, Given(cls)))
         for name, value in values.items():
@@ -127,8 +129,7 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     program = program or Path(sys.argv[0]).name
     positionals = [name.upper() for name, field in fields.items() if 'positional' in field.metadata]
     parser = Parser(program, ' '.join([program, *positionals, '[--flag VALUE ...]', '[@FILE]']), description,
-                    '@FILE reads flags from FILE. A later flag overrides an earlier one, or adds to it if it takes '
-                    'several values.',
+                    '@FILE reads flags from FILE. A later flag replaces an earlier one.',
                     formatter_class=HelpFormatter, allow_abbrev=False)
 
     # Add the fields class by class, in the order in which they are declared, which is the order in --help.
@@ -137,7 +138,10 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
         for name in vars(owner).get('__annotations__', ()):
             about = fields[name].metadata
             if 'positional' in about:
-                several = {'nargs': '+'} if get_origin(hints[name]) is tuple else {}
+                several = {}
+                if get_origin(hints[name]) is tuple:
+                    is_required = fields[name].default is dataclasses.MISSING
+                    several = {'nargs': '+'} if is_required else {'nargs': '*', 'default': argparse.SUPPRESS}
                 parser.add_argument(name, metavar=name.upper(), help=about['help'], **several)
             elif 'help' in about:
                 if owner.heading not in groups:
@@ -170,7 +174,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
         types_of_items = get_args(converter)
         converter = types_of_items[0]
         if types_of_items[-1] is ...:
-            options |= {'nargs': '+' if about['bare'] is None else '*', 'action': 'extend'}
+            options['nargs'] = '+' if about['bare'] is None else '*'
         else:
             options['nargs'] = len(types_of_items)
     if about['converter'] is not None:
@@ -247,6 +251,8 @@ class Parser(argparse.ArgumentParser):
     starts a comment.
     """
 
+    label = ''  # begins each error
+
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """Parse as argparse does. For an unknown flag, suggest the one that may have been meant.
 
@@ -262,7 +268,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """Print one line and exit with status 2."""
-        exit_with_error(self.prog, 2, message)
+        exit_with_error(self.prog, 2, self.label + message)
 
 
 def number_between(cls: type, least: float, most: float, name: str, metavar: str = 'N') -> Callable[[str], int | float]:
