@@ -7,16 +7,17 @@ of 64 images per GPU. Without a GPU it trains the tiny model once, which shows t
 """
 import argparse
 import json
+import math
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from sdbench.forecast.forecast import DoesNotFit, forecast
 from sdbench.gpus import CARDS
 from sdbench.process import begin, one_line_errors
-from sdbench.records.setup import forecast_command
-from sdbench.records.summary import PLAN_COMMAND
+from sdbench.setup import setup_of_record
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / 'results.jsonl'
@@ -103,23 +104,30 @@ def smoke(machine: Machine) -> int:
         record = json.loads(RESULTS.read_text().splitlines()[-1])
         speeds[name] = record['images_per_sec']
 
-        # The measurement and its forecast together correct a plan for this GPU, so append the forecast as well.
-        if record['device'] in CARDS:
-            forecast = [sys.executable, *forecast_command(record, str(RESULTS))]
-            done = subprocess.run(forecast, cwd=ROOT, stdout=subprocess.DEVNULL)
-            all_worked = all_worked and done.returncode == 0
+        ratio = ratio_to_forecast(record)
+        if ratio is not None:
+            print(f'{ratio:.2f} times the forecast')
     if len(speeds) == 2:
         print(comparison(speeds, machine.gib))
 
-    # Show what to do next: read the records as a page, try other flags, and plan a whole training.
+    # Show what to do next: read the records as a page, and try other flags.
     page = RESULTS.with_suffix('.html')
     report = [sys.executable, 'report.py', str(RESULTS), '--html', str(page)]
     if subprocess.run(report, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0:
         print(f'As a page: {page}')
     print('To try other flags: source .venv/bin/activate, then repeat the command with them')
-    if machine.gpus:
-        print(f'A plan that these speeds correct: {PLAN_COMMAND.format(RESULTS.name)}')
     return 0 if all_worked else 1
+
+
+def ratio_to_forecast(record: dict) -> float | None:
+    """Return the speed of a measured training divided by the forecast for its setup; None if there is no forecast."""
+    if record['device'] not in CARDS:
+        return None
+    try:
+        speed = forecast(setup_of_record(record), CARDS[record['device']]).images_per_sec
+    except DoesNotFit:
+        return None
+    return None if math.isnan(speed) else record['images_per_sec'] / speed
 
 
 def comparison(speeds: dict[str, float], gib: float) -> str:
