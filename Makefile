@@ -60,7 +60,7 @@ report: $(VENV)/installed  ## Print the table of the published benchmark and plo
 figures: $(VENV)/installed  ## Recreate the figures of the documentation and its notebook.
 	python -m benchmarks.learn $(FIGURES)/learned.png
 	python -m benchmarks.forecast $(FIGURES)/forecast.png
-	python report.py published.csv docs/scaling.jsonl --figure $(FIGURES)/days.png
+	python report.py published.csv --figure $(FIGURES)/days.png
 	python -m benchmarks.notebook docs/walk.ipynb
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11

@@ -18,7 +18,7 @@ from sdbench.errors import UserError
 from sdbench.gpus import full_name
 from sdbench.records.figures import RUN_FIGURES
 from sdbench.records.setup import EVAL_DATA, SPEED_SETTINGS, has_training_result, known_value, setup_of, text_of
-from sdbench.records.status import COMPLETE, FAILED, FORECAST, UNMEASURED, why_unreliable
+from sdbench.records.status import COMPLETE, FAILED, UNMEASURED, why_unreliable
 
 # Losses on --eval_remote are ranked and plotted together only if these settings agree: losses on other latents or other
 # samples do not compare.
@@ -40,7 +40,7 @@ RESULT_KEYS = (*EVAL_KEYS, 'loss', 'trained_batches', 'trained_epochs', 'gpu_hou
 MEASURED = 'measured'
 EXTRAPOLATED = 'extrapolated'  # from other rows, by this report or by the source of the record
 UNRELIABLE = 'not reliable'
-WITH_FIGURES = [MEASURED, EXTRAPOLATED, FORECAST]
+WITH_FIGURES = [MEASURED, EXTRAPOLATED]
 
 # Text after the name of the evaluation data, by whether the model was trained on these data
 TRAINED_ON = {False: '', True: ' (the model was trained on it)', None: ' (not known to be held out)'}
@@ -50,8 +50,9 @@ WORDS = {'true': True, 'yes': True, 'false': False, 'no': False, '': None, 'nan'
 # Values that stay text, because 12e345678901 also reads as a number
 IDS = ('training_id', 'git_commit', 'eval_sha256', 'inception_sha256', 'clip_sha256')
 # What --csv adds to the keys of a record; it is computed again
-COMPUTED = ('microbatch', 'images_per_sec_per_device', 'scaling_efficiency', 'speed_over_first', 'guidance', 'fid',
-            'clip_score', 'days', 'total_gpu_hours', 'cost_usd', 'notes')
+COMPUTED = ('microbatch', 'images_per_sec_per_device', 'forecast_images_per_sec', 'forecast_error',
+            'scaling_efficiency', 'speed_over_first', 'guidance', 'fid', 'clip_score', 'days', 'total_gpu_hours',
+            'cost_usd', 'notes')
 SHARED_ID = 'another training has the same id: a copied --save_folder'
 
 
@@ -154,7 +155,7 @@ def speed_row(record: dict) -> dict:
     # Check the numbers that a report calculates with. A failed run may have no speed.
     speed = 'loader_images_per_sec' if record['stage'] == 'loader' else 'images_per_sec'
     needed = ['device', 'num_devices', 'image_size']
-    if record['status'] in (COMPLETE, FORECAST):
+    if record['status'] == COMPLETE:
         needed.append(speed)
     for key in needed:
         if key not in record:
@@ -173,7 +174,7 @@ def speed_row(record: dict) -> dict:
     # A figure that the record lacks is NaN. A measurement has no training result, although it has a loss.
     row['num_devices'] = record['num_devices']
     row['microbatch'] = finite_number(record, 'device_train_microbatch_size')  # from the flag or from the search
-    for key in (*RUN_FIGURES, 'images_per_sec_least', 'images_per_sec_most'):
+    for key in RUN_FIGURES:
         row[key] = finite_number(record, key)
     for key in RESULT_FIGURES:
         row[key] = finite_number(record, key) if has_training_result(record) else math.nan
@@ -212,15 +213,8 @@ def prices_of(record: dict) -> Prices:
 
 def status_and_notes(record: dict) -> tuple[str, str]:
     """Return the status of the row of a record of speed, and its note in the table."""
-    # Only a forecast for a tested kind of setup has a range.
-    status = text_of(record['status'])
-    if status == FORECAST:
-        if record.get('images_per_sec_least') is None:
-            return FORECAST, 'forecast, not tested'
-        least, most = record['images_per_sec_least'], record['images_per_sec_most']
-        return FORECAST, f'forecast: {least:,.0f} to {most:,.0f} images/s'
-
     # Only a complete run with a speed that has settled is a measurement.
+    status = text_of(record['status'])
     if status != COMPLETE:
         reason = f'{status}: {text_of(record.get("error"))}'
         return status, textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')

@@ -6,6 +6,7 @@ import functools
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -28,9 +29,9 @@ USUAL_VALUES = {'stage': 'train', 'input': 'images', 'precision': 'amp_bf16', 'e
 TEXT_COLUMNS = ('run', 'device', 'settings', 'date', 'notes')  # aligned to the left
 # A table that is too wide is split into one table for each of these groups of figures.
 FIGURE_GROUPS = [
-    ('images_per_sec', 'images_per_sec_per_device', 'scaling_efficiency', 'speed_over_first', 'days',
-     'total_gpu_hours', 'cost_usd', 'notes'),
-    ('data_wait_fraction', 'microbatch', 'peak_memory_gib', 'mfu'),
+    ('images_per_sec', 'images_per_sec_per_device', 'forecast_images_per_sec', 'forecast_error', 'scaling_efficiency',
+     'speed_over_first', 'notes'),
+    ('days', 'total_gpu_hours', 'cost_usd', 'data_wait_fraction', 'microbatch', 'peak_memory_gib', 'mfu'),
     ('eval_loss', 'eval_batch', 'eval_samples', 'loss', 'trained_batches'),
 ]
 
@@ -43,13 +44,16 @@ def differing_settings(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
 
 
 @functools.cache
+def recipe_flags(name: str) -> dict[str, Any]:
+    """Return the flags that a recipe gives."""
+    return vars(build_parser(Train, '', 'benchmark.py').parse_args([f'@{RECIPES / name}']))
+
+
+@functools.cache
 def recipe_settings() -> dict[str, dict[str, str]]:
     """Return the settings that each named recipe gives, as text."""
-    settings = {}
-    for name in NAMED_RECIPES:
-        given = vars(build_parser(Train, '', 'benchmark.py').parse_args([f'@{RECIPES / name}']))
-        settings[name] = {key: text_of(value) for key, value in given.items() if key in SETTINGS}
-    return settings
+    return {name: {key: text_of(value) for key, value in recipe_flags(name).items() if key in SETTINGS}
+            for name in NAMED_RECIPES}
 
 
 def matching_recipe(row: pd.Series) -> str | None:
