@@ -3,7 +3,8 @@
     python -m benchmarks.forecast.traces     # about 20 minutes on a CPU core
 
 It is needed after a change to the code that makes or counts a step (TRACED_CODE in sdbench/forecast/stored.py). Until
-then, forecasts trace each step that they need again, which takes half a minute.
+then, forecasts trace each step that they need again, which takes half a minute. Steps of the same code that are already
+in the file are kept.
 """
 import gzip
 import itertools
@@ -13,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from sdbench.flags.train import SD2_BASE
-from sdbench.forecast.stored import PACKAGED, USUAL, hash_of_code, hash_of_model, name_of, traced_now
+from sdbench.forecast.stored import PACKAGED, USUAL, hash_of_code, hash_of_model, name_of, read_packaged, traced_now
 from sdbench.setup import Setup
 
 # 128 pixels are for the change that a dry run at 256 pixels proposes
@@ -36,9 +37,13 @@ def trace_to_json(setup: Setup) -> tuple[str, dict]:
 
 
 def main() -> None:
+    identity = [hash_of_model(SD2_BASE), hash_of_code()]
+    packaged = read_packaged()
+    steps = packaged['steps'] if packaged['identity'] == identity else {}
+    missing = [setup for setup in setups() if name_of(setup) not in steps]
     with ProcessPoolExecutor(2, get_context('spawn')) as processes:
-        steps = dict(processes.map(trace_to_json, setups()))
-    stored = {'identity': [hash_of_model(SD2_BASE), hash_of_code()], 'steps': steps}
+        steps |= processes.map(trace_to_json, missing)
+    stored = {'identity': identity, 'steps': dict(sorted(steps.items()))}
     PACKAGED.write_bytes(gzip.compress(json.dumps(stored).encode(), mtime=0))
 
 
