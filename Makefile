@@ -61,6 +61,7 @@ figures: $(VENV)/installed  ## Recreate the figures of the documentation and its
 	python -m benchmarks.learn $(FIGURES)/learned.png
 	python -m benchmarks.forecast $(FIGURES)/forecast.png
 	python report.py published.csv --figure $(FIGURES)/days.png
+	python -m benchmarks.savings $(FIGURES)/savings.png
 	python -m benchmarks.notebook docs/walk.ipynb
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11

@@ -32,7 +32,7 @@ SHOWN_DEFAULTS = {'None': 'none', 'True': 'on', 'False': 'off'}  # how --help sh
 
 
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
-         bare: Any = None, needs: str = '', may_change: bool = False) -> Any:
+         bare: Any = None, needs: str = '', may_change: bool = False, contains_flags: bool = False) -> Any:
     """Declare a field that is a flag.
 
     The field's type determines the values. A bool is a switch (--flag, --no-flag), a Literal allows its strings,
@@ -48,9 +48,10 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
             `needs` names one flag, turning that flag off removes this one as well (see `Given`).
         may_change: whether a resumed run may change this flag, although its group must not change (`SAME_ON_RESUME` in
             sdbench/flags/train.py).
+        contains_flags: whether the value is flags of another command, so that it may begin with a dash.
     """
     about = {'help': help, 'converter': converter, 'metavar': metavar, 'bare': bare, 'needs': needs,
-             'may_change': may_change}
+             'may_change': may_change, 'contains_flags': contains_flags}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -131,10 +132,13 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     program = program or Path(sys.argv[0]).name
+    containing_flags = [f'--{name}' for name, field in fields.items() if field.metadata.get('contains_flags')]
     positionals = [name.upper() for name, field in fields.items() if 'positional' in field.metadata]
     parser = Parser(program, ' '.join([program, *positionals, '[--flag VALUE ...]', '[@FILE]']), description,
                     '@FILE reads flags from FILE. A later flag replaces an earlier one.',
                     formatter_class=HelpFormatter, allow_abbrev=False)
+
+    parser.containing_flags = tuple(containing_flags)
 
     # Add the fields class by class, in the order in which they are declared, which is the order in --help.
     groups = {}  # argparse's groups, by heading
@@ -256,13 +260,18 @@ class Parser(argparse.ArgumentParser):
     """
 
     label = ''  # begins each error
+    containing_flags: tuple[str, ...] = ()  # names of the flags whose values are flags of another command
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """Parse as argparse does. For an unknown flag, suggest the one that may have been meant.
 
         Raises UserError if a @FILE cannot be read.
         """
-        known, unknown = self.parse_known_args(with_files(sys.argv[1:] if args is None else args), namespace)
+        words = with_files(sys.argv[1:] if args is None else args)
+        for number in reversed(range(len(words) - 1)):
+            if words[number] in self.containing_flags:  # argparse takes a value that begins with a dash only after a =
+                words[number:number + 2] = [f'{words[number]}={words[number + 1]}']
+        known, unknown = self.parse_known_args(words, namespace)
         if unknown:
             name = unknown[0].partition('=')[0]
             nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)

@@ -52,7 +52,7 @@ class PlanFlags:
                                                  'Stable Diffusion 2)', converter=phase, metavar='STEPS@SIZE')
     training_flags: str = flag('', "flags for benchmark.py in quotes, such as '--batch_size 1024 --no-compile', after "
                                'those of recipes/fastest.txt and --use_ema; the search leaves them as they are '
-                               '(default: none)', metavar="'FLAGS'")
+                               '(default: none)', metavar="'FLAGS'", contains_flags=True)
     network_gbits: float | None = flag(None, 'network bandwidth of each machine in Gbit/s, summed over its adapters; '
                                        'for plain TCP give half of it (default: the bandwidth of the GPU interconnect)',
                                        converter=positive, metavar='GBITS')

@@ -4,8 +4,8 @@ import datetime
 import math
 import shlex
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +36,7 @@ RANGE_REASONS = {
                   'their authors had not measured'}
 MEASURED_STEPS = 100  # of each phase, in the commands that measure a plan
 WARMUP_STEPS = 3
+MOST_CHANGED = 4  # plans for which a change of the arithmetic is shown in any case
 SMALLEST_CHANGE = 0.005  # fraction of the days below which a change is not worth a line
 MINUTES_TO_START = 5  # of a measurement: it starts and compiles
 
@@ -48,7 +49,7 @@ class Answer:
         training: the training that is planned.
         outcomes: for all GPUs that were asked for, a plan or why there is none.
         limits: the limits for dollars and days.
-        changes: for each plan, the plan with each single change of its arithmetic, by its flag.
+        changes: for each plan, the plan with each single change of its arithmetic, by what makes the change.
         corrections: sentences about measurements that correct nothing.
         training_flags: flags of --training_flags.
         command: words of the command line, without the records.
@@ -98,12 +99,11 @@ class Answer:
         return [closest] if closest else self.plans[:1]
 
     def cells(self, plan: Plan) -> dict[str, str]:
-        """Return the cells of a plan in the table, by heading."""
+        """Return the cells of a plan in the table, by heading; '' for a cost without a price."""
         has_price = plan.price is not None
         return {'GPUs': plan.name, 'days': brackets(plan.days, 2), 'GPU-hours': f'{plan.gpu_hours.likely:,.0f}',
-                'GPU cost': f'${plan.gpu_dollars.likely:,.0f}' if has_price else '-',
-                'storage': f'${plan.storage_dollars.likely:,.0f}',
-                'whole cost': f'${brackets(plan.dollars, 0)}' if has_price else '-',
+                'GPU cost': f'${plan.gpu_dollars.likely:,.0f}' if has_price else '',
+                'whole cost': f'${brackets(plan.dollars, 0)}' if has_price else '',
                 'per GPU-hour': plan.price.describe(self.today) if has_price else 'no price'}
 
     @property
@@ -125,15 +125,27 @@ class Answer:
         return [f'{name[:1].upper()}{name[1:]}: {"; ".join(plans)}.' for name, plans in groups.items()]
 
     def impossible(self) -> list[str]:
-        """Return a sentence for each GPU without a plan or without a price."""
-        sentences = [f'Impossible: {outcome.name}, because {outcome.reason}. This would help: {outcome.remedy}.'
-                     for outcome in self.outcomes if isinstance(outcome, Impossible)]
+        """Return sentences about the GPUs without a plan and without a price."""
+        by_reason = {}
+        for outcome in self.outcomes:
+            if isinstance(outcome, Impossible):
+                by_reason.setdefault((outcome.reason, outcome.remedy), []).append(outcome.name)
+        sentences = [f'Impossible: {", ".join(names)}, because {reason}. This would help: {remedy}.'
+                     for (reason, remedy), names in by_reason.items()]
         unpriced = [plan for plan in self.plans if plan.price is None]
         if unpriced:
-            names = ', '.join(plan.name for plan in unpriced)
-            sentences.append(f'No price is known for {names}. Give --dollars_per_gpu_hour NAME=DOLLARS, or NAME=0 for '
-                             'your own GPUs.')
+            sentences.append(f'No price is known for {self.names(unpriced)}. Give --dollars_per_gpu_hour NAME=DOLLARS, '
+                             'or NAME=0 for your own GPUs.')
         return sentences
+
+    def names(self, plans: Collection[Plan]) -> str:
+        """Return the names of some plans as text, or of the others if most plans are among them."""
+        others = [plan.name for plan in self.plans if plan not in plans]
+        if not others:
+            return 'all'
+        if len(others) < len(plans) / 3:
+            return f'all except {", ".join(others)}'
+        return ', '.join(plan.name for plan in plans)
 
     def ranges(self) -> list[str]:
         """Return sentences that say why each range is as wide as it is, and what was never measured."""
@@ -143,12 +155,11 @@ class Answer:
             for part in plan.parts:
                 by_error.setdefault(part.speed.error, []).append((plan, part))
                 for what in part.speed.missing:
-                    missing.setdefault(what, {})[plan.name] = None
+                    missing.setdefault(what, {})[plan] = None
         sentences = [f'Range of {100 * error:.0f} %, because {RANGE_REASONS[error]}: {self.describe_parts(parts)}.'
                      for error, parts in by_error.items()]
         if missing:
-            texts = [f'{what} ({"all" if len(names) == len(self.plans) else ", ".join(names)})'
-                     for what, names in missing.items()]
+            texts = [f'{what} ({self.names(plans)})' for what, plans in missing.items()]
             sentences.append(f'Never measured with this program: {"; ".join(texts)}.')
         by_ratio = {}
         for plan in self.plans:
@@ -175,21 +186,25 @@ class Answer:
         for plan in self.plans:
             of_phases = dict.fromkeys(switches(part) for part in plan.training)
             text = ', then '.join(flags or 'no other flags' for flags in of_phases)
-            by_flags.setdefault(text, []).append(plan.name)
+            by_flags.setdefault(text, []).append(plan)
         base = ' '.join(filter(None, [RECIPE, self.training_flags]))
-        return [f'Flags, after {base}: ' + '; '.join(f'{text} for {", ".join(names)}'
-                                                     for text, names in by_flags.items()) + '.']
+        texts = [f'{text} for {self.names(plans)}' for text, plans in by_flags.items()]
+        return [f'Flags, after {base}: {"; ".join(texts)}.'] if texts else []
 
     def arithmetic(self) -> list[str]:
-        """Return a sentence for each change of the arithmetic, with the days that it would give."""
-        by_flag = {}
-        for plan in self.plans:
-            for flag, changed in self.changes[plan].items():
-                if abs(plan.days.likely / changed.days.likely - 1) >= SMALLEST_CHANGE:
+        """Return a sentence for each change of the arithmetic, with the days that it would give.
+
+        It names the first plans, and every plan whose standing to the limits would change.
+        """
+        by_way = {}
+        for number, plan in enumerate(self.plans):
+            for how, changed in self.changes[plan].items():
+                matters = standing(plan, self.limits) != standing(replace(changed, price=plan.price), self.limits)
+                is_shown = number < MOST_CHANGED and abs(plan.days.likely / changed.days.likely - 1) >= SMALLEST_CHANGE
+                if matters or is_shown:
                     days = f'{changed.days.likely:.2f} instead of {plan.days.likely:.2f} days'
-                    by_flag.setdefault(flag, []).append(f'{plan.name} {days}')
-        return [f'{flag} changes the arithmetic, so it is left to you. With it: {", ".join(texts)}.'
-                for flag, texts in by_flag.items()]
+                    by_way.setdefault(how, []).append(f'{plan.name} {days}')
+        return [f'{how}: {", ".join(texts)}.' for how, texts in by_way.items()]
 
     def storage(self) -> str:
         """Return a sentence about storage and traffic of the first plan."""
@@ -208,9 +223,9 @@ class Answer:
         crossing = [plan for plan in self.plans if plan.machines > 1]
         if crossing:
             gbits = self.training.base.network_gbits
-            speed = f'have {gbits:g} Gbit/s each, of which the forecast uses {100 * NETWORK_SHARE:.0f} %'
-            if gbits is None:
-                speed = 'are assumed to have a network as fast as the interconnect of their GPUs (--network_gbits)'
+            speed = 'are assumed to have a network as fast as the interconnect of their GPUs (--network_gbits)'
+            if gbits is not None:
+                speed = f'have {gbits:g} Gbit/s each, of which the forecast uses {100 * NETWORK_SHARE:.0f} %'
             machines = ', '.join(f'{plan.machines} for {plan.name}' for plan in crossing)
             sentences.append(f'Machines ({machines}) {speed}.')
         preemptions = self.training.preemptions
@@ -282,8 +297,10 @@ class Answer:
     def text(self) -> str:
         """Return the answer for a terminal."""
         blocks = [filled(self.title), *map(filled, self.verdict)]
-        if self.plans:
-            blocks.append(text_table([self.cells(plan) for plan in self.plans], ['GPUs', 'per GPU-hour']))
+        for has_price in (True, False):
+            rows = [self.cells(plan) for plan in self.plans if (plan.price is not None) == has_price]
+            if rows:
+                blocks.append(text_table(rows, ['GPUs', 'per GPU-hour']))
         blocks.append('\n'.join(map(filled, self.notes)))
         for sentence, commands in self.first_steps:
             blocks.append('\n'.join([filled(sentence), *(shell_lines(command) for command in commands)]))

@@ -23,6 +23,11 @@ MEASURED_ERROR = 0.05
 # training of transformers).
 UNSEEN_ERROR = 0.28
 
+# What a record must state so that its speed can be compared with a forecast. Records of our commands state all flags.
+NEEDED = {TRAIN: ('num_devices', 'image_size', 'batch_size', 'microbatch', 'latents', 'precision', 'compile', 'use_ema',
+                  'gradient_checkpointing', 'half_precision_norms'),
+          ENCODE: ('num_devices', 'image_size', 'compile', 'encoder_precision')}
+
 forecast = cache(forecast)
 
 
@@ -74,26 +79,28 @@ def read_measurements(rows: Sequence[dict]) -> tuple[list[Measurement], list[str
         record = row['record']
         if row['status'] != RELIABLE or record['stage'] not in (TRAIN, ENCODE) or record['device'] not in CARDS:
             continue
-        name = (f'{record["num_devices"]} x {short_name(record["device"])}, {record["stage"]} {record["image_size"]} '
-                'px')
+        name = f'{record["num_devices"]} x {short_name(record["device"])}, {record["stage"]} {record["image_size"]} px,'
         setup = setup_of_record(record)
         kind = record['stage']
         ratio, network = None, None
-        waited = record.get('data_wait_fraction') or 0
+        waited = 100 * (record.get('data_wait_fraction') or 0)
+        missing = [name for name in NEEDED[kind] if getattr(setup, name) is None]
+        if missing:
+            sentences.append(f'{name} corrects nothing, because its record does not state {", ".join(missing)}.')
+            continue
         try:
             expected = forecast(setup, CARDS[setup.device])
-            network = network_of(expected.setup)
+            setup = expected.setup
+            network = network_of(setup)
             speed = expected.images_per_sec if kind == TRAIN else expected.encode_images_per_sec
-            if waited > MUCH_WAITING_FOR_DATA:
-                sentences.append(f'{name}, corrects nothing, because it waited for its data {waited:.0%} of the time.')
+            if waited > 100 * MUCH_WAITING_FOR_DATA:
+                sentences.append(f'{name} corrects nothing, because it waited for its data {waited:.0f} % of the time.')
             elif speed > 0:
                 ratio = record['images_per_sec'] / speed
             else:
-                sentences.append(f'{name}, corrects nothing, because no speed is forecast for its precision.')
+                sentences.append(f'{name} corrects nothing, because no speed is forecast for its precision.')
         except DoesNotFit as error:
-            sentences.append(f'{name}, corrects nothing: by the forecast it does not fit ({error}).')
-        except (TypeError, ValueError):
-            sentences.append(f'{name}, corrects nothing, because its record does not state all flags of the run.')
+            sentences.append(f'{name} corrects nothing: by the forecast it does not fit ({error}).')
         found.append(Measurement(kind, setup, network, record['images_per_sec'], ratio, str(record.get('date', ''))))
     return found, sentences
 
@@ -113,16 +120,18 @@ class Speeds:
         """Return a training with its speed. Raises DoesNotFit if the card has too little memory."""
         expected = forecast(setup, card)
         network = network_of(expected.setup)
+        run = same_run(expected.setup, network)
         same = [each for each in self.measurements if each.kind == TRAIN and each.ratio is not None
-                and same_run(each.setup, each.network) == same_run(setup, network)]
+                and same_run(each.setup, each.network) == run]
         if same:
             # The run finds its microbatch by itself, so it will have the one that was measured.
             if setup.microbatch is None and same[-1].setup.microbatch is not None:
                 expected = forecast(replace(setup, microbatch=same[-1].setup.microbatch), card)
             speed = self.corrected(expected.images_per_sec, same[-1:], MEASURED, MEASURED_ERROR)
             return Run(expected.setup, expected.machines, speed)
+        group = (card.name, expected.setup.compile, network)
         alike = [each for each in self.measurements if each.kind == TRAIN and each.ratio is not None
-                 and (each.setup.device, each.setup.compile, each.network) == (card.name, setup.compile, network)]
+                 and (each.setup.device, each.setup.compile, each.network) == group]
         if alike:
             speed = self.corrected(expected.images_per_sec, alike, CORRECTED, LARGEST_ERROR)
         else:

@@ -28,9 +28,12 @@ from sdbench.setup import Setup, setup_of_settings
 RECIPE = '@recipes/fastest.txt --use_ema'  # flags of every plan, before --training_flags
 ROOT = Path(__file__).parents[2]
 SMALLER_MICROBATCHES = 2  # how many divisors below the largest microbatch that fits are tried as well
-# Changes of the arithmetic, which the search leaves to the user: for a setting, the flag for each of its values
-ARITHMETIC = {'allreduce_precision': {'bf16': '--allreduce_precision bf16', 'fp32': '--allreduce_precision fp32'},
-              'half_precision_norms': {True: '--half_precision_norms', False: '--no-half_precision_norms'}}
+# Changes of the arithmetic, which the search leaves to the user: for a setting, what leads to each of its values
+ARITHMETIC = {
+    'allreduce_precision': {'bf16': 'With --allreduce_precision bf16, which rounds the gradients',
+                            'fp32': 'With --allreduce_precision fp32, which does not round the gradients'},
+    'half_precision_norms': {True: 'With --half_precision_norms, which computes norm layers in half precision',
+                             False: 'With --no-half_precision_norms, which computes norm layers in float32'}}
 
 
 
@@ -104,8 +107,9 @@ def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence
     The phases do not depend on each other, so each is planned for itself: on encoded latents, or on images.
     """
     base = training.base
-    if peak_of(card.name, base.with_defaults().precision) is None:
-        return Impossible(card, num_devices, f'its peak in {base.with_defaults().precision} is not known, so no speed can be forecast',
+    precision = base.with_defaults().precision
+    if peak_of(card.name, precision) is None:
+        return Impossible(card, num_devices, f'its peak in {precision} is not known, so no speed can be forecast',
                           "--training_flags '--precision amp_fp16', for which more peaks are known")
     if base.batch_size % num_devices:
         largest = base.batch_size // num_devices * num_devices or num_devices
@@ -139,9 +143,9 @@ def too_large_for(card: Card, num_devices: int, phase: Phase, training: Training
     remedy = 'a GPU with more memory'
     without_ema = replace(training, base=replace(training.base, use_ema=False))
     if training.base.use_ema and isinstance(find_plan(card, num_devices, without_ema, (), speeds), Plan):
-        remedy += ', or --training_flags=--no-use_ema, which trains a model without EMA'
-    return Impossible(card, num_devices, f'at {phase.size} px {images} {error.gib_needed:.1f} GiB, and the GPU has '
-                      f'{card.gib:g}', remedy)
+        remedy += ", or --training_flags '--no-use_ema', which trains a model without EMA"
+    reason = f'at {phase.size} px {images} {error.gib_needed:.1f} GiB, more than the GPU has'
+    return Impossible(card, num_devices, reason, remedy)
 
 
 def candidates(setup: Setup, fixed: frozenset[str]) -> Iterator[Setup]:
@@ -198,23 +202,16 @@ def storage_of(parts: Sequence[Part], training: Training) -> Storage:
     return Storage(images, latents, checkpoints, read, training.dollars_per_tb_month, training.dollars_per_tb_read)
 
 
-def with_other_arithmetic(plan: Plan, speeds: Speeds) -> dict[str, Plan]:
-    """Return the plan with each single change of its arithmetic, by the flag that makes the change."""
+def with_other_arithmetic(plan: Plan, training: Training, speeds: Speeds) -> dict[str, Plan]:
+    """Return the best plans for the same GPUs with each single change of the arithmetic, by what makes the change."""
     changed = {}
-    for setting, flags in ARITHMETIC.items():
+    for setting, ways in ARITHMETIC.items():
         if setting == 'allreduce_precision' and plan.num_devices == 1:
             continue
-        flag, value = next((flag, value) for value, flag in flags.items()
-                           if value != getattr(plan.training[0].setup, setting))
-        parts = []
-        for part in plan.parts:
-            if part.kind == TRAIN:
-                try:
-                    run = speeds.training(replace(part.setup, microbatch=None, **{setting: value}), plan.card)
-                except DoesNotFit:
-                    break
-                part = replace(part, setup=run.setup, speed=run.speed)
-            parts.append(part)
-        else:
-            changed[flag] = replace(plan, parts=tuple(parts))
+        [(value, how)] = [(value, how) for value, how in ways.items()
+                          if value != getattr(plan.training[0].setup, setting)]
+        base = replace(training.base, **{setting: value})
+        other = find_plan(plan.card, plan.num_devices, replace(training, base=base), (), speeds)
+        if isinstance(other, Plan):
+            changed[how] = other
     return changed

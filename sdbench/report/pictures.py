@@ -172,8 +172,8 @@ def forecast_rows(rows: pd.DataFrame, training_images: int) -> pd.DataFrame:
     for device in FORECAST_GPUS if is_sd2 else ():
         for count in sorted(rows['num_devices'].unique()):
             record = recipe_flags('fastest.txt') | own | {
-                'stage': 'train', 'status': COMPLETE, 'extrapolated': False, 'device': device, 'num_devices': int(count),
-                'command': 'benchmark.py'}
+                'stage': 'train', 'status': COMPLETE, 'extrapolated': False, 'command': 'benchmark.py',
+                'device': device, 'num_devices': int(count)}
             expected = forecast_of(record) if count <= own['batch_size'] else None
             if expected:
                 least, most = expected.images_per_sec_range or (math.nan, math.nan)
