@@ -5,6 +5,7 @@ import textwrap
 
 # Messages of torch on CUDA, of torch on a CPU, of cuBLAS and cuDNN, and of cuDNN if no algorithm's workspace fits
 OUT_OF_MEMORY = "out of memory|can't allocate memory|STATUS_ALLOC_FAILED|unable to find an engine"
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a full disk, and a user's full quota of it
 
 # For example ;AccountKey=... in a connection string of Azure. A value of fewer than six characters is not a secret, but
 # may be a number: --caption_weights key=2.
@@ -74,9 +75,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Tell whether an error, or an earlier error in its context, means a full disk. torch raises its own on top."""
+    """Tell whether an error, or an earlier one in its context, means a full disk or quota. torch raises its own on top.
+    """
     while error is not None:
-        if getattr(error, 'errno', None) == errno.ENOSPC or 'No space left' in str(error):
+        if getattr(error, 'errno', None) in FULL or re.search('No space left|quota exceeded', str(error)):
             return True
         error = error.__context__
     return False

@@ -10,7 +10,7 @@ from sdbench.errors import UserError
 from sdbench.flags.parser import count, flag, fraction, number_between, positional, positive, seed
 from sdbench.flags.train import DataLoading, Encoders, Model, Results, Warmup, pixels, price
 from sdbench.hub import CLIP_MODEL
-from sdbench.paths import EXPORTED
+from sdbench.paths import EXPORTED, is_url
 from sdbench.process import launcher_variable
 
 TIMESTEPS = 1000  # of Stable Diffusion's noise schedule
@@ -148,7 +148,7 @@ class Evaluate(Results):
                                                           'need not exist yet (default: generate and score)')
 
     def check(self) -> None:
-        if not self.out or '://' in self.out:
+        if not self.out or is_url(self.out):
             raise UserError('give --out, a folder on this machine for the generated images')
         if TIMESTEPS % self.steps or self.steps == TIMESTEPS:
             raise UserError(f'--steps {self.steps} is not a divisor of {TIMESTEPS} below {TIMESTEPS}, so the sampler '

@@ -211,25 +211,29 @@ class Given(argparse.Namespace):
                     vars(self).pop(other, None)
 
 
-def with_files(arguments: Sequence[str]) -> list[str]:
+def with_files(arguments: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
     """Replace each @FILE by the arguments in that file, and return all arguments.
 
     argparse has the same feature, but it reads a byte order mark as part of the first flag, and its errors do not name
     the file.
 
-    Raises UserError if a file cannot be read or contains an unclosed quotation mark.
+    `within` are the @FILEs that contain the arguments.
+
+    Raises UserError if a file cannot be read, contains an unclosed quotation mark or names itself.
     """
     found = []
     for argument in arguments:
         if not argument.startswith('@'):
             found.append(argument)
             continue
+        if argument in within:
+            raise UserError(f'{argument} names itself ({" ".join([*within, argument])}); remove it there')
         for number, line in enumerate(read_text(argument[1:], argument).splitlines(), start=1):
             try:
                 words = shlex.split(line, comments=True)
             except ValueError as error:
                 raise UserError(f'{argument}, line {number}: {str(error).lower()}') from None
-            found += with_files(words)
+            found += with_files(words, (*within, argument))
     return found
 
 
