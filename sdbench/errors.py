@@ -75,8 +75,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Tell whether an error, or an earlier one in its context, means a full disk or quota. torch raises its own on top.
-    """
+    """Tell whether an error, or one in its context, means a full disk or quota. torch raises its own error on top."""
     while error is not None:
         if getattr(error, 'errno', None) in FULL or re.search('No space left|quota exceeded', str(error)):
             return True
