@@ -96,7 +96,7 @@ def answer_early(cls: type, description: str) -> None:
     parse(cls, description)
     if importlib.util.find_spec('composer') is None:
         exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} does not have the required libraries; run '
-                        'source .venv/bin/activate first (make smoke creates .venv)')
+                        'source .venv/bin/activate first (make install creates .venv)')
     if sys.stderr.isatty() and os.environ.get('RANK', '0') == '0':
         print('loading the libraries', file=sys.stderr, flush=True)
 
