@@ -29,21 +29,11 @@ class DataError(Exception):
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
-    """Return the message of an error in one line.
-
-    If the message is the traceback of a worker, return only the message of the DataError at its end.
-
-    Args:
-        error: the exception.
-        most: number of characters after which the message is cut; None means never.
-    """
+    """Return the message of an error in one line, cut after `most` characters unless that is None."""
     if isinstance(error, OSError) and error.filename:
         return f'{error.filename}: {error.strerror}'
     text = ' '.join(str(error).split())
-    _, _, last = text.rpartition('DataError: ')
-    if most is not None:
-        return textwrap.shorten(last, most, placeholder=' ...')
-    return last
+    return text if most is None else textwrap.shorten(text, most, placeholder=' ...')
 
 
 def redacted(text: str) -> str:

@@ -59,7 +59,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --budget 9 --dollars_per_gpu_hour H100=2', '--budget 9 needs a price for CPU'),
     ('benchmark.py', f'{SYNTHETIC} --max_duration 50', '--max_duration: 50 is not a time such as 5000ba or 2ep'),
     ('benchmark.py', f'{SYNTHETIC} --compile_blocks', '--compile_blocks needs --compile'),
-    ('benchmark.py', f'{SYNTHETIC} --no-use_ema --ema_half_life 5ba', '--ema_half_life 5ba needs --use_ema'),
+    ('benchmark.py', f'{SYNTHETIC} --ema_half_life 5ba', '--ema_half_life 5ba needs --use_ema'),
     ('benchmark.py', f'{SYNTHETIC} --autoresume', '--autoresume needs --save_folder'),
     ('benchmark.py', f'--use_synth_latents {TINY} --random_flip', '--random_flip mirrors images'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --load_weights notes --sample_prompts nowhere',

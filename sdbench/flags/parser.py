@@ -45,7 +45,7 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
         metavar: placeholder for the value in --help. None: the converter's metavar, or else the name of the flag.
         bare: value if the flag is given without a value; a tuple for flags with several values.
         needs: names of other flags, separated by spaces. The flag is refused unless at least one of them is given. If
-            `needs` names one flag, turning that flag off removes this one as well (see `Given`).
+            `needs` names one flag, turning that flag off turns this one off as well.
         may_change: whether a resumed run may change this flag, although its group must not change (`SAME_ON_RESUME` in
             sdbench/flags/train.py).
     """
@@ -72,7 +72,8 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
     """
     parser = build_parser(cls, description, program)
     try:
-        values = vars(parser.parse_args(argv, Given(cls)))
+        values = vars(parser.parse_args(argv))
+        drop_unneeded(cls, values)
         for name, value in values.items():
             if value == '' or isinstance(value, list) and '' in value:
                 given = f'--{name}' if hasattr(cls, name) else name.upper()  # positional arguments have no default
@@ -113,6 +114,13 @@ def check(settings: Any) -> None:
     for group in reversed(type(settings).__mro__):
         if 'check' in vars(group):
             group.check(settings)
+
+
+def drop_unneeded(cls: type, values: dict[str, Any]) -> None:
+    """Remove the flags that need a flag which is turned off, such as --ema_half_life in a @FILE with --no-use_ema."""
+    for field in dataclasses.fields(cls):
+        if values.get(field.metadata.get('needs')) is False:
+            values.pop(field.name, None)
 
 
 def is_given(value: Any) -> bool:
@@ -189,26 +197,6 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     if bool in types_of_value:
         group.add_argument(f'--no-{field.name}', dest=field.name, action='store_const', const=False,
                            default=argparse.SUPPRESS, help=f'turn --{field.name} off after a @FILE turned it on')
-
-
-class Given(argparse.Namespace):
-    """Collects the flags of a command line while argparse reads it.
-
-    Turning a flag off also removes earlier flags that need it. For example, `--no-use_ema` after
-    `@recipes/phase-1.txt` removes the `--ema_half_life` in that file.
-    """
-    __slots__ = ('_needs',)  # a slot is not in vars(), which then holds the flags alone
-
-    def __init__(self, cls: type):
-        object.__setattr__(self, '_needs', {field.name: field.metadata.get('needs') for field in
-                                            dataclasses.fields(cls)})
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if value is False:
-            for other, needed in self._needs.items():
-                if needed == name:
-                    vars(self).pop(other, None)
 
 
 def with_files(arguments: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
