@@ -62,19 +62,17 @@ report: $(VENV)/installed  ## Print the table of the published benchmark and plo
 figures: forecasts  ## Recreate the figures of the documentation, with the forecasts, and its notebook.
 	python -m benchmarks.learn $(FIGURES)/learned.png
 	python -m benchmarks.forecast $(FIGURES)/forecast.png
-	python report.py published.csv docs/scaling.jsonl --figure $(FIGURES)/days.png
+	python report.py published.csv --figure $(FIGURES)/days.png
 	python -m benchmarks.notebook docs/walk.ipynb
 
 FORECAST_GPUS = A100-SXM4-80GB H100-80GB NVIDIA-H200 B200
 forecasts: $(VENV)/installed  ## Recreate the forecasts of the README, with its table and figures; 7 minutes on two cores.
-	rm -f docs/plan.jsonl docs/plan-eager.jsonl docs/scaling.jsonl
+	rm -f docs/plan.jsonl docs/plan-eager.jsonl
 	for latents in 1 ""; do LATENTS=$$latents GPU="$(FORECAST_GPUS)" PHASE_FLAGS=@recipes/fastest.txt PLAN=docs/plan.jsonl \
 	    sh recipes/stable-diffusion-2.sh plan || exit; done
 	LATENTS=1 GPU="A100-SXM4-80GB H100-80GB" PHASE_FLAGS='@recipes/fastest.txt --no-compile' PLAN=docs/plan-eager.jsonl \
 	    sh recipes/stable-diffusion-2.sh plan
 	python report.py docs/plan.jsonl @recipes/plan.txt @recipes/prices-on-demand.txt --figure $(FIGURES)/plan.png
-	python benchmark.py @recipes/fastest.txt --use_ema --dry_run 8 16 32 64 128 256 --gpu $(FORECAST_GPUS) \
-	    --results docs/scaling.jsonl
 	python -m benchmarks.savings $(FIGURES)/savings.png
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11

@@ -37,7 +37,8 @@ from benchmark import StableDiffusion
 from export import main as export
 from sdbench.datasets.output import Output, PartWriter, join_parts, write_index
 from sdbench.inputs.shards import IMAGES_HASH, LATENT_COLUMNS, MOMENTS, index_hash
-from sdbench.models.loading import BUILT_IN, find_model
+from sdbench.models.built_in import BUILT_IN
+from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in
 
 ROOT = Path(__file__).parent.parent

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from benchmarks.smoke import ratio_to_forecast
 from sdbench.gpus import short_name
 from sdbench.records.figures import rounded, text_table
 from sdbench.records.read import MEASURED, read_all
 from sdbench.records.setup import MODEL_SETTINGS
-from sdbench.records.status import FORECAST
 from sdbench.report.markdown import describe_settings
-from sdbench.report.plans import SAME_SETUP
 
 RECIPES = ('fastest.txt', 'defaults', 'channels last', 'original.txt')  # in the order of the table
 NOT_IN_A_RECIPE = ('device_train_microbatch_size', 'compile_blocks', 'use_ema', 'network')
@@ -29,20 +28,19 @@ def recipe_in_words(row: pd.Series) -> str:
 
 def measured_table(folder: Path) -> str:
     """Return the table for all records in a folder and its subfolders."""
-    # Select trainings on random images with EMA, and put the forecast for the same setup next to each of them.
+    # Select trainings on random images with EMA, and put the forecast for its setup next to each of them.
     records = pd.DataFrame(read_all([str(path) for path in sorted(folder.rglob('*.jsonl'))]))
     records['recipe'] = [recipe_in_words(row) for _, row in records.iterrows()]
     alike = {'stage': 'train', 'input': 'images', 'image_size': '512', 'dataset': 'synthetic', 'use_ema': 'yes'}
     records = records[(records[list(alike)] == pd.Series(alike)).all(axis='columns')]
-    forecasts = records[records['status'] == FORECAST].drop_duplicates(SAME_SETUP, keep='last')
     runs = records[(records['status'] == MEASURED) & records['recipe'].isin(RECIPES)]
-    runs = runs.merge(forecasts, 'left', on=SAME_SETUP, suffixes=('', '_forecast'))
+    runs = runs.assign(forecast=[record['images_per_sec'] / ratio_to_forecast(record) for record in runs['record']])
     runs = runs.sort_values('images_per_sec', ascending=False).drop_duplicates(['device', 'num_devices', 'recipe'])
 
     # Write one row per GPU model, GPU count and recipe, with the speed relative to the original's recipe.
     rows = []
     for (device, gpus), of_gpu in runs.groupby(['device', 'num_devices']):
-        of_gpu = of_gpu.set_index('recipe')[['images_per_sec', 'images_per_sec_forecast']]
+        of_gpu = of_gpu.set_index('recipe')[['images_per_sec', 'forecast']]
         for recipe in (name for name in RECIPES if name in of_gpu.index):
             speed, forecast = of_gpu.loc[recipe]
             shown = 'defaults, --channels_last' if recipe == 'channels last' else recipe

@@ -2,15 +2,13 @@
 import json
 import re
 import shlex
-from dataclasses import fields
-from pathlib import Path
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 import benchmark
 import report
-import sdbench.forecast.dry_run
 from benchmarks.forecast.fit import Fitted, predict
 from benchmarks.forecast.points import read_points
 from benchmarks.measured import measured_table
@@ -22,10 +20,12 @@ from sdbench.flags.training_command import (
     fine_tuning_time,
     training_command,
 )
+from sdbench.forecast.forecast import UNCOUNTED_SHARE, DoesNotFit, forecast
 from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR
-from sdbench.forecast.trace import UNCOUNTED_SHARE
+from sdbench.gpus import CARDS as KNOWN
 from sdbench.gpus import cards_named
 from sdbench.records.summary import run_summary
+from sdbench.setup import Setup, setup_of_record
 from tests.runs import ROOT
 from tests.test_docs import blocks
 from tests.test_report import columns, tables
@@ -111,33 +111,25 @@ def test_the_fine_tuning_command_is_the_one_that_convert_prints():
     assert f'Below about {FEWEST_FROM_RANDOM:,} images you fine-tune' in PAGE
 
 
-@pytest.mark.long
-def test_the_time_for_fine_tuning_agrees_with_a_dry_run():
-    [forecast] = benchmark.main(['--dry_run', '1', '--gpu', 'H100-80GB', '--batch_size', str(FINE_TUNING_BATCH)])
-    assert forecast['images_per_sec'] == pytest.approx(IMAGES_PER_SEC, rel=0.01)
+def test_the_time_for_fine_tuning_agrees_with_a_forecast():
+    found = forecast(Setup(batch_size=FINE_TUNING_BATCH), cards_named(('H100-80GB',))[0])
+    assert found.images_per_sec == pytest.approx(IMAGES_PER_SEC, rel=0.01)
 
 
-@pytest.fixture(autouse=True)
-def no_changes(monkeypatch):
-    """Skip the table of single changes in dry runs, because it traces the model four more times."""
-    monkeypatch.setattr(sdbench.forecast.dry_run, 'with_one_change', lambda settings: {'none': settings})
-
-
-@pytest.mark.long
-def test_the_largest_microbatches_agree_with_dry_runs():
+def test_the_largest_microbatches_agree_with_forecasts():
     [rows] = tables(MEMORY.partition('*On latents*')[0])
     assert len(rows) == len(CARDS)
-    runs = {'with EMA': ['--use_ema'], 'without': [], 'with EMA, on latents': ['--use_ema', '--use_synth_latents']}
-    for column, flags in runs.items():
-        forecasts = benchmark.main(['--dry_run', '8', '--gpu', *CARDS.values(), *flags])
-        fits = {record['device']: record['device_train_microbatch_size'] for record in forecasts}
-        for row in rows:
-            [card] = cards_named((CARDS[row['memory of a GPU']],))
-            assert row[column] == str(fits.get(card.name, '-'))
+    for row in rows:
+        [card] = cards_named((CARDS[row['memory of a GPU']],))
+        for column, setup in (('with EMA', Setup(use_ema=True)), ('without', Setup()),
+                              ('with EMA, on latents', Setup(use_ema=True, latents=True))):
+            try:
+                shown = str(forecast(replace(setup, num_devices=8), card).setup.microbatch)
+            except DoesNotFit:
+                shown = '-'
+            assert row[column] == shown
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions have other kernels')
 def test_the_dry_run_on_the_page_is_up_to_date(capsys):
     command, shown = re.search(r'^(python benchmark.py --dry_run [^\n]*)\n```\n```\n(.*?)```', PAGE,
                                re.MULTILINE | re.DOTALL).groups()
@@ -145,35 +137,22 @@ def test_the_dry_run_on_the_page_is_up_to_date(capsys):
     assert shown in capsys.readouterr().out
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions compile to other kernels')
-def test_the_forecasts_behind_the_costs_are_up_to_date(monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    records = map(json.loads, Path('docs/plan.jsonl').read_text().splitlines())
-    kept = [record for record in records if record['image_size'] == 512 and record['use_synth_latents']]
-    forecasts = benchmark.main([*shlex.split(kept[0]['command'])[1:], '--results', str(tmp_path / 'plan.jsonl')])
-    assert {record['device'] for record in kept} == {record['device'] for record in forecasts}
-    for record in kept:
-        [forecast] = [each for each in forecasts if each['device'] == record['device']]
-        assert forecast['images_per_sec'] == pytest.approx(record['images_per_sec'], rel=1e-3)
-        assert forecast['peak_memory_gib'] == pytest.approx(record['peak_memory_gib'], rel=1e-3)
+def test_the_forecasts_behind_the_costs_are_up_to_date():
+    for record in map(json.loads, (ROOT / 'docs/plan.jsonl').read_text().splitlines()):
+        found = forecast(setup_of_record(record | {'num_nodes': None}), KNOWN[record['device']])
+        assert found.images_per_sec == pytest.approx(record['images_per_sec'], rel=1e-9)
+        assert found.gib == pytest.approx(record['peak_memory_gib'], rel=1e-9)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize('gpu', ['H100', 'H200'])
-def test_measured_runs_on_one_gpu_are_forecast_within_the_largest_error(monkeypatch, gpu):
-    monkeypatch.chdir(ROOT)  # the commands name files in recipes/ by relative paths
-    records = map(json.loads, Path(f'results/1x{gpu}-torch-2.11.jsonl').read_text().splitlines())
-    measured = [record for record in records if record['stage'] == 'train' and abs(record['drift']) < 0.1
-                and 'device_train_microbatch_size' not in record['by_default']]  # a forecast would choose a smaller one
-    assert len(measured) == 5
+def test_measured_runs_on_one_gpu_are_forecast_within_the_largest_error(gpu):
+    records = map(json.loads, (ROOT / f'results/1x{gpu}-torch-2.11.jsonl').read_text().splitlines())
+    measured = [record for record in records if record['stage'] == 'train' and abs(record['drift']) < 0.1]
+    assert len(measured) >= 5
     for record in measured:
-        argv = [*shlex.split(record['command'])[1:], '--channels_last' if record['channels_last'] else
-                '--no-channels_last']  # the default was different at that time
-        [forecast] = benchmark.main([*argv, '--dry_run', '1', '--gpu', record['device'], '--results', '-'])
-        assert forecast['images_per_sec'] == pytest.approx(record['images_per_sec'], rel=LARGEST_ERROR)
-        assert forecast['peak_memory_gib'] / (1 + UNCOUNTED_SHARE) == pytest.approx(
-            record['peak_memory_allocated_gib'], rel=0.02)
+        found = forecast(setup_of_record(record), KNOWN[record['device']])
+        assert found.images_per_sec == pytest.approx(record['images_per_sec'], rel=LARGEST_ERROR)
+        assert found.gib / (1 + UNCOUNTED_SHARE) == pytest.approx(record['peak_memory_allocated_gib'], rel=0.02)
 
 
 @pytest.mark.long

@@ -87,14 +87,18 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
     return settings
 
 
-def answer_early(cls: type, description: str) -> None:
+def answer_early(cls: type[Settings], description: str, answer: Callable[[Settings], None] | None = None) -> None:
     """Handle --help and mistakes in the flags before a command imports its libraries, which takes several seconds.
+
+    `answer` may end the process after it has done what needs no libraries.
 
     On a terminal, a line says that the imports begin. The command's `main` parses the flags again, because other
     programs call `main` with their own arguments.
     """
     begin()
-    parse(cls, description)
+    settings = parse(cls, description)
+    if answer is not None:
+        answer(settings)
     if importlib.util.find_spec('composer') is None:
         exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} does not have the required libraries; run '
                         'source .venv/bin/activate first (make install creates .venv)')

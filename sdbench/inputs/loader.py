@@ -8,10 +8,9 @@ from multiprocessing import RawArray
 from streaming import StreamingDataLoader
 from torch.utils.data import DataLoader, get_worker_info
 
+from sdbench.complete import BATCHES_PER_WORKER
 from sdbench.errors import DataError
 from sdbench.process import end_with_parent
-
-BATCHES_PER_WORKER = 2  # batches that each worker prefetches: torch's default prefetch_factor
 
 
 def begin_worker(worker: int) -> None:

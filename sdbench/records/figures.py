@@ -57,7 +57,6 @@ LINES = {
     'full training': 'training on {full_images:,} images would take {full_days:,.1f} days on {gpus}, '
     '{full_hours:,.0f} GPU-hours, {full_cost}',
     'next': '{next}',
-    'for a plan': '{forecast_command}\n' + 16 * ' ' + '{plan_command}',
     # --loader_only
     'loader': '{loader_images_per_sec:r} images/s',
     # encode.py

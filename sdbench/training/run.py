@@ -20,13 +20,14 @@ from sdbench.flags.times import is_due, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.flags.training_command import caution_about_steps
 from sdbench.measuring.clock import TRACE_WARMUP, TRACED_BATCHES
+from sdbench.microbatches import changes_that_take_less
 from sdbench.models.loading import weight_files
 from sdbench.process import launcher_variable
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
+from sdbench.setup import setup_of_settings
 from sdbench.training.checkpoints import RECORD, read_text_in, write_text_in
-from sdbench.training.microbatch import changes_that_take_less
 from sdbench.training.progress import HeldOutLoss, is_held_out
 from sdbench.training.ranks import GracefulStop, on_rank_0, print_on_rank_0
 from sdbench.training.sampling import Sampling
@@ -155,7 +156,7 @@ def evaluate_and_generate_if_due(settings: Train, trainer: Trainer) -> None:
 def less_memory(settings: Train) -> str:
     """Return advice for a training that ran out of memory. It skips changes that the user has already made."""
     advice = 'use a GPU with more memory'
-    changes = changes_that_take_less(settings)
+    changes = changes_that_take_less(setup_of_settings(settings))
     if changes:
         advice = f'use {", or ".join(changes)}; --dry_run with the same flags says which of these fit'
     return f'--device_train_microbatch_size {settings.device_train_microbatch_size} is too large; {advice}'
