@@ -24,6 +24,7 @@ from sdbench.datasets.names import (
 )
 from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.sources import File
+from sdbench.datasets.splits import ALL_SPLITS, require_one_split
 from sdbench.datasets.tables import (
     USUAL_COLUMNS,
     Columns,
@@ -69,7 +70,8 @@ Fields = dict[str, Any]
 Members = dict[str, dict[str, SkipReason | Place]]  # files in a tar, by key and suffix
 
 
-def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple[Key, Fields]]:
+def read_samples(file: File, columns: Columns = USUAL_COLUMNS, split: str | None = None
+                 ) -> Iterator[tuple[Key, Fields]]:
     """Yield (key, fields) for each sample in a tar, a Parquet file or an image file. `make_sample` takes the fields.
 
     If the file is cut short or damaged, the last item is (None, {NO_SAMPLE: reason}); all samples before it are whole.
@@ -77,13 +79,15 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
     Args:
         file: the file to read; its suffix tells the format.
         columns: columns of images and captions in Parquet.
+        split: value of --split. Unless it is ALL_SPLITS, the samples in a tar must belong to one split.
 
-    Raises DataError if the file cannot be read at the moment, for example because a network file system is down.
+    Raises DataError if the file cannot be read at the moment, for example because a network file system is down, or if
+    a tar has several splits.
     """
     try:
         suffix = split_name(file.name)[1].lower()
         if suffix == '.tar':
-            yield from read_tar(file.name)
+            yield from read_tar(file.name, split)
         elif suffix == '.parquet':
             yield from read_parquet(file, columns)
         else:
@@ -128,18 +132,25 @@ def read_image_file(file: File) -> Fields:
     return fields
 
 
-def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
+def read_tar(name: str, split: str | None) -> Iterator[tuple[str, Fields]]:
     """Yield (key, fields) for the samples in a tar, and in all tars that follow it in the same file.
 
     The headers of a tar are read first, and its files are paired by key, because a tar of a folder has its files in any
     order. For example, `a/b.jpg` is the .jpg of the sample a/b. The samples come in the order of their first files. If
     a name occurs twice, as after a second `tar --append`, a SkipReason replaces the file: either file may be right.
 
-    Raises tarfile.ReadError, or nearly any other exception, if the tar is damaged.
+    Raises tarfile.ReadError, or nearly any other exception, if the tar is damaged, and DataError if it has several
+    splits.
     """
     with open_file(name) as reader:
         for members in list_members(reader):
             join_similar_keys(members)
+            if split != ALL_SPLITS:
+                keys = [key for key, files in members.items() if any(map(is_image, files))]
+                try:
+                    require_one_split(keys, name, 'unpack the tar to convert one of them')
+                except UserError as error:
+                    raise DataError(str(error)) from None
             for key, files in members.items():
                 fields = {}
                 for suffix, content in files.items():

@@ -71,6 +71,9 @@ class Convert(Cluster):
                                            'suffixes of caption files, such as .txt .caption (default for columns: '
                                            'text or caption, or in a --captions table its only other column; for '
                                            'caption files: the first one of an image)', metavar='NAME')
+    split: Literal['train', 'validation', 'test', 'all'] | None = flag(
+        None, 'split of SOURCE to convert, recognized by its name in files and folders, such as train-0.parquet or '
+        'val/; all converts all splits as one dataset (default: SOURCE must have only one)')
     sample_per_caption: bool = flag(False, 'write one sample per caption (default: off, which writes one sample per '
                                     'image with all its captions; training then draws one at random each time)')
     clean_captions: bool = flag(False, 'fix mojibake and unescape HTML such as &amp; in captions, as open_clip does')
