@@ -24,7 +24,7 @@ from sdbench.datasets.names import (
 )
 from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.sources import File
-from sdbench.datasets.splits import ALL_SPLITS, require_one_split
+from sdbench.datasets.splits import ALL_SPLITS, group_by_split, require_one_split
 from sdbench.datasets.tables import (
     USUAL_COLUMNS,
     Columns,
@@ -148,7 +148,7 @@ def read_tar(name: str, split: str | None) -> Iterator[tuple[str, Fields]]:
             if split != ALL_SPLITS:
                 keys = [key for key, files in members.items() if any(map(is_image, files))]
                 try:
-                    require_one_split(keys, name, 'unpack the tar to convert one of them')
+                    require_one_split(group_by_split(keys), name, 'unpack the tar to convert one of them')
                 except UserError as error:
                     raise DataError(str(error)) from None
             for key, files in members.items():

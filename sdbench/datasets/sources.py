@@ -30,7 +30,7 @@ from sdbench.datasets.names import (
     split_name,
     why_not_read,
 )
-from sdbench.datasets.splits import ALL_SPLITS, paths_in_split, require_one_split
+from sdbench.datasets.splits import ALL_SPLITS, group_by_split, require_one_split
 from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, CaptionTables, Columns, SkipReason, Table
 from sdbench.errors import DataError, UserError, one_line
 from sdbench.inputs.captions import Named
@@ -130,11 +130,13 @@ def find_files(sources: Sequence[str], excluded: Iterable[str] = (), captions: s
         converted |= {file.name: file for file in search.with_captions(folder, files, tables)}
 
     # Never mix the splits of a dataset, unless the user says so.
+    groups = group_by_split(converted, search.sources)
     if split is None:
-        require_one_split(converted, f'SOURCE {" ".join(sources)}', 'give one of them, such as --split train')
+        require_one_split(groups, f'SOURCE {" ".join(sources)}', 'give one of them, such as --split train')
     elif split != ALL_SPLITS:
-        wanted = paths_in_split(converted, split)
-        for name in sorted(converted.keys() - wanted):
+        if groups and split not in groups:
+            raise UserError(f'--split {split}: SOURCE holds only files of {" and ".join(groups)}; give another split')
+        for name in sorted(converted.keys() - groups.get(split, {}).keys()):
             search.skip(name, f'other split: it is not of --split {split}')
             del converted[name]
     return Found(sorted(converted.values(), key=lambda file: file.name.split('/')), search.skipped, rows)

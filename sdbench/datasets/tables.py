@@ -121,7 +121,7 @@ class Row(NamedTuple):
     """A row of a table."""
     table: Table
     number: int  # line in the file, counted from 1; for Parquet the row, counted from 0
-    image: str  # path of the image that the row names; links in its folders are resolved
+    image: str  # path of the image that the row names; links in its folders are resolved; for COCO a relative path
     cells: dict[str, Any]  # cells with captions, by caption name
 
 
@@ -194,7 +194,8 @@ class CaptionTables:
                 self.skip(path, f'no path in a row: column {image_column} is empty or not text', number)
                 continue
             cells = {caption_name: values.get(column) for caption_name, column in caption_columns.items()}
-            self.rows.append(Row(table, number, self.path_of(os.path.dirname(real_path), name), cells))
+            image = os.path.normpath(name) if is_coco(path) else self.path_of(os.path.dirname(real_path), name)
+            self.rows.append(Row(table, number, image, cells))
 
     def match(self, images: Set[str]) -> dict[Table, int]:
         """Give each image the captions in its rows, and skip the rows without an image.
@@ -216,7 +217,8 @@ class CaptionTables:
             path = row.table.path
             image = image_of.get((row.table, row.image))
             if image is None:
-                self.skip(path, f'no image for a row: SOURCE has no {row.image}', row.number)
+                several = ', or several' if is_coco(path) else ''
+                self.skip(path, f'no image for a row: SOURCE has no {row.image}{several}', row.number)
                 continue
             matched_tables.add(path)
             first, captions = self.captions.setdefault(image, (row.table, {name: [] for name in row.cells}))
@@ -243,15 +245,23 @@ class CaptionTables:
         """Return the path of the image for each row, by the row's table and `image`.
 
         It is an exact match, or else the only image whose path differs in case, spaces, backslashes or Unicode form.
+        COCO does not say in which folder its images are, so there it is the only image whose path ends in that name.
         Each table is matched separately, so a row of --captions finds its image even if another table names that image
         exactly.
         """
         images_by_form = defaultdict(set)
         for image in images:
             images_by_form[normal_form(image)].add(image)
+        images_by_name = defaultdict(list)
+        for image in images:
+            images_by_name[os.path.basename(image)].append(image)
         image_of = {}
         for table, rows in itertools.groupby(self.rows, attrgetter('table')):
             paths = {row.image for row in rows}
+            for path in paths if is_coco(table.path) else ():
+                found = [image for image in images_by_name[os.path.basename(path)] if image.endswith(f'/{path}')]
+                if len(found) == 1:
+                    image_of[table, path] = found[0]
             for path in paths & images:
                 image_of[table, path] = path
             similar = {image for path in paths - images for image in images_by_form.get(normal_form(path), ())}
@@ -300,7 +310,7 @@ def read_rows(path: str) -> Iterator:
 
     Raises UserError if the table cannot be read to its end.
     """
-    readers = {'.parquet': read_parquet_table, '.jsonl': read_json_lines}
+    readers = {'.parquet': read_parquet_table, '.jsonl': read_json_lines, '.json': read_coco}
     read = readers.get(os.path.splitext(path)[1].lower(), read_csv)
     try:
         yield from read(path)
@@ -381,6 +391,27 @@ def read_json_lines(path: str) -> Iterator:
             rows.append((number, values))
     yield list(dict.fromkeys(key for _, row in rows for key in row))
     yield from rows
+
+
+def is_coco(path: str) -> bool:
+    """Tell whether a table is read in the layout of COCO."""
+    return path.lower().endswith('.json')
+
+
+def read_coco(path: str) -> Iterator:
+    """Read the captions of COCO as `read_rows` does. Raises UserError if a JSON file has another layout."""
+    with open_text(path) as file:
+        try:
+            content = json.load(file)
+            names = {image['id']: image['file_name'] for image in content['images']}
+            rows = [{'file_name': names.get(entry['image_id']), 'caption': entry['caption']}
+                    for entry in content['annotations']]
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise UserError(f'the table {path} is not in the layout of COCO, with the keys "images" and "annotations" '
+                            f'({type(error).__name__}: {one_line(error)}); other tables are .csv, .jsonl or .parquet'
+                            ) from None
+    yield ['file_name', 'caption']
+    yield from enumerate(rows)
 
 
 def read_parquet_table(path: str) -> Iterator:

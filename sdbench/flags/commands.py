@@ -62,8 +62,8 @@ class Convert(Cluster):
     seed: int = flag(17, 'seed for --held_out; whether an image is held out depends only on its bytes and this seed',
                      converter=seed)
     captions: str | None = flag(None, 'table of captions as CSV, JSON lines (.jsonl) or Parquet, with image paths '
-                                'relative to its folder (default: captions.csv, metadata.csv, metadata.jsonl and '
-                                'metadata.parquet in the folders of SOURCE)', metavar='FILE')
+                                'relative to its folder, or the JSON of COCO (default: captions.csv, metadata.csv, '
+                                'metadata.jsonl and metadata.parquet in the folders of SOURCE)', metavar='FILE')
     image_column: str | None = flag(None, 'column with the images in Parquet files (default: image), or with the '
                                     'image paths in tables of captions (default: file_name or filename)',
                                     metavar='NAME')

@@ -21,13 +21,13 @@ def write_splits(folder: Path, layout: str) -> Path:
             write_parquet(folder / f'data/{split}-00000-of-00001.parquet',
                           {'image': list(samples.values()), 'text': [split] * count})
             continue
-        files = {f'{key}.jpg': image for key, image in samples.items()} | {f'{key}.txt': split.encode() for key in samples}
+        files = {f'{key}.jpg': image for key, image in samples.items()}
+        files |= {f'{key}.txt': split.encode() for key in samples}
         if layout == 'tars':
             write_tar(folder / f'{split}/0.tar', files)
-        for name, content in files.items() if layout in ('folders', 'names') else ():
-            path = folder / ('images/' + split.title() if layout == 'folders' else f'COCO_{split}2014_') / name
-            if layout == 'names':
-                path = folder / f'COCO_{split}2014_{name}'
+            continue
+        for name, content in files.items():
+            path = folder / {'folders': f'images/{split.title()}/{name}', 'names': f'COCO_{split}2014_{name}'}[layout]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
     return folder
@@ -37,7 +37,7 @@ def write_splits(folder: Path, layout: str) -> Path:
 def test_a_split_must_be_chosen_and_the_others_are_logged(tmp_path, capsys, layout):
     folder = write_splits(tmp_path / 'in', layout)
     line = one_error_line([folder, 'out'], capsys, convert.main)
-    for words in (' of train (such as ', ' of validation (such as ', ' of test (such as ', '--split train', '--split all'):
+    for words in ('train (such as ', 'validation (such as ', 'test (such as ', '--split train', '--split all'):
         assert words in line
     assert not (tmp_path / 'out').exists()
     for split, count in (('train', 3), ('validation', 2), ('test', 1)):
@@ -47,6 +47,13 @@ def test_a_split_must_be_chosen_and_the_others_are_logged(tmp_path, capsys, layo
     assert convert.main([str(folder), 'out', '--split', 'all']) == 0
     assert len(read_back(tmp_path / 'out')) == 6
     assert not (tmp_path / 'out/skipped.jsonl').exists()
+
+
+def test_only_the_names_from_a_source_on_count():
+    paths = ['/home/tests/test/photos/a.jpg', 's3://bucket/tars/0.tar', '/home/tests/test/more/1/b.jpg']
+    sources = ['/home/tests/test/photos', 's3://bucket/tars', '/home/tests/test/m*']
+    assert list(group_by_split(paths, sources)) == ['train']
+    assert list(group_by_split(['/x/train/a.jpg', '/x/test/b.jpg'], ['/x/train', '/x/test'])) == ['train', 'test']
 
 
 def test_a_source_of_one_split_needs_no_flag(tmp_path, capsys):
@@ -62,7 +69,8 @@ def test_a_tar_with_several_splits_is_refused_and_the_same_out_takes_the_flag(tm
              for suffix, content in (('jpg', image), ('txt', split.encode()))}
     write_tar(tmp_path / 'in/0.tar', {'0.jpg': encoded(picture(0)), '0.txt': b'0'})
     write_tar(tmp_path / 'in/1.tar', files)
-    assert convert.main(['in', 'out', '--num_workers', '1', '--size_limit', '1kb']) == 1
+    with pytest.raises(SystemExit, match='1'):
+        convert.main(['in', 'out', '--num_workers', '1', '--size_limit', '1kb'])
     assert '1.tar holds several splits of a dataset: 1 of train (such as train/0), 1 of validation' in (
         capsys.readouterr().err)
     assert convert.main(['in', 'out', '--num_workers', '1', '--size_limit', '1kb', '--split', 'all']) == 0

@@ -1,4 +1,5 @@
 """Images get their captions from tables that name them, and every row without an image or a text has a reason."""
+import json
 import os
 import unicodedata
 from collections import Counter
@@ -258,3 +259,21 @@ def test_a_table_linked_into_two_folders_is_read_in_both_and_one_without_images_
     (tmp_path / 'list.csv').write_text('file_name,text\nx.jpg,one\n')
     line = one_error_line([folder, 'other', '--captions', 'list.csv'], capsys, convert.main)
     assert f'--captions {tmp_path}/list.csv: none of its rows names an image of SOURCE' in line
+
+
+def test_cocos_captions_are_matched_with_the_images_in_any_folder(tmp_path, capsys):
+    folder = photos(tmp_path / 'in', 'val2017/1.jpg', 'val2017/2.jpg', 'x/3.jpg', 'y/3.jpg', 'z/4.jpg')
+    names = ['1.jpg', '2.jpg', '3.jpg', 'z/4.jpg']
+    images = [{'id': 10 * number, 'file_name': name} for number, name in enumerate(names)]
+    entries = [(0, 'one'), (10, 'two'), (0, 'three'), (20, 'which?'), (99, 'of no image'), (30, 'four')]
+    annotations = [{'image_id': image, 'id': 5, 'caption': caption} for image, caption in entries]
+    table = tmp_path / 'captions_val2017.json'
+    table.write_text(json.dumps({'info': {}, 'images': images, 'annotations': annotations}))
+    assert convert.main([str(folder), 'out', '--split', 'all', '--captions', str(table)]) == 0
+    assert captions(tmp_path / 'out') == ['one', 'three', 'two', 'four']
+    assert [line for line in listed(tmp_path / 'out') if line[0] == table.name] == [
+        (table.name, 3, 'no image for a row: SOURCE has no 3.jpg, or several'),
+        (table.name, 4, 'no path in a row: column file_name is empty or not text')]
+    table.write_text('{"1.jpg": "a cat"}')
+    line = one_error_line([folder, 'other', '--captions', table], capsys, convert.main)
+    assert f'the table {table} is not in the layout of COCO, with the keys "images" and "annotations"' in line
