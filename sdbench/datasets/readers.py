@@ -2,6 +2,7 @@
 
 A link in a tar is not followed, because a stranger may have made it. (sources.py follows links in folders.)
 """
+import codecs
 import contextlib
 import errno
 import json
@@ -18,7 +19,6 @@ from sdbench.datasets.names import (
     is_caption,
     is_hidden,
     is_image,
-    join_similar_keys,
     split_name,
     why_not_read,
 )
@@ -31,7 +31,6 @@ from sdbench.datasets.tables import (
     NoSuchColumn,
     SkipReason,
     captions_in,
-    encoding_of,
     with_name,
 )
 from sdbench.errors import BadSample, DataError, UserError, one_line
@@ -144,7 +143,6 @@ def read_tar(name: str, split: str | None) -> Iterator[tuple[str, Fields]]:
     """
     with open_file(name) as reader:
         for members in list_members(reader):
-            join_similar_keys(members)
             if split != ALL_SPLITS:
                 keys = [key for key, files in members.items() if any(map(is_image, files))]
                 try:
@@ -266,7 +264,8 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
                     if content is None:
                         content = SkipReason('the row has none')
                     elif not isinstance(content, bytes):
-                        content = SkipReason(f'the row has {content!r:.50} instead of its bytes (--captions reads '
+                        shown = repr(content) if isinstance(content, str) else f'a {type(content).__name__}'
+                        content = SkipReason(f'the row has {shown:.50} instead of its bytes (--captions reads '
                                              'tables of paths, and img2dataset makes tars of addresses)')
 
                     # A caption column holds a text or a list of texts.
@@ -346,6 +345,13 @@ def read_captions(fields: Fields, columns: Columns, clean: Callable[[str], str])
     if not any(captions.values()):
         raise BadSample(missing[0])
     return captions, missing
+
+
+def encoding_of(beginning: bytes) -> str:
+    """Return the name of the encoding of a text, from its first bytes: UTF-16 with a byte order mark, or else UTF-8."""
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return 'utf-16'
+    return 'utf-8-sig'
 
 
 def caption_text(suffix: str, content: bytes | SkipReason) -> str | SkipReason:

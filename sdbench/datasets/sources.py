@@ -26,7 +26,6 @@ from sdbench.datasets.names import (
     is_image,
     is_shard,
     is_written_by_img2dataset,
-    join_similar_keys,
     split_name,
     why_not_read,
 )
@@ -298,7 +297,6 @@ class Search:
             key, suffix = split_name(name)
             if is_image(suffix) or is_caption(suffix):
                 names[key][suffix] = name
-        join_similar_keys(names)
 
         # Find the captions whose image SOURCE names. An image that cannot be opened counts, because it was reported.
         with_image = set()

@@ -69,8 +69,8 @@ class Convert(Cluster):
                                     metavar='NAME')
     caption_column: tuple[str, ...] = flag((), 'caption columns in Parquet files and tables, such as short long, or '
                                            'suffixes of caption files, such as .txt .caption (default for columns: '
-                                           'text or caption, or in a --captions table its only other column; for '
-                                           'caption files: the first one of an image)', metavar='NAME')
+                                           'text or caption; for caption files: the first one of an image)',
+                                           metavar='NAME')
     split: Literal['train', 'validation', 'test', 'all'] | None = flag(
         None, 'split of SOURCE to convert, recognized by its name in files and folders, such as train-0.parquet or '
         'val/; all converts all splits as one dataset (default: SOURCE must have only one)')
