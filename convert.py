@@ -30,6 +30,7 @@ from functools import partial
 from sdbench.datasets.converter import convert_parts
 from sdbench.datasets.output import Joined, Output, done_already, join_parts, part_name, write_index
 from sdbench.datasets.sources import Found, find_files, group_into_parts
+from sdbench.datasets.splits import ALL_SPLITS
 from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, Columns
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import UserError, one_line, plural
@@ -60,7 +61,7 @@ def convert(settings: Convert) -> int:
     # Find the files to convert. An empty SOURCE ends the command before anything is written.
     outputs = [Output(out, 'OUT') for out in addresses_of_outputs(settings)]
     columns = Columns(settings.image_column, settings.caption_column)
-    found = find_files(settings.source, addresses_of_outputs(settings), settings.captions, columns)
+    found = find_files(settings.source, addresses_of_outputs(settings), settings.captions, columns, settings.split)
     if not found.files:
         reason = 'it holds no tars, Parquet or images'
         if found.skipped:
@@ -71,9 +72,10 @@ def convert(settings: Convert) -> int:
     # in OUT need not be converted again. The seed matters only with --held_out.
     facts = {'size_limit': settings.size_limit, 'held_out': settings.held_out or None,
              'seed': settings.seed if settings.held_out else None, 'sample_per_caption': settings.sample_per_caption}
-    for flag in ('image_column', 'caption_column', 'clean_captions'):
-        if getattr(settings, flag):
-            facts[flag] = getattr(settings, flag)
+    for flag in ('image_column', 'caption_column', 'clean_captions', 'split'):
+        value = getattr(settings, flag)
+        if value and value != ALL_SPLITS:  # all splits are the same samples as no split
+            facts[flag] = value
     parts = []
     for files in group_into_parts(found.files, settings.size_limit):
         name = part_name(facts, formats(), [file.identity() for file in files])

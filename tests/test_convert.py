@@ -57,7 +57,7 @@ def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_pa
     (photos / 'kohya.jpg').write_bytes(shaded(4))
     (photos / 'kohya.caption').write_text('caption 4\n', 'utf-16')
     (photos / 'IMG_5.JPG').write_bytes(shaded(5))
-    (photos / 'img_5.txt').write_text('caption 5\n')
+    (photos / 'IMG_5.txt').write_text('caption 5\n')
     (photos / 'lonely.webp').write_bytes(shaded(3, 'WEBP'))
     os.mkfifo(photos / 'pipe.jpg')  # opening it would block
     for _ in range(2):  # OUT lies in SOURCE, and is none of it

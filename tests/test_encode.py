@@ -62,7 +62,7 @@ def test_a_step_from_latents_has_the_loss_and_gradient_of_a_step_from_pixels(lat
         model.unet.load_state_dict(unet)
         model.prediction_type = prediction
         dataset = StreamingLAIONDataset(remote, image_size=16, batch_size=1)
-        batch = normalize(collate([dataset.sample(index) for index in (3, 0, 17, 8)], build_tokenizer(), 16), 16)
+        batch = normalize(collate([dataset.sample(index) for index in (3, 0, 17, 8)], build_tokenizer()))
         torch.manual_seed(4)
         loss = model.loss(model(batch), batch)
         loss.backward()

@@ -42,7 +42,7 @@ def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -
         skipped = []
         for file in part.sources:
             kept = 0
-            for key, fields in read_samples(file, columns):
+            for key, fields in read_samples(file, columns, settings.split):
                 try:
                     image, captions, missing = make_sample(fields, columns, clean)
                 except BadSample as reason:
