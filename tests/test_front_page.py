@@ -31,7 +31,6 @@ from tests.test_docs import blocks
 from tests.test_report import columns, tables
 
 PAGE = (ROOT / 'README.md').read_text()
-COSTS = PAGE.partition('## What Stable Diffusion 2 costs')[2]
 MEMORY = (ROOT / 'docs/speed.md').read_text().partition('How much memory does it take?')[2]
 PUBLISHED = tables(PAGE.partition('## Coming from the original')[2])[0]
 CARDS = {'24 GB': 'RTX4090', '40 GB': 'A100-SXM4-40GB', '48 GB': 'L40S', '80 GB': 'H100-80GB', '141 GB': 'NVIDIA-H200'}
@@ -40,36 +39,6 @@ CARDS = {'24 GB': 'RTX4090', '40 GB': 'A100-SXM4-40GB', '48 GB': 'L40S', '80 GB'
 def program(command: str) -> list[str]:
     """Return the arguments of a command on the page, which may span several lines."""
     return shlex.split(command.replace('\\\n', ' '))[2:]
-
-
-def test_the_costs_agree_with_the_command_below_them(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(ROOT)
-    command = re.search(r'^python report.py docs/plan.jsonl .*?[^\\]$', COSTS, re.MULTILINE | re.DOTALL)[0]
-    argv = program(command.replace('plan.png', str(tmp_path / 'plan.png')))
-    expected = {}
-    for prices in ('on-demand', 'spot'):
-        report.main([word.replace('on-demand', prices) for word in argv])
-        [plans] = tables(capsys.readouterr().out)
-        expected[prices] = {row['GPUs'].removeprefix('8 x '): row for row in plans if row['input'] == 'latents'}
-    rows = tables(COSTS)[0]
-    for device, *figures in columns(rows, '8 GPUs', 'days', 'GPU-hours', 'on demand', 'days, spot', 'spot'):
-        planned, on_spot = expected['on-demand'].pop(device), expected['spot'][device]
-        assert figures[:3] == [planned['days'], planned['GPU-hours'], planned['cost']]
-        assert figures[3:] == [on_spot['days'], on_spot['cost'] or '-']
-    assert not expected['on-demand']  # every card of the plan is in the table
-
-
-def test_days_and_dollars_without_the_compiler_agree_with_the_eager_plan(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    report.main(['docs/plan-eager.jsonl', '@recipes/plan.txt', '@recipes/prices-on-demand.txt'])
-    [plans] = tables(capsys.readouterr().out)
-    plan = {row['GPUs']: row for row in plans}
-    h100, a100 = plan['8 x H100 80GB'], plan['8 x A100 80GB']
-    trained = sum(float(a100[part].removesuffix(' days')) for part in ('train 256', 'train 512'))
-    of_h100 = f'{h100["days"]} days and {h100["cost"]}'
-    assert f'Without the compiler, 8 H100 take {of_h100}.' in ' '.join(PAGE.split())
-    assert (f'8 H100 take {of_h100}, and 8 A100 80GB take {a100["days"]} days, of which training takes '
-            f'{trained:.2f}.') in ' '.join((ROOT / 'docs/planning.md').read_text().split())
 
 
 def test_the_measured_speeds_agree_with_the_records():
@@ -92,14 +61,6 @@ def test_the_published_rows_agree_with_the_report(monkeypatch, capsys):
     rows = {row['GPUs']: row for row in tables(capsys.readouterr().out)[0] if row['device'] == 'A100 40GB'}
     for gpus, *figures in columns(PUBLISHED, 'A100 40GB', 'images/s', 'days', 'cost at $2 per GPU-hour'):
         assert figures == [rows[gpus][key] for key in ('images/s', 'days', 'cost')]
-
-
-def test_the_speed_that_a_budget_needs_agrees_with_the_plan(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    report.main(['docs/plan.jsonl', '@recipes/plan.txt', '@recipes/prices-on-demand.txt', '--max_dollars', '16000'])
-    text = ' '.join(capsys.readouterr().out.split())
-    needed = re.search(r'8 x H100 80GB on latents, [^;]*needs at least ([0-9.]+) of the forecast', text)[1]
-    assert f'For 8 H100 you need at least {needed} of the forecast speed' in ' '.join(PAGE.split())
 
 
 def test_the_fine_tuning_command_is_the_one_that_convert_prints():
@@ -135,13 +96,6 @@ def test_the_dry_run_on_the_page_is_up_to_date(capsys):
                                re.MULTILINE | re.DOTALL).groups()
     benchmark.main(program(command))
     assert shown in capsys.readouterr().out
-
-
-def test_the_forecasts_behind_the_costs_are_up_to_date():
-    for record in map(json.loads, (ROOT / 'docs/plan.jsonl').read_text().splitlines()):
-        found = forecast(setup_of_record(record | {'num_nodes': None}), KNOWN[record['device']])
-        assert found.images_per_sec == pytest.approx(record['images_per_sec'], rel=1e-9)
-        assert found.gib == pytest.approx(record['peak_memory_gib'], rel=1e-9)
 
 
 @pytest.mark.parametrize('gpu', ['H100', 'H200'])

@@ -214,3 +214,9 @@ def tables_within_width(cells: pd.DataFrame, labels: Sequence[str], groups: Sequ
 def table_width(table: str) -> int:
     """Return the number of characters in the longest line of a table."""
     return max(map(len, table.splitlines()))
+
+
+def describe_gpus(row: pd.Series) -> str:
+    """Return the GPUs and the input of a row as text, such as '8 x B200 on latents'."""
+    on = f' on {row["input"]}' if row['input'] else ''
+    return f'{row["num_devices"]} x {short_name(row["device"])}{on}'
