@@ -11,6 +11,7 @@ from diffusers import AutoencoderKL
 
 import benchmark
 import encode
+import report
 from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
 from sdbench.complete import complete_encoding
@@ -132,6 +133,20 @@ def test_bad_samples_are_skipped_counted_and_logged(tmp_path, model_folder, capf
     lines = map(json.loads, (tmp_path / 'latents/skipped.jsonl').read_text().splitlines())
     assert [(line['key'], line['reason']) for line in lines] == [
         (2, 'image does not decode: not a known format'), (9, 'no caption')]
+
+
+def test_a_run_that_skips_all_its_images_has_no_speed_and_says_why(tmp_path, model_folder, capfd):
+    good, bad = ({'jpg': jpg, 'caption': 'x'} for jpg in (encoded(picture(0)), b'no'))
+    images, out = tmp_path / 'images', tmp_path / 'latents'
+    for samples in ([good], [good, bad]):  # a shard for each
+        shutil.rmtree(images, ignore_errors=True)
+        write_shards(images, samples, size_limit=1)
+        capfd.readouterr()
+        record = encode_shards(images, out, model_folder)
+    assert (record['status'], record['images_per_sec'], record['samples']) == ('unmeasured', None, 0)
+    assert 'no speed        all images of this run were skipped' in capfd.readouterr().out
+    report.main([str(tmp_path / 'results.jsonl')])
+    assert 'unmeasured' in capfd.readouterr().out
 
 
 def test_moments_that_overflow_float16_are_an_error_that_names_the_sample(tmp_path, shards, model_folder, capfd):
