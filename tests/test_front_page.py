@@ -123,17 +123,18 @@ def write_architecture_of_sd15(folder: Path) -> None:
 @pytest.mark.long
 def test_the_time_and_cost_of_fine_tuning_are_those_of_a_dry_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    command = training_command('photos-mds', 3000, FINE_TUNED, True)  # before the folder is there, without weights
     write_architecture_of_sd15(tmp_path / FINE_TUNED)
     Path('prompts.txt').write_text('a cat')
     page = (ROOT / 'docs/training.md').read_text()
-    flags = shlex.split(re.search(r'with `(--dry_run 1 --gpu [^`]*)`', page)[1])
-    command = training_command('photos-mds', 3000, FINE_TUNED, True)
+    flags = shlex.split(re.search(r'`(--dry_run 1 [^`]*--dollars_per_gpu_hour[^`]*)`', page)[1])
     benchmark.main(shlex.split(command.replace('--remote photos-mds', '--use_synth_data'))[2:] + flags)
     forecast = {}
     for line in capsys.readouterr().out.partition('1 GPU ')[2].partition('Days and dollars')[0].splitlines()[1:]:
         name, microbatch, _, _, time, dollars = re.split('  +', line.strip())
         forecast[name] = [microbatch, time, f'${float(dollars):.2f}']
-    shown = {name: figures for name, *figures in columns(page, 'one GPU', 'microbatch', 'time', 'dollars')}
+    table = tables(page.partition('### Time and cost')[2])[0]
+    shown = {name: figures for name, *figures in columns(table, 'one GPU', 'microbatch', 'time', 'dollars')}
     assert shown == forecast
     [time] = [figures[1] for name, figures in shown.items() if name.startswith('H100')]
     assert f'about {time.replace("min", "minutes")} and $2 on one H100' in ' '.join(PAGE.split())
