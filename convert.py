@@ -243,10 +243,10 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, unused: list[s
              f'{FINE_TUNED} is a folder with the weights of a model, and prompts.txt has one prompt per line '
              '(docs/training.md).']
     if joined.samples < FEWEST_FROM_RANDOM:
-        notes.append(f'They fine-tune a trained model, as advised below about {FEWEST_FROM_RANDOM:,} images.')
+        notes.append(f'This fine-tunes a trained model, as advised below about {FEWEST_FROM_RANDOM:,} images.')
     if joined.samples < FEWEST_FOR_WHOLE_MODEL:
-        notes.append(f'With fewer than {FEWEST_FOR_WHOLE_MODEL} images a whole model soon repeats them; a LoRA is '
-                     'usual, made with another program.')
+        notes.append(f'With fewer than {FEWEST_FOR_WHOLE_MODEL} images a whole model soon repeats them, so people train '
+                     'a LoRA with another program instead.')
     notes.append('Without a GPU, train the tiny model:')
     flags += ['--image_size', '64']
     notes.append(training_command(settings.out, joined.samples, TINY_MODEL, True, flags))
