@@ -245,8 +245,8 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, unused: list[s
     if joined.samples < FEWEST_FROM_RANDOM:
         notes.append(f'This fine-tunes a trained model, as advised below about {FEWEST_FROM_RANDOM:,} images.')
     if joined.samples < FEWEST_FOR_WHOLE_MODEL:
-        notes.append(f'With fewer than {FEWEST_FOR_WHOLE_MODEL} images a whole model soon repeats them, so people train '
-                     'a LoRA with another program instead.')
+        notes.append(f'With fewer than {FEWEST_FOR_WHOLE_MODEL} images a whole model soon repeats them, so people '
+                     'train a LoRA with another program instead.')
     notes.append('Without a GPU, train the tiny model:')
     flags += ['--image_size', '64']
     notes.append(training_command(settings.out, joined.samples, TINY_MODEL, True, flags))
