@@ -26,6 +26,7 @@ ROWS = [
     # The command line itself
     ('benchmark.py', '--use_synth_data --batch-size 4', '--batch-size is not a flag; did you mean --batch_size?'),
     ('benchmark.py', '--use_synth_data --no-ema=4', '--no-ema is not a flag; did you mean --no-use_ema?'),
+    ('benchmark.py', '--use_synth_data --lora 8', '--lora is not a flag; this program trains the whole UNet'),
     ('benchmark.py', '--use_synth_data -q', '-q is not a flag; see --help'),
     ('benchmark.py', '--use_synth_data --batch 4', '--batch is not a flag'),  # an abbreviation is none
     ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read (No such file or directory)'),

@@ -28,6 +28,10 @@ from sdbench.files import read_text
 from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')
+# What this program does not train, in the words of README.md, and words in the flags with which other programs do.
+LIMITS = ('this program trains the whole UNet of Stable Diffusion 1 or 2, on centre squares, on a GPU with 24 GB or '
+          "more; for LoRA, the text encoder, SDXL or newer models, use diffusers' examples or kohya-ss/sd-scripts")
+LIMITED = ('lora', 'text_encoder', 'xl')
 SHOWN_DEFAULTS = {'None': 'none', 'True': 'on', 'False': 'off'}  # how --help shows these defaults
 
 
@@ -268,6 +272,8 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition('=')[0]
             nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
             remedy = f'did you mean {nearest[0]}?' if nearest else 'see --help'
+            if any(word in name for word in LIMITED):
+                remedy = LIMITS
             self.error(f'{name} is not a flag; {remedy}')
         return known
 
