@@ -63,7 +63,7 @@ def test_a_step_from_latents_has_the_loss_and_gradient_of_a_step_from_pixels(lat
         model.unet.load_state_dict(unet)
         model.prediction_type = prediction
         dataset = StreamingLAIONDataset(remote, image_size=16, batch_size=1)
-        batch = normalize(collate([dataset.sample(index) for index in (3, 0, 17, 8)], build_tokenizer(), 16), 16)
+        batch = normalize(collate([dataset.sample(index) for index in (3, 0, 17, 8)], build_tokenizer()))
         torch.manual_seed(4)
         loss = model.loss(model(batch), batch)
         loss.backward()
@@ -164,7 +164,7 @@ def test_samples_are_encoded_once_in_order_and_a_complete_out_refuses_other_flag
     assert encode_shards(shards, latents, model_folder) is None  # main() returns None, so the exit status is 0
     said, command = capfd.readouterr().out.splitlines()
     assert said == f'done already: --out {latents} holds 24 samples of this --remote'
-    assert command.startswith(f'next            composer benchmark.py --remote {latents} --model_name ')
+    assert command.startswith(f'next            python benchmark.py --remote {latents} --model_name ')
     assert 'was begun with image_size 16, and this command has 32; give' in refusal(
         capfd, encode_shards, shards, latents, model_folder, '--image_size', '32')
     assert times_of(Path(latents)) == before

@@ -63,9 +63,9 @@ def reference_loss(checkpoint: str, samples: list[dict], image_size: int, seed: 
             if MOMENTS in sample:
                 mean, log_variance = torch.from_numpy(sample[MOMENTS])[None].float().split(4, dim=1)
             else:
-                image = torch.from_numpy(pixels(pillow_square(sample['jpg'])))[None].float()
-                image = F.interpolate(image, size=(image_size, image_size), mode='bilinear') / 127.5 - 1
-                posterior = model.vae.encode(image).latent_dist
+                image = torch.from_numpy(pixels(pillow_square(sample['jpg'])))[None].to(torch.uint8)
+                image = F.interpolate(image, size=(image_size, image_size), mode='bilinear', antialias=True)
+                posterior = model.vae.encode(image / 127.5 - 1).latent_dist
                 mean, log_variance = posterior.mean, posterior.logvar
             latents = (mean + torch.exp(log_variance / 2) * draw) * 0.18215
             noised = (alphas[timestep].sqrt() * latents + (1 - alphas[timestep]).sqrt() * noise).float()

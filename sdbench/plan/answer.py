@@ -134,7 +134,8 @@ class Answer:
                      for (reason, remedy), names in by_reason.items()]
         unpriced = [plan for plan in self.plans if plan.price is None]
         if unpriced:
-            sentences.append(f'No price is known for {self.names(unpriced)}. Give --dollars_per_gpu_hour NAME=DOLLARS, '
+            which = 'any of them' if len(unpriced) == len(self.plans) else self.names(unpriced)
+            sentences.append(f'No price is known for {which}. Give --dollars_per_gpu_hour NAME=DOLLARS, '
                              'or NAME=0 for your own GPUs.')
         return sentences
 
@@ -253,7 +254,8 @@ class Answer:
             if needed is not None:
                 speeds = ' and '.join(f'{rounded(part.speed.images_per_sec * needed)} images/s at '
                                       f'{part.setup.image_size} px' for part in plan.training)
-                sentence += f' The plan holds with at least {needed:.2f} of these speeds: {speeds}.'
+                rounded_up = math.ceil(100 * needed) / 100
+                sentence += f' The plan holds with at least {rounded_up:.2f} of its speeds: {speeds}.'
             commands = [measuring_command(plan, part, self.training_flags) for part in plan.training]
             steps.append((sentence, commands))
         if steps:

@@ -271,5 +271,8 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
                             'harmless.')
         sys.exit(130 if dist.get_local_rank() == 0 else 0)
     if record['status'] == FAILED:
-        failed_batch = trainer.state.timestamp.batch.value + 1
-        raise DataError(f'the run failed at batch {failed_batch}: {record["error"]}')
+        batches = record['trained_batches']
+        place = f'at batch {batches + 1}'
+        if batches >= to_batches(settings.max_duration):
+            place = f'after its last batch, {batches}'
+        raise DataError(f'the run failed {place}: {record["error"]}')

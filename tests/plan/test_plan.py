@@ -196,7 +196,7 @@ def test_a_measurement_that_equals_its_forecast_changes_nothing_but_the_range(tm
 @given(factors=st.lists(st.floats(0.5, 2), min_size=1, max_size=3))
 @CASES
 def test_forecasts_are_multiplied_by_the_median_of_measured_over_forecast(tmp_path, factors):
-    argv = ['--gpu', '8 H200', '8 H100 80GB HBM3', '--images', 10 ** 6]
+    argv = ['--gpu', '8 H200', '8 H100 80GB HBM3', '--images', 10 ** 6, '--training_flags', '--compile']
     before = {one.card: one for one in answer_to(*argv).plans}
     part = before[H200].training[0]
     records = [record_of(replace(part, setup=replace(part.setup, num_devices=count, image_size=size)), H200, factor,
