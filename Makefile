@@ -27,13 +27,15 @@ OUTPUT = pictures
 FOLDER ?= results/proof
 
 .DEFAULT_GOAL := help
-.PHONY: help smoke proof test test-long bench learn report figures lock clean
+.PHONY: help install smoke proof test test-long bench learn report figures lock clean
 
 help:  ## Print this list.
 	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/\1 \2/p' Makefile | awk '{printf "make %-10s", $$1; $$1 = ""; print}'
 
-smoke: $(VENV)/installed  ## Measure SD2 base with two recipes on every GPU; without a GPU, the tiny model on the CPU.
-	@python -m benchmarks.smoke
+install: $(VENV)/installed  ## Install the pinned libraries into .venv; STACK=newest installs the newest into .venv-newest.
+
+smoke: $(VENV)/installed  ## Measure SD2 base with two recipes on every GPU, into results.jsonl; without a GPU, the tiny model.
+	@python -m benchmarks.proof --minutes 0
 
 proof: $(VENV)/installed  ## Test speed, memory and exactness on this GPU, into FOLDER=results/...: 30 minutes on an H100; MINUTES=5 for less.
 	@python -m benchmarks.proof $(FOLDER) $(if $(MINUTES),--minutes $(MINUTES))

@@ -13,7 +13,7 @@ keys as columns. Settings that differ between rows are a column of the table, an
 line below it. Numbers are only rounded for printing, to at least three significant digits. --csv writes the rows of all
 tables unrounded, with every key of their records. report.py can read such a file again.
 """
-from sdbench.errors import UserError
+from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import answer_early, parse
 from sdbench.process import begin, one_line_errors
@@ -37,6 +37,7 @@ from sdbench.costs import DOLLARS_PER_GPU_HOUR, ONE_PRICE, TRAINING_IMAGES, desc
 from sdbench.records.figures import COLUMNS, WIDTH
 from sdbench.records.read import EVALUATION_SETTINGS, read_all
 from sdbench.records.setup import SETTINGS
+from sdbench.records.status import FORECAST
 from sdbench.report.markdown import markdown_tables, shared_settings
 from sdbench.report.page import Figure, html_table, verdict_and_answers, write_page
 from sdbench.report.pictures import draw_days, draw_learned, draw_quality, save, svg_of
@@ -78,8 +79,13 @@ def report(settings: Report, command: str) -> str:
 
     Raises UserError if a record is invalid, or if the records do not allow what a flag asks for.
     """
-    # Evaluations have scores instead of a speed, so they get their own table.
+    # A report has measurements alone. Evaluations have scores instead of a speed, so they get their own table.
     rows = read_all(settings.records)
+    forecasts = [row for row in rows if row['status'] == FORECAST]
+    rows = [row for row in rows if row['status'] != FORECAST]
+    unused = f'{plural(len(forecasts), "forecast")} in these files: plan.py and --dry_run calculate forecasts now'
+    if not rows:
+        raise UserError(f'no measurement, only {unused}')
     require_named({row['device'] for row in rows}, settings.dollars_per_gpu_hour)
     records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])
     evaluations = pd.DataFrame([row for row in rows if row['stage'] == 'evaluate'])
@@ -96,6 +102,8 @@ def report(settings: Report, command: str) -> str:
 
     # Write the other files, and return the text. Sentences are wrapped; blocks that have lines already are not.
     notes = price_notes(sections, settings)
+    if forecasts:
+        notes.append(f'Not used: {unused}.')
     if settings.csv:
         write_csv(settings.csv, [section.rows for section in sections])
     if settings.html:
@@ -199,10 +207,7 @@ def write_csv(path: str, tables: list[pd.DataFrame]) -> None:
     lines = []
     for table in tables:
         for _, row in table.iterrows():
-            values = dict(row['record'])
-            if values['stage'] == 'evaluate':  # a row has one of the scores of its record
-                values['scores'] = [{key: row[key] for key in ('guidance', 'fid', 'clip_score') if pd.notna(row[key])}]
-            values |= {key: row[key] for key in (*COLUMNS, 'notes') if pd.notna(row.get(key))}
+            values = row['record'] | {key: row[key] for key in (*COLUMNS, 'notes') if pd.notna(row.get(key))}
             for key, value in values.items():
                 if isinstance(value, bool) or not isinstance(value, (str, int, float)):
                     values[key] = json.dumps(value)

@@ -2,7 +2,9 @@
 import json
 import re
 import shlex
+import shutil
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +13,9 @@ import benchmark
 import report
 from benchmarks.forecast.fit import Fitted, predict
 from benchmarks.forecast.points import read_points
-from benchmarks.measured import measured_table
+from sdbench.flags.parser import LIMITS
 from sdbench.flags.train import Train
-from sdbench.flags.training_command import (
-    FEWEST_FROM_RANDOM,
-    FINE_TUNING_BATCH,
-    IMAGES_PER_SEC,
-    fine_tuning_time,
-    training_command,
-)
+from sdbench.flags.training_command import FEWEST_FROM_RANDOM, FINE_TUNED, training_command
 from sdbench.forecast.forecast import UNCOUNTED_SHARE, DoesNotFit, forecast
 from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR
 from sdbench.gpus import CARDS as KNOWN
@@ -41,9 +37,13 @@ def program(command: str) -> list[str]:
     return shlex.split(command.replace('\\\n', ' '))[2:]
 
 
-def test_the_measured_speeds_agree_with_the_records():
-    shown, = (tables(PAGE.partition('## Measured so far')[2])[:1])
-    assert shown == tables(measured_table(ROOT / 'results'))[0]
+def test_the_measured_speeds_are_the_output_of_the_report(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    report.main(['results/1xH100-torch-2.11.jsonl', 'results/1xH200-torch-2.11.jsonl'])
+    [measured] = tables(capsys.readouterr().out)
+    [shown] = tables(PAGE.partition('## Measured so far')[2])[:1]
+    names = ('device', 'GPUs', 'images/s', 'forecast', 'forecast - measured')
+    assert columns(shown, 'settings', *names) == columns(measured, 'text', *names)
 
 
 def test_the_summary_agrees_with_the_record_of_a_run_on_a_gpu():
@@ -64,17 +64,45 @@ def test_the_published_rows_agree_with_the_report(monkeypatch, capsys):
 
 
 def test_the_fine_tuning_command_is_the_one_that_convert_prints():
-    command = training_command('photos-mds', 3000, 'sd15', True)
-    [shown] = [program(line) for line in re.findall(r'^composer (?:[^\n]*\\\n)*[^\n]*$', PAGE, re.MULTILINE)
-               if 'sd15' in line]
-    assert shown == shlex.split(command)[2:]
-    assert f'roughly {fine_tuning_time(3000).replace("min", "minutes")}, by the forecast' in ' '.join(PAGE.split())
+    shown = [shlex.split(line) for line in PAGE.replace('\\\n', ' ').splitlines() if FINE_TUNED in line.split()]
+    assert shlex.split(training_command('photos-mds', 3000, FINE_TUNED, True)) in shown
     assert f'Below about {FEWEST_FROM_RANDOM:,} images you fine-tune' in PAGE
 
 
-def test_the_time_for_fine_tuning_agrees_with_a_forecast():
-    found = forecast(Setup(batch_size=FINE_TUNING_BATCH), cards_named(('H100-80GB',))[0])
-    assert found.images_per_sec == pytest.approx(IMAGES_PER_SEC, rel=0.01)
+def test_the_limits_are_those_that_an_unknown_flag_names():
+    sentences = '. '.join(sentence[0].upper() + sentence[1:] for sentence in LIMITS.split('; '))
+    assert sentences in ' '.join(PAGE.split())
+
+
+def write_architecture_of_sd15(folder: Path) -> None:
+    """Write the configuration of Stable Diffusion 1.5 as a folder without weights."""
+    shutil.copytree(ROOT / 'sdbench/models/stable-diffusion-2-base', folder)
+    changes = {'unet': {'attention_head_dim': 8, 'cross_attention_dim': 768, 'use_linear_projection': False},
+               'text_encoder': {'hidden_size': 768, 'num_hidden_layers': 12, 'num_attention_heads': 12,
+                                'intermediate_size': 3072, 'hidden_act': 'quick_gelu'}}
+    for part, changed in changes.items():
+        config = folder / part / 'config.json'
+        config.write_text(json.dumps(json.loads(config.read_text()) | changed))
+
+
+@pytest.mark.long
+def test_the_time_and_cost_of_fine_tuning_are_those_of_a_dry_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = training_command('photos-mds', 3000, FINE_TUNED, True)  # before the folder is there, without weights
+    write_architecture_of_sd15(tmp_path / FINE_TUNED)
+    Path('prompts.txt').write_text('a cat')
+    page = (ROOT / 'docs/training.md').read_text()
+    flags = shlex.split(re.search(r'`(--dry_run 1 [^`]*--dollars_per_gpu_hour[^`]*)`', page)[1])
+    benchmark.main(shlex.split(command.replace('--remote photos-mds', '--use_synth_data'))[2:] + flags)
+    forecast = {}
+    for line in capsys.readouterr().out.partition('1 GPU ')[2].partition('Days and dollars')[0].splitlines()[1:]:
+        name, microbatch, _, _, time, dollars = re.split('  +', line.strip())
+        forecast[name] = [microbatch, time, f'${float(dollars):.2f}']
+    table = tables(page.partition('### Time and cost')[2])[0]
+    shown = {name: figures for name, *figures in columns(table, 'one GPU', 'microbatch', 'time', 'dollars')}
+    assert shown == forecast
+    [time] = [figures[1] for name, figures in shown.items() if name.startswith('H100')]
+    assert f'about {time.replace("min", "minutes")} and $2 on one H100' in ' '.join(PAGE.split())
 
 
 def test_the_largest_microbatches_agree_with_forecasts():

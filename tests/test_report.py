@@ -16,12 +16,12 @@ import report
 from sdbench.costs import price_of
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import parse
+from tests.report_tables import columns, tables
 from tests.runs import ROOT, one_error_line
 
 PUBLISHED = str(ROOT / 'published.csv')
 MINIMAL = {'device': 'H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0}
 CPU = {'device': 'Xeon', 'device_type': 'cpu', 'num_devices': 1, 'images_per_sec': 8.0}
-FORECAST = {'status': 'forecast', 'model_name': 'sd2'}
 LOADER = {'stage': 'loader', 'images_per_sec': None, 'loader_images_per_sec': 32_000.0}
 ENCODE = {'stage': 'encode', 'images_per_sec': 4000, 'bytes_per_image': 50_000}
 FLAGS = {'model_name': 'sd2', 'image_size': 512, 'dataset': '5e1f', 'batch_size': 2048, 'seed': 17,
@@ -55,34 +55,6 @@ def printed(capsys):
         report.main([str(argument) for argument in argv])
         return capsys.readouterr().out
     return printed
-
-
-def tables(text: str) -> list[list[dict[str, str]]]:
-    """Return the rows of each Markdown table in a report, as texts by heading.
-
-    A table that is split into parts with the same labels is one table. `text` has the settings and notes of a row, from
-    its columns or from the lines below the table.
-    """
-    found = []
-    for block in text.strip().split('\n\n'):
-        if block.startswith('|'):
-            heading, _, *lines = [[cell.strip() for cell in line.strip('|').split('|')] for line in block.splitlines()]
-            rows = [dict(zip(heading, line, strict=True)) for line in lines]
-            shared = [name for name in heading if found and name in found[-1][0]]
-            if shared and columns(rows, *shared) == columns(found[-1], *shared):
-                rows = [first | row for first, row in zip(found.pop(), rows, strict=True)]
-            found.append(rows)
-        elif re.match('[0-9]+: ', block):
-            for line in re.sub('\n +', ' ', block).splitlines():
-                number, _, texts = line.partition(': ')
-                found[-1][int(number) - 1]['below'] = texts
-    for row in (row for rows in found for row in rows):
-        row['text'] = '; '.join(filter(None, [row.get('settings'), row.get('notes'), row.pop('below', '')]))
-    return found
-
-
-def columns(table: list[dict[str, str]], *names: str) -> list[tuple[str, ...]]:
-    return [tuple(row[name] for name in names) for row in table]
 
 
 # The published table
@@ -222,11 +194,11 @@ def test_a_resumed_training_is_one_row_with_the_result_at_its_end(printed, write
                       'images_per_sec': 1.0}
     other = run | {'training_id': 'b', 'learning_rate': 1e-3, 'trained_batches': 60}
     again = run | {'training_id': None, 'trained_batches': 60, 'date': '2026-01-02'}  # a record of an older version
-    others = [FORECAST | FLAGS | {'save_folder': 'runs/a'}, LOADER | FLAGS]  # other records with the same flags
+    others = [ENCODE | FLAGS | {'save_folder': 'runs/a'}, LOADER | FLAGS]  # other records with the same flags
     for flags in ([], ['--compare']):
         text = printed(write(first, other, second, third, again), *flags)
-        assert columns(tables(text)[0], 'batches', 'eval loss', 'eval batch') == [
-            ('80', '0.6000', '60'), ('60', '0.3800', '100'), ('60', '0.3800', '100')]
+        assert sorted(columns(tables(text)[0], 'batches', 'eval loss', 'eval batch')) == [
+            ('60', '0.3800', '100'), ('60', '0.3800', '100'), ('80', '0.6000', '60')]
     text = printed(write(first, *others, second))
     assert [row['batches'] for row in tables(text)[0]].count('60') == 1 and len(tables(text)[0]) == 3
     [table] = tables(printed(write(first, second, third | {'num_devices': 16, 'measured_batches': 20})))
@@ -239,7 +211,7 @@ def test_each_setup_of_a_training_has_a_row_and_a_note_if_the_last_part_failed(p
     text = printed(write(failed, part | {'first_batch': 100, 'trained_batches': 200}))
     assert [(row['GPUs'], row['images/s'], row['batches']) for row in tables(text)[0]] == [
         ('8', '800.0', '200'), ('16', '', '200')]
-    text = printed(write(part, failed | {'num_devices': 8}))
+    text = printed(write(part, failed | {'num_devices': 8, 'first_batch': 100}))
     [row] = tables(text)[0]
     assert (row['images/s'], row['text']) == ('800.0', 'last part failed: NCCL timeout')
     other = part | {'training_id': '34e5678901234'}  # both would be infinite as numbers
@@ -400,20 +372,37 @@ def test_a_csv_that_a_spreadsheet_has_saved_gives_the_same_rows_and_no_run_count
         assert tables(printed(*paths)) == tables(expected)
 
 
-def test_values_that_the_program_chose_are_not_settings_and_only_the_newest_forecast_counts(printed, write):
-    found = FORECAST | {'by_default': ['device_train_microbatch_size', 'compile_blocks'], 'batch_size': 2048}
+def test_values_that_the_program_chose_are_not_settings(printed, write):
+    found = {'by_default': ['device_train_microbatch_size', 'compile_blocks'], 'batch_size': 2048}
     runs = [found | {'num_devices': n, 'compile_blocks': n > 1, 'device_train_microbatch_size': size, 'device': device,
                      'images_per_sec': 90.0 * n, 'dollars_per_gpu_hour': [['H200', 3.0], ['B200', 5.0]]}
             for n, size in ((1, 64), (8, 32), (16, 16)) for device in ('NVIDIA H200', 'NVIDIA B200')]
-    newer = runs[-1] | {'date': '2026-01-01', 'images_per_sec': 720.0}
     [chosen] = tables(printed(write(*({'num_devices': n, 'num_workers': n} for n in (1, 2)))))
     assert columns(chosen, 'settings') == [('num workers 1',), ('num workers 2',)]
-    text = printed(path := write(newer, *runs))
+    text = printed(path := write(*runs))
     assert columns(tables(text)[0], 'device', 'GPUs', 'efficiency', 'microbatch') == [
-        ('B200', '1', '100.0 %', '64'), ('B200', '8', '100.0 %', '32'), ('B200', '16', '50.0 %', '16'),
-        ('H200', '1', '100.0 %', '64'), ('H200', '8', '100.0 %', '32'), ('H200', '16', '100.0 %', '16')]
-    assert '$5 per GPU-hour for B200, $3 for H200 (from the records; --dollars_per_gpu_hour replaces them)' in text
+        ('H200', '1', '100.0 %', '64'), ('H200', '8', '100.0 %', '32'), ('H200', '16', '100.0 %', '16'),
+        ('B200', '1', '100.0 %', '64'), ('B200', '8', '100.0 %', '32'), ('B200', '16', '100.0 %', '16')]
+    assert '$3 per GPU-hour for H200, $5 for B200 (from the records; --dollars_per_gpu_hour replaces them)' in text
     assert 'Costs: $9 per GPU-hour (--dollars_per_gpu_hour).' in printed(path, '--dollars_per_gpu_hour', 9)
+
+
+def test_each_run_has_the_forecast_for_its_own_flags_and_its_error_but_a_record_without_flags_has_none(printed, write):
+    """fastest.txt reached 98.0 images/s on one H200 (docs/forecast.md)."""
+    text = printed(ROOT / 'results/1xH200-torch-2.11.jsonl', write({'device': 'NVIDIA H100 PCIe'}))
+    rows = {row['images/s']: row for row in tables(text)[0]}
+    assert columns([rows['98.0']], 'forecast', 'forecast - measured') == [('97.1', '-1 %')]
+    assert columns([rows['800.0']], 'forecast', 'forecast - measured') == [('', '')]
+
+
+def test_forecasts_in_records_of_earlier_versions_are_counted_and_not_used(printed, write, capsys):
+    forecast = {'status': 'forecast', 'model_name': 'sd2', 'images_per_sec_least': 1.0}
+    text = printed(write({}, forecast, forecast | {'num_devices': 16}))
+    assert [row['images/s'] for row in tables(text)[0]] == ['800.0']
+    assert 'Not used: 2 forecasts in these files: plan.py and --dry_run calculate forecasts now.' in text
+    with pytest.raises(SystemExit):
+        report.main([write(forecast)])
+    assert 'no measurement, only 1 forecast' in capsys.readouterr().err
 
 
 def test_a_gpu_without_a_datasheet_needs_a_price_for_its_exact_name(write, capfd):
@@ -489,26 +478,23 @@ def legend(axes) -> list[str]:
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_the_figure_of_days_has_a_line_per_setting_and_fills_measured_points(figure_of, tmp_path, write):
+def test_the_figure_of_days_has_a_line_per_setting_and_fills_measured_points(figure_of, tmp_path):
+    """Forecasts for fastest.txt are hollow. 8 A100 80GB reach 276.5 images/s by a dry run."""
     original = tmp_path / 'original.csv'  # the rows of the original's authors, one setting on several GPU counts
     original.write_text(''.join(Path(PUBLISHED).read_text().splitlines(keepends=True)[:7]))
-    forecast = FORECAST | {'device': 'NVIDIA H100 80GB HBM3', 'images_per_sec': 500.0, 'images_per_sec_least': 400.0,
-                           'images_per_sec_most': 625.0, 'device_train_microbatch_size': 32,
-                           'by_default': ['device_train_microbatch_size']}
-    path = write(forecast, forecast | {'num_devices': 16, 'images_per_sec': 1000.0, 'device_train_microbatch_size': 16,
-                                       'images_per_sec_least': None})
-    [axes] = figure_of(original, path, '--figure', 'days.png').axes
+    [axes] = figure_of(original, '--figure', 'days.png').axes
     assert (axes.get_xscale(), axes.get_yscale()) == ('log', 'log')
-    assert legend(axes)[:2] == ['A100 40GB, original program, microbatch 4', 'H100 80GB, forecast']
+    assert legend(axes)[:5] == ['A100 40GB, original program, microbatch 4', *(
+        f'{gpu}, fastest.txt, forecast' for gpu in ('A100 80GB', 'H100 80GB', 'H200', 'B200'))]
     lines = [line for line in axes.lines if len(line.get_xdata())]
     filled = [line for line in lines if line.get_marker() == 'o' and line.get_markerfacecolor() != 'white']
     hollow = [line for line in lines if line.get_marker() == 'o' and line.get_markerfacecolor() == 'white']
-    assert [list(line.get_xdata()) for line in filled] == [[8, 16, 32, 64, 128, 256]]
+    counts = [8, 16, 32, 64, 128, 256]
+    assert [list(line.get_xdata()) for line in filled] == [counts]
     assert filled[0].get_ydata() == pytest.approx([258.85, 130.65, 68.32, 36.38, 20.50, 12.82], 1e-3)
-    assert [list(line.get_xdata()) for line in hollow] == [[256], [8, 16], [8, 16]]  # [256] is over a filled point
-    [of_forecast] = [segment for ranges in axes.collections for segment in ranges.get_segments() if len(segment)]
-    assert of_forecast[:, 1] == pytest.approx([2_867_200_000 / speed / 86_400 for speed in (625, 400)])
-    ideal, _ = [line for line in lines if line.get_linestyle() == '--']
+    assert [list(line.get_xdata()) for line in hollow] == [[256], *[counts] * 8]  # [256] is over a filled point
+    assert hollow[1].get_ydata()[0] == pytest.approx(2_867_200_000 / 276.5179 / 86_400, 1e-4)
+    ideal, *_ = [line for line in lines if line.get_linestyle() == '--']
     assert ideal.get_ydata()[[0, -1]] == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
 
 

@@ -10,7 +10,7 @@ from sdbench.errors import UserError
 from sdbench.flags.parser import count, flag, fraction, number_between, positional, seed
 from sdbench.flags.train import DataLoading, Encoders, Model, Results, Warmup, pixels, price
 from sdbench.hub import CLIP_MODEL
-from sdbench.paths import EXPORTED
+from sdbench.paths import EXPORTED, is_url
 from sdbench.process import launcher_variable
 
 TIMESTEPS = 1000  # of Stable Diffusion's noise schedule
@@ -53,15 +53,18 @@ class Convert(Cluster):
     seed: int = flag(17, 'seed for --held_out; whether an image is held out depends only on its bytes and this seed',
                      converter=seed)
     captions: str | None = flag(None, 'table of captions as CSV, JSON lines (.jsonl) or Parquet, with image paths '
-                                'relative to its folder (default: captions.csv, metadata.csv, metadata.jsonl and '
-                                'metadata.parquet in the folders of SOURCE)', metavar='FILE')
+                                'relative to its folder, or the JSON of COCO (default: captions.csv, metadata.csv, '
+                                'metadata.jsonl and metadata.parquet in the folders of SOURCE)', metavar='FILE')
     image_column: str | None = flag(None, 'column with the images in Parquet files (default: image), or with the '
                                     'image paths in tables of captions (default: file_name or filename)',
                                     metavar='NAME')
     caption_column: tuple[str, ...] = flag((), 'caption columns in Parquet files and tables, such as short long, or '
                                            'suffixes of caption files, such as .txt .caption (default for columns: '
-                                           'text or caption, or in a --captions table its only other column; for '
-                                           'caption files: the first one of an image)', metavar='NAME')
+                                           'text or caption; for caption files: the first one of an image)',
+                                           metavar='NAME')
+    split: Literal['train', 'validation', 'test', 'all'] | None = flag(
+        None, 'split of SOURCE to convert, recognized by its name in files and folders, such as train-0.parquet or '
+        'val/; all converts all splits as one dataset (default: SOURCE must have only one)')
     sample_per_caption: bool = flag(False, 'write one sample per caption (default: off, which writes one sample per '
                                     'image with all its captions; training then draws one at random each time)')
     clean_captions: bool = flag(False, 'fix mojibake and unescape HTML such as &amp; in captions, as open_clip does')
@@ -139,7 +142,7 @@ class Evaluate(Results):
                                                           'need not exist yet (default: generate and score)')
 
     def check(self) -> None:
-        if not self.out or '://' in self.out:
+        if not self.out or is_url(self.out):
             raise UserError('give --out, a folder on this machine for the generated images')
         if TIMESTEPS % self.steps or self.steps == TIMESTEPS:
             raise UserError(f'--steps {self.steps} is not a divisor of {TIMESTEPS} below {TIMESTEPS}, so the sampler '

@@ -28,6 +28,10 @@ from sdbench.files import read_text
 from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')
+# What this program does not train, in the words of README.md, and words in the flags with which other programs do.
+LIMITS = ('this program trains the whole UNet of Stable Diffusion 1 or 2, on centre squares, on a GPU with 24 GB or '
+          "more; for LoRA, the text encoder, SDXL or newer models, use diffusers' examples or kohya-ss/sd-scripts")
+LIMITED = ('lora', 'text_encoder', 'xl')
 SHOWN_DEFAULTS = {'None': 'none', 'True': 'on', 'False': 'off'}  # how --help shows these defaults
 
 
@@ -45,7 +49,7 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
         metavar: placeholder for the value in --help. None: the converter's metavar, or else the name of the flag.
         bare: value if the flag is given without a value; a tuple for flags with several values.
         needs: names of other flags, separated by spaces. The flag is refused unless at least one of them is given. If
-            `needs` names one flag, turning that flag off removes this one as well (see `Given`).
+            `needs` names one flag, turning that flag off turns this one off as well.
         may_change: whether a resumed run may change this flag, although its group must not change (`SAME_ON_RESUME` in
             sdbench/flags/train.py).
         contains_flags: whether the value is flags of another command, so that it may begin with a dash.
@@ -75,7 +79,8 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
     parser = build_parser(cls, description, program)
     parser.label = label
     try:
-        values = vars(parser.parse_args(argv, Given(cls)))
+        values = vars(parser.parse_args(argv))
+        drop_unneeded(cls, values)
         for name, value in values.items():
             if value == '' or isinstance(value, list) and '' in value:
                 given = f'--{name}' if hasattr(cls, name) else name.upper()  # positional arguments have no default
@@ -103,7 +108,7 @@ def answer_early(cls: type[Settings], description: str, answer: Callable[[Settin
         answer(settings)
     if importlib.util.find_spec('composer') is None:
         exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} does not have the required libraries; run '
-                        'source .venv/bin/activate first (make smoke creates .venv)')
+                        'source .venv/bin/activate first (make install creates .venv)')
     if sys.stderr.isatty() and os.environ.get('RANK', '0') == '0':
         print('loading the libraries', file=sys.stderr, flush=True)
 
@@ -120,6 +125,13 @@ def check(settings: Any) -> None:
     for group in reversed(type(settings).__mro__):
         if 'check' in vars(group):
             group.check(settings)
+
+
+def drop_unneeded(cls: type, values: dict[str, Any]) -> None:
+    """Remove the flags that need a flag which is turned off, such as --ema_half_life in a @FILE with --no-use_ema."""
+    for field in dataclasses.fields(cls):
+        if values.get(field.metadata.get('needs')) is False:
+            values.pop(field.name, None)
 
 
 def is_given(value: Any) -> bool:
@@ -203,45 +215,29 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
                            default=argparse.SUPPRESS, help=f'turn --{field.name} off after a @FILE turned it on')
 
 
-class Given(argparse.Namespace):
-    """Collects the flags of a command line while argparse reads it.
-
-    Turning a flag off also removes earlier flags that need it. For example, `--no-use_ema` after
-    `@recipes/phase-1.txt` removes the `--ema_half_life` in that file.
-    """
-    __slots__ = ('_needs',)  # a slot is not in vars(), which then holds the flags alone
-
-    def __init__(self, cls: type):
-        object.__setattr__(self, '_needs', {field.name: field.metadata.get('needs') for field in
-                                            dataclasses.fields(cls)})
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if value is False:
-            for other, needed in self._needs.items():
-                if needed == name:
-                    vars(self).pop(other, None)
-
-
-def with_files(arguments: Sequence[str]) -> list[str]:
+def with_files(arguments: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
     """Replace each @FILE by the arguments in that file, and return all arguments.
 
     argparse has the same feature, but it reads a byte order mark as part of the first flag, and its errors do not name
     the file.
 
-    Raises UserError if a file cannot be read or contains an unclosed quotation mark.
+    `within` are the @FILEs that contain the arguments.
+
+    Raises UserError if a file cannot be read, contains an unclosed quotation mark or names itself.
     """
     found = []
     for argument in arguments:
         if not argument.startswith('@'):
             found.append(argument)
             continue
+        if argument in within:
+            raise UserError(f'{argument} names itself ({" ".join([*within, argument])}); remove it there')
         for number, line in enumerate(read_text(argument[1:], argument).splitlines(), start=1):
             try:
                 words = shlex.split(line, comments=True)
             except ValueError as error:
                 raise UserError(f'{argument}, line {number}: {str(error).lower()}') from None
-            found += with_files(words)
+            found += with_files(words, (*within, argument))
     return found
 
 
@@ -276,6 +272,8 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition('=')[0]
             nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
             remedy = f'did you mean {nearest[0]}?' if nearest else 'see --help'
+            if any(word in name for word in LIMITED):
+                remedy = LIMITS
             self.error(f'{name} is not a flag; {remedy}')
         return known
 

@@ -17,19 +17,28 @@ import pandas as pd
 
 from sdbench.costs import Prices, days_to_train, price_of
 from sdbench.errors import UserError
+from sdbench.flags.train import SD2_BASE
 from sdbench.gpus import short_name
 from sdbench.records.figures import format_days, format_figure, rounded
-from sdbench.records.read import EVALUATION_SETTINGS, EXTRAPOLATED, LOSS_SETTINGS, MEASURED, WITH_FIGURES
-from sdbench.records.setup import SETTINGS, VERSIONS
-from sdbench.records.status import FORECAST
+from sdbench.records.read import (
+    EVALUATION_SETTINGS,
+    EXTRAPOLATED,
+    LOSS_SETTINGS,
+    MEASURED,
+    WITH_FIGURES,
+    speed_row,
+)
+from sdbench.records.setup import EVAL_DATA, SETTINGS, VERSIONS
+from sdbench.records.status import COMPLETE, FORECAST
 from sdbench.report.markdown import (
     describe_gpus,
     describe_settings,
     differing_settings,
     line_labels,
+    recipe_flags,
     recipe_settings,
 )
-from sdbench.report.speeds import one_row_per_gpu_count
+from sdbench.report.speeds import forecast_of, one_row_per_gpu_count
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 MARKERS = 'os^Dv<>ph*P'
@@ -41,6 +50,7 @@ DECIMALS = {'fid': 2, 'clip_score': 2, 'images_seen': 0, 'loss': 4, 'dollars': 2
 PANEL_INCHES = 4.8
 PANEL_CHARACTERS = 60  # in a line of text above or below a panel
 SVG = 'http://www.w3.org/2000/svg'
+FORECAST_GPUS = ('NVIDIA A100-SXM4-80GB', 'NVIDIA H100 80GB HBM3', 'NVIDIA H200', 'NVIDIA B200')
 
 
 def save(figure: Any, path: str) -> None:
@@ -94,7 +104,7 @@ def svg_of(figure: Any) -> str:
 def point_tooltip(row: pd.Series, name: str) -> str:
     """Return a tooltip with the GPUs, `name`, the speed with its range, days, dollars, status and date of a row."""
     speed = f'{rounded(row["images_per_sec"], 1)} images/s'
-    if pd.notna(row['images_per_sec_least']):
+    if pd.notna(row.get('images_per_sec_least')):
         speed += f' ({rounded(row["images_per_sec_least"], 1)} to {rounded(row["images_per_sec_most"], 1)})'
     days = format_days(row['days'], ' days') if pd.notna(row['days']) else ''
     cost = format_figure('cost_usd', row['cost_usd'])
@@ -105,9 +115,9 @@ def point_tooltip(row: pd.Series, name: str) -> str:
 def draw_days(rows: pd.DataFrame, training_images: int) -> Any:
     """Draw days over GPU counts on logarithmic axes, with a line for each setting.
 
-    Each GPU model has one color. Measured points are filled; extrapolated and forecast points are hollow. A vertical
-    line shows the range of a forecast. A red cross marks GPU counts on which a run failed or was not reliable. A dashed
-    line shows ideal scaling: twice the GPUs, half the days.
+    Each GPU model has one color. Measured points are filled, extrapolated points are hollow, and so are forecasts for
+    recipes/fastest.txt on FORECAST_GPUS. A vertical line shows the range of a forecast. A red cross marks GPU counts on
+    which a run failed or was not reliable. A dashed line shows ideal scaling: twice the GPUs, half the days.
 
     Args:
         rows: the table of trainings. Rows without days only get a cross.
@@ -121,6 +131,7 @@ def draw_days(rows: pd.DataFrame, training_images: int) -> Any:
     rows = rows[rows['days'].notna()]
     if rows.empty:
         raise UserError('no training in these records has days; for the tiny model, --training_images adds them')
+    rows = pd.concat([rows, forecast_rows(rows, training_images)])
     lines = lines_of_days(rows, training_images)
     rows = pd.concat(lines)
 
@@ -147,6 +158,33 @@ def draw_days(rows: pd.DataFrame, training_images: int) -> Any:
     return figure
 
 
+def forecast_rows(rows: pd.DataFrame, training_images: int) -> pd.DataFrame:
+    """Return rows with forecasts for recipes/fastest.txt, on FORECAST_GPUS and on the GPU counts of the rows.
+
+    Image size, batch, input and EMA are those of the first row, whose prices count. There are no rows if it does not
+    state its batch, or if it is not of Stable Diffusion 2.
+    """
+    first = rows.iloc[0]
+    own = {key: first['record'][key] for key in ('image_size', 'batch_size', 'use_ema', 'encoders')
+           if key in first['record']}
+    found = []
+    is_sd2 = 'batch_size' in own and first['model_name'] in ('', SD2_BASE)
+    for device in FORECAST_GPUS if is_sd2 else ():
+        for count in sorted(rows['num_devices'].unique()):
+            record = recipe_flags('fastest.txt') | own | {
+                'stage': 'train', 'status': COMPLETE, 'extrapolated': False, 'command': 'benchmark.py',
+                'device': device, 'num_devices': int(count)}
+            expected = forecast_of(record) if count <= own['batch_size'] else None
+            if expected:
+                least, most = expected.images_per_sec_range or (math.nan, math.nan)
+                days = days_to_train(expected.images_per_sec, training_images)
+                price = price_of(device, first['prices'])
+                found.append(speed_row(record | {'images_per_sec': expected.images_per_sec}) | {
+                    'status': FORECAST, 'setting': device, 'days': days, 'images_per_sec_least': least,
+                    'images_per_sec_most': most, 'cost_usd': days * 24 * count * price})
+    return pd.DataFrame(found, columns=None if found else ['images_per_sec_least', 'images_per_sec_most'])
+
+
 def lines_of_days(rows: pd.DataFrame, training_images: int) -> list[pd.DataFrame]:
     """Return the points of each line of days. The line that starts with the most days is first, as in the legend.
 
@@ -165,10 +203,8 @@ def lines_of_days(rows: pd.DataFrame, training_images: int) -> list[pd.DataFrame
 def explain_marks(axes: Any, rows: pd.DataFrame, doubtful: pd.DataFrame) -> None:
     """Add entries to the legend that explain filled, hollow and crossed points and the dashed lines."""
     axes.plot([], [], 'o', color='black', label='measured')
-    hollow = 'extrapolated, or forecast'
-    if rows['images_per_sec_least'].notna().any():
-        hollow += ' with its range'
-    axes.plot([], [], 'o', color='black', markerfacecolor='white', label=hollow)
+    with_range = ' with its range' if rows['images_per_sec_least'].notna().any() else ''
+    axes.plot([], [], 'o', color='black', markerfacecolor='white', label=f'extrapolated, or forecast{with_range}')
     if doubtful['setting'].isin(rows['setting']).any():
         axes.plot([], [], 'x', color='red', label='a run here failed or was not reliable')
     axes.plot([], [], '--', color='black', linewidth=0.8, label='ideal: twice the GPUs, half the days')
@@ -265,7 +301,8 @@ def draw_learned(records: pd.DataFrame, prices: Prices) -> Any:
     """
     # Make a row for each evaluation. A training that ran in several setups has several rows with the same evaluations.
     rows = []
-    for _, training in records[records['stage'] == 'train'].drop_duplicates('training').iterrows():
+    trained = records[records['stage'] == 'train'].drop_duplicates(['training', *EVAL_DATA])
+    for _, training in trained.iterrows():
         dollars = dollars_per_image(training, prices)
         for images, loss in training['evaluations']:
             rows.append(training.to_dict() | {'images_seen': images, 'loss': loss, 'dollars': images * dollars,
