@@ -132,11 +132,12 @@ class Speeds:
         group = (card.name, expected.setup.compile, network)
         alike = [each for each in self.measurements if each.kind == TRAIN and each.ratio is not None
                  and (each.setup.device, each.setup.compile, each.network) == group]
+        missing = () if expected.is_tested else self.never_measured(expected.setup)
+        error = UNSEEN_ERROR if missing else LARGEST_ERROR
+        speed = Speed(expected.images_per_sec, error)
         if alike:
-            speed = self.corrected(expected.images_per_sec, alike, CORRECTED, LARGEST_ERROR)
-        else:
-            missing = [] if expected.is_tested else self.never_measured(expected.setup)
-            speed = forecast_speed(expected.images_per_sec, missing)
+            speed = self.corrected(expected.images_per_sec, alike, CORRECTED, error)
+        speed = replace(speed, missing=tuple(missing))
         return Run(expected.setup, expected.machines, speed)
 
     def encoding(self, setup: Setup, card: Card) -> Speed:
@@ -150,7 +151,9 @@ class Speeds:
         if alike:
             return self.corrected(expected.encode_images_per_sec, alike, CORRECTED, LARGEST_ERROR)
         known = any(each.kind == ENCODE and each.setup.device == card.name for each in self.evidence)
-        return forecast_speed(expected.encode_images_per_sec, [] if known else ['encoding'])
+        if known:
+            return Speed(expected.encode_images_per_sec, LARGEST_ERROR)
+        return Speed(expected.encode_images_per_sec, UNSEEN_ERROR, missing=('encoding',))
 
     def corrected(self, images_per_sec: float, measurements: Sequence[Measurement], source: str, error: float) -> Speed:
         """Return a forecast speed multiplied by the median ratio of some measurements."""
@@ -170,8 +173,3 @@ class Speeds:
             how = 'with' if setup.compile else 'without'
             missing.append(f'{"latents" if setup.latents else "images"} {how} the compiler')
         return missing
-
-
-def forecast_speed(images_per_sec: float, missing: Sequence[str]) -> Speed:
-    """Return the speed of a forecast, whose range is wider if something was never measured."""
-    return Speed(images_per_sec, UNSEEN_ERROR if missing else LARGEST_ERROR, missing=tuple(missing))
