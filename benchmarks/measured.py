@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-
 from benchmarks.smoke import ratio_to_forecast
+
 from sdbench.gpus import short_name
 from sdbench.records.figures import rounded, text_table
 from sdbench.records.read import MEASURED, read_all
