@@ -26,6 +26,7 @@ ROWS = [
     # The command line itself
     ('benchmark.py', '--use_synth_data --batch-size 4', '--batch-size is not a flag; did you mean --batch_size?'),
     ('benchmark.py', '--use_synth_data --no-ema=4', '--no-ema is not a flag; did you mean --no-use_ema?'),
+    ('benchmark.py', '--use_synth_data --lora 8', '--lora is not a flag; this program trains the whole UNet'),
     ('benchmark.py', '--use_synth_data -q', '-q is not a flag; see --help'),
     ('benchmark.py', '--use_synth_data --batch 4', '--batch is not a flag'),  # an abbreviation is none
     ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read (No such file or directory)'),
@@ -116,9 +117,15 @@ ROWS = [
     ('report.py', 'published.csv --csv results.jsonl', '--csv results.jsonl does not end in .csv'),
     ('report.py', 'published.csv --figure days.xyz', '--figure days.xyz does not end in .png'),
     ('report.py', 'published.csv --extrapolate 4096', 'a batch_size (if stated) of at least as many images as GPUs'),
-    ('report.py', 'published.csv --phase x@y', 'x@y is not IMAGES@SIZE'),
-    ('report.py', 'published.csv --phase 512 --training_images 3',
-     '--training_images has no effect on plans (--phase)'),
+    ('plan.py', '--gpu 8 H100', "8 is not a GPU count and a GPU name in quotes, such as '16 L40S'"),
+    ('plan.py', '--gpu "8 H1000"', 'H1000 is not a known GPU'),
+    ('plan.py', '--schedule 5@x', '5@x is not STEPS@SIZE, such as 550000@256'),
+    ('plan.py', '--images 1 2 3', '--images has 3 numbers and --schedule 2 phases'),
+    ('plan.py', '--prices none.csv', '--prices none.csv cannot be read (No such file or directory)'),
+    ('plan.py', '--prices published.csv', '--prices published.csv has no column gpu'),
+    ('plan.py', '--dollars_per_gpu_hour H10=3', '--dollars_per_gpu_hour H10=3: H10 is not a known GPU'),
+    ('plan.py', '--csv plan.txt', '--csv plan.txt does not end in .csv'),
+    ('plan.py', "--training_flags '--batch 3'", '--training_flags: --batch is not a flag; did you mean'),
 
     # Folders, weights, images and held-out samples in a training, an evaluation and an export
     ('benchmark.py', f'{SYNTHETIC} --save_folder dbfs:/run1', '--save_folder dbfs:/run1: only the stores s3://'),

@@ -134,6 +134,8 @@ def prove(folder: Path, machine: Machine, minutes: float) -> bool:
     report = [sys.executable, 'report.py', str(path), '--html', str(page)]
     if subprocess.run(report, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0:
         print(f'As a page: {page}')
+    if machine.gpus:
+        print(f'A plan of a whole training, corrected by these speeds: python plan.py {path}')
     print(f'Written: {path}, {logs}')
     return all(result['holds'] for result in results.values())
 

@@ -323,6 +323,7 @@ def test_a_resume_allows_caption_weights_of_another_scale_but_not_other_probabil
     main([*argv, '--max_duration', '1ba', '--caption_weights', 'short=0.1', 'long=0.3'])
     resumed = main([*argv, '--max_duration', '2ba', '--caption_weights', 'long=6', 'short=2'])
     assert resumed['first_batch'] == 1
+    assert resumed['captions'] == {'short': 24, 'long': 48}
     line = one_error_line([*argv, '--max_duration', '3ba', '--caption_weights', 'long=6', 'short=3'], capfd)
     assert 'does not fit this run (--caption_weights was' in line
 
