@@ -16,7 +16,7 @@ from composer.core import DataSpec
 from composer.utils import dist
 from diffusers import DDPMScheduler
 from tokenizers import Tokenizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.transforms.functional import to_pil_image
 
 from sdbench.errors import BadSample, DataError, UserError, unreadable_shard
@@ -302,12 +302,13 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     workers = {'num_workers': num_workers, 'worker_init_fn': begin_worker,
                'pin_memory': torch.cuda.is_available()}
 
-    # Choose a loader for the dataset. Only loaders for training measure how long training waits for them.
+    # Choose a loader for the dataset.
     if isinstance(dataset, SyntheticImageCaptionDataset):
         sampler = dist.get_sampler(dataset, drop_last=True)
         loader = TimedDataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=dataset.collate)
     elif isinstance(dataset, HeldOutSamples):
-        loader = DataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset), collate_fn=make_batch, **workers)
+        loader = TimedDataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset), collate_fn=make_batch,
+                                 **workers)
     else:
         if dataset.transform:
             raise UserError('build_loader takes no dataset with a transform; use torch.utils.data.DataLoader')
