@@ -102,7 +102,7 @@ def read_measurements(rows: Sequence[dict]) -> tuple[list[Measurement], list[str
         except DoesNotFit as error:
             sentences.append(f'{name} corrects nothing: by the forecast it does not fit ({error}).')
         found.append(Measurement(kind, setup, network, record['images_per_sec'], ratio, str(record.get('date', ''))))
-    return found, sentences
+    return sorted(found, key=lambda each: each.date), sentences
 
 
 @dataclass(frozen=True)
