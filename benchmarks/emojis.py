@@ -1,6 +1,6 @@
 """Write a figure of emojis and of the images that a model generates from their names.
 
-    python -m benchmarks.emojis my-model package/img/google/64 docs/emojis.png
+    python -m benchmarks.emojis emojis-pipeline package/img/google/64 docs/emojis.png
 
 The walk on a laptop in the documentation makes the model and the folder. Each cell of the figure has the emoji above
 the generated image. The emojis in the last row were held out from the training.
