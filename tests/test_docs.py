@@ -161,7 +161,8 @@ def test_every_line_of_a_summary_is_explained():
 
 
 FLAG = re.compile(r'(?<![\w-])--[a-z][a-z_]*(?:-[a-z_]+)*')
-OF_OTHERS = {'--always', '--dirty', '--abbrev', '--exclude', '--shm-size', '--head', '--local-dir'}  # git, docker, ...
+OF_OTHERS = {'--always', '--dirty', '--abbrev', '--exclude', '--shm-size', '--head', '--local-dir',
+             '--ntasks-per-node'}  # git, docker, SLURM, ...
 NO_FLAGS = {'--flag', '--no'}  # as --help says, and as in f'--no-{name}'
 
 
