@@ -4,7 +4,7 @@
     python convert.py 'laion/000*.tar' s3://my-bucket/laion/mds  # a glob, to an object store (s3://, gs://, azure://)
     python convert.py photos/ photos-mds --num_workers 8         # a folder of images, with a .txt for each
     python convert.py photos/ photos-mds --captions all/captions.csv        # or with a table of captions elsewhere
-    python convert.py hub-dataset/ photos-mds                    # Parquet files with columns image and text
+    python convert.py hub-dataset/ photos-mds --split train      # Parquet files with columns image and text
     python convert.py s3://my-bucket/tars/ s3://my-bucket/mds --ray auto    # on all machines of a Ray cluster
     python convert.py photos/ photos-mds --held_out 0.01         # about one in a hundred goes to photos-mds-held-out
 

@@ -192,8 +192,9 @@ class StreamingLAIONDataset(VerifiedDataset):
 
         # Make the random choices for this epoch. `next_epoch` is 0 before the first iteration, then the epoch plus one.
         epoch = max(0, self.next_epoch - 1)
-        sample['caption'] = choose_caption(sample.pop(CAPTIONS), self.caption_weights, self.shuffle_seed, epoch, index)
-        for_drop, for_flip = np.random.default_rng((self.shuffle_seed, epoch, index)).random(2)
+        generator = np.random.default_rng((self.shuffle_seed, epoch, index))
+        for_drop, for_flip = generator.random(2)
+        sample['caption'] = choose_caption(sample.pop(CAPTIONS), self.caption_weights, generator)
         if for_drop < self.caption_drop:
             sample['caption'] = ''
         if self.random_flip and for_flip < 0.5:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from sdbench.flags.parser import build_parser, drop_unneeded, parse
+from sdbench.flags.parser import build_parser, parse
 from sdbench.flags.plan import GPUS, PlanSettings
 from sdbench.flags.train import Train, divisors
 from sdbench.forecast.forecast import DoesNotFit
@@ -83,7 +83,6 @@ def base_setup(settings: PlanSettings) -> tuple[Setup, frozenset[str]]:
     context = {'program': 'plan.py', 'label': '--training_flags: '}
     parse(Train, '', ['--dry_run', '1', *words], **context)
     given = vars(build_parser(Train, '', 'plan.py').parse_args(words))
-    drop_unneeded(Train, given)
     recipe = shlex.split(RECIPE.replace('@', f'@{ROOT}/'))
     for name in ('network_gbits', 'gpus_per_node'):
         if getattr(settings, name) is not None:
