@@ -286,7 +286,7 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         SameRun(flags),  # refuses to resume with other flags
         ExactResume(settings.seed),  # resumes exactly with the same flags
         FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
-        HeldOutLoss(),
+        HeldOutLoss(settings.eval_remote),
         LRMonitor(),    # the curve of the learning rate
         stop,           # decides whether this batch is the last, before images are generated and a checkpoint is saved
         sampling,

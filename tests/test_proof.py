@@ -1,16 +1,14 @@
 """`make smoke` and `make proof`: every command is valid, and results are kept and judged."""
 import json
 import math
-import subprocess
 
 import pytest
 import torch
 from composer.utils import dist
 
-from benchmarks import smoke
 from benchmarks.proof import __main__ as proof
-from benchmarks.proof.__main__ import Step, all_steps, prove
-from benchmarks.smoke import Machine
+from benchmarks.proof.__main__ import prove
+from benchmarks.proof.steps import Machine, Step, all_steps, measuring, refusing
 from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
@@ -22,10 +20,9 @@ from sdbench.setup import setup_of_record
 from tests.runs import ROOT, SMALLEST
 
 A100 = 'NVIDIA A100-SXM4-80GB'
-ONE = Machine(1, A100, 79.2, tiny=False)
-CPU = Machine(0, 'CPU', 0, tiny=True)
-EIGHT = Machine(8, A100, 79.2, tiny=False)
-MACHINES = [ONE, EIGHT, Machine(1, 'NVIDIA A10', 22.1, False), Machine(2, A100, 79.2, True), CPU]
+ONE = Machine(1, A100, 79.2)
+CPU = Machine(0, 'CPU', 0)
+MACHINES = [ONE, Machine(8, A100, 79.2), Machine(1, 'NVIDIA A10', 22.1), CPU]
 
 
 @pytest.mark.parametrize('machine', MACHINES, ids=str)
@@ -46,7 +43,7 @@ def python(code: str, shows: str, fails: bool = False) -> Step:
 
 
 def results_in(folder) -> dict[str, dict]:
-    lines = map(json.loads, (folder / 'records.jsonl').read_text().splitlines())
+    lines = map(json.loads, (folder / 'results.jsonl').read_text().splitlines())
     return {record['step']: record for record in lines if record['stage'] == 'proof'}
 
 
@@ -54,20 +51,26 @@ def test_a_proof_continues_with_the_missing_steps_and_prints_all_results(tmp_pat
     steps = {'hangs': python('import time; time.sleep(1000)', ''),
              'works': python('print("seen  1"); print(2)', '^seen')}
     monkeypatch.setattr(proof, 'all_steps', lambda machine, results: steps)
+    monkeypatch.setattr(proof, 'first_steps', lambda machine: ['hangs'])
     monkeypatch.setattr(proof, 'LIMIT', 0.2)
-    prove(tmp_path, CPU, minutes=0.001)  # the first step takes longer than that
+    assert not prove(tmp_path, CPU, minutes=0)
     assert 'Not run yet: works' in capsys.readouterr().out
     [hangs] = results_in(tmp_path).values()
     assert (hangs['holds'], hangs['result']) == (False, 'no end within 0.2 s')
 
     monkeypatch.setattr(proof, 'LIMIT', 600)
+    steps['hangs'] = python('exit(3)', '')
     prove(tmp_path, CPU, math.inf)
     results = results_in(tmp_path)
     assert [*results] == ['hangs', 'works']
     assert (results['works']['holds'], results['works']['result']) == (True, 'seen 1')
-    assert results['hangs'] == hangs  # it did not run again
+    assert results['hangs']['result'] == 'exit status 3'  # it failed before, so it ran again
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(',')[0] for line in lines[:2]] == ['ok      works', 'FAILED  hangs']
+    before = (tmp_path / 'results.jsonl').read_text().splitlines()
+    steps['hangs'] = python('print("now it works")', '')
+    assert prove(tmp_path, CPU, math.inf)  # the other step does not run again
+    assert len((tmp_path / 'results.jsonl').read_text().splitlines()) == len(before) + 1
 
 
 @pytest.mark.parametrize('step, holds, result', [
@@ -77,12 +80,12 @@ def test_a_proof_continues_with_the_missing_steps_and_prints_all_results(tmp_pat
     (python('print("seen")', 'seen', fails=True), False, 'exit status 0: seen'),
     (python('exit("x.py: error: other")', 'seen', fails=True), False, 'exit status 1: x.py: error: other')], ids=str)
 def test_a_step_holds_if_it_shows_what_it_must_and_ends_as_it_must(tmp_path, step, holds, result):
-    assert proof.run_step(step, CPU, tmp_path / 'records.jsonl', tmp_path / 'log') == (holds, result)
+    assert proof.run_step(step, CPU, tmp_path / 'results.jsonl', tmp_path / 'log') == (holds, result)
 
 
 @pytest.mark.parametrize('ratio, holds', [(1.0, True), (0.7, False), (1.3, False)])
 def test_a_measurement_far_from_its_forecast_does_not_hold(tmp_path, monkeypatch, ratio, holds):
-    results = tmp_path / 'records.jsonl'
+    results = tmp_path / 'results.jsonl'
     record = {'stage': 'train', 'status': 'complete', 'device': A100, 'num_devices': 1, 'image_size': 512}
     speed = ratio * forecast(setup_of_record(record), CARDS[A100]).images_per_sec
 
@@ -93,62 +96,62 @@ def test_a_measurement_far_from_its_forecast_does_not_hold(tmp_path, monkeypatch
 
     monkeypatch.setattr(proof, 'run', run)
     expected = f'images/s {speed}; {ratio:.2f} times the forecast'
-    assert proof.run_step(proof.measuring(), ONE, results, tmp_path / 'log') == (holds, expected)
+    assert proof.run_step(measuring(), ONE, results, tmp_path / 'log') == (holds, expected)
 
 
-def test_results_from_another_machine_or_commit_are_not_mixed(tmp_path, monkeypatch):
-    monkeypatch.setattr(proof, 'all_steps', lambda machine, results: {'works': python('', '')})
+def test_results_from_another_machine_or_commit_do_not_count(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(proof, 'all_steps', lambda machine, results: {'works': python('print("seen")', 'seen')})
     prove(tmp_path, CPU, math.inf)
-    with pytest.raises(ValueError, match='has results with machine 0 x CPU, but this is machine 1 x .*; give a new'):
-        prove(tmp_path, ONE, math.inf)
+    prove(tmp_path, CPU, math.inf)
+    prove(tmp_path, ONE, math.inf)
     monkeypatch.setattr(proof, 'git_commit', lambda: 'abc')
-    with pytest.raises(ValueError, match='has results with commit .*, but this is commit abc; give a new FOLDER'):
-        prove(tmp_path, CPU, math.inf)
+    prove(tmp_path, CPU, math.inf)
+    here = [json.loads(line)['here'] for line in (tmp_path / 'results.jsonl').read_text().splitlines()]
+    assert [(each['machine'], each['commit'] == 'abc') for each in here] == [
+        ('0 x CPU', False), (f'1 x {A100}', False), ('0 x CPU', True)]
+
+
+def test_smoke_measures_both_recipes_and_says_what_it_has_written(tmp_path, monkeypatch, capsys):
+    def run(command, log) -> int:
+        speed = 1000 if '@recipes/original.txt' in command else 2500
+        record = {'stage': 'train', 'device': 'unknown', 'images_per_sec': speed}
+        append_line(json.dumps(record), str(tmp_path / 'results.jsonl'))
+        log.write_text(f'images/s        {speed:,} on 1 x unknown\n')
+        return 0
+
+    monkeypatch.setattr(proof, 'run', run)
+    assert prove(tmp_path, ONE, minutes=0)
+    assert [*results_in(tmp_path)] == ['original', 'fastest']
+    output = capsys.readouterr().out
+    assert 'recipes/fastest.txt is 2.50 times as fast as recipes/original.txt' in output
+    assert f'Written: {tmp_path}/results.jsonl, {tmp_path}/logs' in output
 
 
 @pytest.mark.long
 def test_the_page_of_a_proof_has_its_measurements(tmp_path, monkeypatch, capsys):
     pytest.importorskip('itables', reason='needs itables: pip install itables')
     flags = ['--model_name', SMALLEST, '--image_size', '16', '--batch_size', '4', '--measure_batches', '3']
-    wrong_size = proof.refusing('63 is not a multiple of 8', '--image_size', '63')
-    steps = {'speed': proof.measuring(*flags), 'wrong size': wrong_size}
+    wrong_size = refusing('63 is not a multiple of 8', '--image_size', '63')
+    steps = {'speed': measuring(*flags), 'wrong size': wrong_size}
     monkeypatch.setattr(proof, 'all_steps', lambda machine, results: steps)
     prove(tmp_path, CPU, math.inf)
     printed = capsys.readouterr().out
     assert 'FAILED' not in printed
     assert 'error: argument --image_size: 63 is not a multiple of 8' in printed
-    measured = read_all([str(tmp_path / 'records.jsonl')])
+    measured = read_all([str(tmp_path / 'results.jsonl')])
     assert len(measured) == 1
-    assert SMALLEST in (tmp_path / 'proof.html').read_text()
+    assert SMALLEST in (tmp_path / 'results.html').read_text()
 
 
 @pytest.mark.long
 def test_the_checks_of_a_proof_hold_on_a_cpu(tmp_path):
-    steps = all_steps(CPU, str(tmp_path / 'records.jsonl'))
+    steps = all_steps(CPU, str(tmp_path / 'results.jsonl'))
     for name in ('machine', 'resume', 'loader', 'NaN'):
-        holds, result = proof.run_step(steps[name], CPU, tmp_path / 'records.jsonl', tmp_path / name)
+        holds, result = proof.run_step(steps[name], CPU, tmp_path / 'results.jsonl', tmp_path / name)
         assert holds, (result, (tmp_path / name).read_text())
     step = steps['EMA update']._replace(shows='^update ratio')  # whatever the ratio, which depends on the load
-    assert proof.run_step(step, CPU, tmp_path / 'records.jsonl', tmp_path / 'log')[0]
-    stages = [json.loads(line)['stage'] for line in (tmp_path / 'records.jsonl').read_text().splitlines()]
+    assert proof.run_step(step, CPU, tmp_path / 'results.jsonl', tmp_path / 'log')[0]
+    stages = [json.loads(line)['stage'] for line in (tmp_path / 'results.jsonl').read_text().splitlines()]
     assert stages == ['loader', 'train']
 
 
-def test_smoke_on_a_gpu_compares_each_run_with_its_forecast(tmp_path, monkeypatch, capfd):
-    results = tmp_path / 'results.jsonl'
-    monkeypatch.setattr(smoke, 'RESULTS', results)
-    record = {'stage': 'train', 'status': 'complete', 'device': A100, 'num_devices': 8, 'image_size': 512}
-    speed = 0.9 * forecast(setup_of_record(record), CARDS[A100]).images_per_sec
-    pages = []
-
-    def run(command: list[str], **_) -> subprocess.CompletedProcess:
-        if 'report.py' in command:
-            pages.append(command[2:])
-        else:
-            append_line(json.dumps(record | {'images_per_sec': speed}), str(results))
-        return subprocess.CompletedProcess(command, 0, '')
-
-    monkeypatch.setattr(smoke.subprocess, 'run', run)
-    assert smoke.smoke(Machine(8, A100, 39.4, False)) == 0
-    assert capfd.readouterr().out.count('0.90 times the forecast\n') == 2
-    assert pages == [[str(results), '--html', str(tmp_path / 'results.html')]]

@@ -198,7 +198,10 @@ class Results:
         if path.lower().endswith('.csv'):
             raise UserError(f'--results {path} names a CSV file, but records are lines of JSON; give a file such as '
                             'results.jsonl')
-        place = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
+        folder = os.path.dirname(os.path.abspath(path))
+        if path != '-' and not os.path.isdir(folder):
+            raise UserError(f'--results {path}: there is no folder {folder}; create it, or give another file')
+        place = path if os.path.exists(path) else folder
         if path != '-' and (os.path.isdir(path) or not os.access(place, os.W_OK)):
             raise UserError(f'--results {path} cannot be written; give another file, or - to print the record')
 

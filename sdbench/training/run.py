@@ -19,6 +19,7 @@ from sdbench.files import parse_json
 from sdbench.flags.times import is_due, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.flags.training_command import caution_about_steps
+from sdbench.inputs.captions import CAPTIONS
 from sdbench.measuring.clock import TRACE_WARMUP, TRACED_BATCHES
 from sdbench.microbatches import changes_that_take_less
 from sdbench.models.loading import weight_files
@@ -144,8 +145,9 @@ def evaluate_and_generate_if_due(settings: Train, trainer: Trainer) -> None:
     for callback in state.callbacks:
         if isinstance(callback, Spending) and callback.was_spent:
             return
-        if isinstance(callback, HeldOutLoss):
-            evaluated = callback.found['eval_batch']
+        if isinstance(callback, HeldOutLoss) and state.evaluators:
+            [evaluator] = state.evaluators
+            evaluated = callback.evaluated_batch(evaluator.dataloader.dataloader.dataset.index)
     if state.evaluators and batch != evaluated and is_due(batch, settings.eval_interval, settings.max_duration):
         trainer.eval()
     for callback in state.callbacks:
@@ -204,7 +206,7 @@ def training_record(settings: Train, model: ComposerModel, data: DataSpec, train
         'trained_epochs': batches // settings.batches_per_epoch,
         'tflops_per_image': sum(model.flops_per_image.values()) / 1e12,
         'gpus_per_node': dist.get_local_world_size(),
-        'captions': getattr(data.dataloader.dataset, 'captions', None),
+        'captions': getattr(data.dataloader.dataset, 'index', {}).get(CAPTIONS),  # random images have no index
         **outcome,
     }
 
@@ -269,5 +271,8 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
                             'harmless.')
         sys.exit(130 if dist.get_local_rank() == 0 else 0)
     if record['status'] == FAILED:
-        failed_batch = trainer.state.timestamp.batch.value + 1
-        raise DataError(f'the run failed at batch {failed_batch}: {record["error"]}')
+        batches = record['trained_batches']
+        place = f'at batch {batches + 1}'
+        if batches >= to_batches(settings.max_duration):
+            place = f'after its last batch, {batches}'
+        raise DataError(f'the run failed {place}: {record["error"]}')

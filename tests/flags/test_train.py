@@ -58,7 +58,7 @@ SIZED = '--dry_run 1 --batch_size 5'
      {'max_duration': '40ba', 'measure_batches': None, 'measures': False}),
     ('--dry_run 8 --use_ema', {'num_devices': 8, 'use_synth_data': True, 'precision': 'amp_bf16'}),
     ('--dry_run', {'num_devices': 1}),
-    ('--use_synth_data --save_folder s3://bucket/cats/run1', {'sample_folder': 's3/bucket/cats/run1-samples'}),
+    ('--use_synth_data --save_folder s3://bucket/cats/run1', {'sample_folder': 'run1-samples'}),
     (SIZED, {'training_images': TRAINING_IMAGES}),
     (f'{SIZED} --max_duration 2000ba', {'training_images': 10_000}),
     (f'{SIZED} --max_duration 3ep --remote SHARDS', {'training_images': 3 * 20}),  # of 24 samples
