@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from sdbench.flags.parser import Given, build_parser, parse
+from sdbench.flags.parser import build_parser, parse
 from sdbench.flags.plan import GPUS, PlanSettings
 from sdbench.flags.train import Train, divisors
 from sdbench.forecast.forecast import DoesNotFit
@@ -82,7 +82,7 @@ def base_setup(settings: PlanSettings) -> tuple[Setup, frozenset[str]]:
     words = shlex.split(settings.training_flags)
     context = {'program': 'plan.py', 'label': '--training_flags: '}
     parse(Train, '', ['--dry_run', '1', *words], **context)
-    given = vars(build_parser(Train, '', 'plan.py').parse_args(words, Given(Train)))
+    given = vars(build_parser(Train, '', 'plan.py').parse_args(words))
     recipe = shlex.split(RECIPE.replace('@', f'@{ROOT}/'))
     for name in ('network_gbits', 'gpus_per_node'):
         if getattr(settings, name) is not None:

@@ -72,10 +72,10 @@ class HeldOutLoss(Callback):
     the record has the earlier curves as `other_evaluations`.
 
     Args:
-        eval_remote: the dataset as --eval_remote names it, for the record.
+        eval_remote: the dataset as --eval_remote names it, for the record. None in another program.
     """
 
-    def __init__(self, eval_remote: str | None):
+    def __init__(self, eval_remote: str | None = None):
         self.eval_remote = redacted(eval_remote) if eval_remote else None
         self.curves: list[dict] = []  # the keys of the record for each dataset; the last one was evaluated last
 
@@ -87,9 +87,10 @@ class HeldOutLoss(Callback):
         return None
 
     def eval_end(self, state: State, logger) -> None:
-        # Find the curve of these data. It becomes the last one.
+        # Find the curve of these data. It becomes the last one. A dataset of another program has no index.json.
         samples = state.dataloader.dataset
-        data = {'eval_remote': self.eval_remote, 'eval_sha256': index_hash(samples.index)}
+        index = getattr(samples, 'index', None)
+        data = {'eval_remote': self.eval_remote, 'eval_sha256': index_hash(index) if isinstance(index, dict) else None}
         evaluations = []
         for curve in self.curves:
             if curve['eval_sha256'] == data['eval_sha256']:
