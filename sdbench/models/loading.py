@@ -20,7 +20,7 @@ from sdbench.errors import UserError, one_line
 from sdbench.flags.train import SD2_BASE, TINY_MODEL
 from sdbench.hub import find_or_download
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, build_tokenizer
-from sdbench.models.names import OLDER_NAMES
+from sdbench.models.names import OLDER_NAMES, save_older_names
 
 # Configurations without weights, because random weights train as fast. Only tiny has a trained VAE.
 BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', TINY_MODEL: Path(__file__).parent / 'tiny'}
@@ -98,6 +98,15 @@ class ModelFiles:
         if not self.pretrained:
             return RANDOM
         return hash_of_weights(build_vae(self, 'fp16'))
+
+    @cached_property
+    def text_encoder_sha256(self) -> str:
+        """The hash of the text encoder's weights, as `vae_sha256`; those of `tiny` are always random."""
+        if not self.pretrained or self.name == TINY_MODEL:
+            return RANDOM
+        text_encoder = build_text_encoder(self, 'fp16')
+        save_older_names(text_encoder)
+        return hash_of_weights(text_encoder)
 
 
 def find_model(name: str, pretrained: bool = False) -> ModelFiles:

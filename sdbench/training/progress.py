@@ -92,7 +92,7 @@ class HeldOutLoss(Callback):
         return self.found  # the record of a resumed training includes earlier evaluations
 
     def load_state_dict(self, state: dict) -> None:
-        self.found = state
+        self.found = self.found | state
 
     def figures(self, all_ranks: bool) -> dict:
         return self.found

@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from sdbench.process import launcher_variable
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
-from sdbench.training.checkpoints import RECORD, read_text_in, write_text_in
+from sdbench.training.checkpoints import RECORD, callback_state, load_checkpoint, read_text_in, write_text_in
 from sdbench.training.microbatch import changes_that_take_less
 from sdbench.training.progress import HeldOutLoss, is_held_out
 from sdbench.training.ranks import GracefulStop, on_rank_0, print_on_rank_0
@@ -34,6 +35,18 @@ from sdbench.training.spending import Spending
 
 # Composer warns about a smaller last batch of an evaluation and about a resume at the end of an epoch. Both are normal.
 COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
+
+
+def with_kept_defaults(settings: Train, checkpoint: str | None) -> Train:
+    """Return the settings of a resumed run, in which a default that depends on its length is that of the checkpoint.
+
+    A longer --max_duration would otherwise change the half-life of the EMA, and the resume would be refused.
+    `checkpoint` is a path on this machine; None if the training is new.
+    """
+    if checkpoint is None or 'ema_half_life' not in settings.by_default or not settings.use_ema:
+        return settings
+    flags = callback_state(load_checkpoint(checkpoint)['state'], 'flags').get('flags', {})
+    return replace(settings, ema_half_life=flags.get('ema_half_life') or settings.ema_half_life)
 
 
 def announce_build(settings: Train) -> None:
@@ -135,13 +148,13 @@ def evaluate_and_generate_if_due(settings: Train, trainer: Trainer) -> None:
     """Evaluate and generate images on a resume, if they are due after the batch of the checkpoint.
 
     A signal or a crash may have ended the earlier run before it did so. An evaluation whose result is in the checkpoint
-    is not repeated. If the budget is spent, nothing is evaluated or generated.
+    is not repeated. If the budget is spent, nothing is evaluated or generated, except at the end of the training.
     """
     state = trainer.state
     batch = state.timestamp.batch.value
     evaluated = None
     for callback in state.callbacks:
-        if isinstance(callback, Spending) and callback.was_spent:
+        if isinstance(callback, Spending) and callback.was_spent and batch < to_batches(settings.max_duration):
             return
         if isinstance(callback, HeldOutLoss):
             evaluated = callback.found['eval_batch']

@@ -246,7 +246,7 @@ def test_a_resume_allows_moved_shards_and_models_and_refuses_other_flags_and_oth
     further = [*there, '--max_duration', '4ba']
     assert '--batch_size was 4, and is 8 now' in one_error_line([*further, '--batch_size', '8'], capfd)
     assert '--snr_gamma was None, and is 5.0 now' in one_error_line([*further, '--snr_gamma', '5.0'], capfd)
-    longer = [*there, '--max_duration', '20ba']  # its default half-life would be another
+    longer = [*further, '--ema_half_life', '2ba']
     assert '--ema_half_life was 1ba, and is 2ba now; give --ema_half_life 1ba' in one_error_line(longer, capfd)
 
     config = model / 'scheduler' / 'scheduler_config.json'
