@@ -43,6 +43,7 @@ LOCK_FILE = '.lock'
 RUN_NAME = 'run-name.txt'  # the name of the training, for people; no program reads it
 WRITE_TEST = '.credentials_validated_successfully'  # in a store, to test write access; Composer uses the same name
 RECORD = 'record.json'  # the record of the training, written when the training has ended
+RENAMED = {'Safeguard': 'SameRun'}  # callbacks whose class had another name in earlier versions
 SECONDS_FOR_LOCK = 10  # to wait for another run that is about to end
 PLAIN_TYPES = [  # what Composer's checkpoints hold besides tensors and Python's built-in types
     datetime.timedelta, TorchVersion,
@@ -317,6 +318,10 @@ class AtomicCheckpointSaver(Callback):
         if self.path is None:
             return
         checkpoint = load_checkpoint(self.path, label=self.checkpoint)
+        callbacks = checkpoint['state'].get('callbacks', {})
+        for before, now in RENAMED.items():
+            if before in callbacks:
+                callbacks[now] = callbacks.pop(before)
         model = getattr(state.model, 'module', state.model)  # without DDP's wrapper
         add_missing_networks(model, checkpoint['state']['model'])  # with DDP torch checks the names before its hooks
         try:

@@ -150,6 +150,8 @@ class SameRun(Callback):
         for field in SAME_ON_RESUME:
             flag = field.name
             was = before.get(flag, field.default)
+            if was is None and flag == 'ema_half_life':  # earlier versions did not keep a default that they computed
+                continue
             if comparable_value(flag, was) != comparable_value(flag, now[flag]):
                 remedy = ''
                 if flag in TIMES and was is not None:

@@ -45,8 +45,11 @@ def with_kept_defaults(settings: Train, checkpoint: str | None) -> Train:
     """
     if checkpoint is None or 'ema_half_life' not in settings.by_default or not settings.use_ema:
         return settings
-    flags = callback_state(load_checkpoint(checkpoint)['state'], 'flags').get('flags', {})
-    return replace(settings, ema_half_life=flags.get('ema_half_life') or settings.ema_half_life)
+    state = load_checkpoint(checkpoint)['state']
+    half_life = callback_state(state, 'flags').get('flags', {}).get('ema_half_life')
+    if half_life is None:  # earlier versions kept a default only in the EMA
+        half_life = dict(state['algorithms']).get('EMA', {}).get('half_life')
+    return replace(settings, ema_half_life=half_life or settings.ema_half_life)
 
 
 def announce_build(settings: Train) -> None:
