@@ -148,10 +148,11 @@ def is_recorded(folder: str, batches: int) -> bool:
 
 
 def evaluate_and_generate_if_due(settings: Train, trainer: Trainer) -> None:
-    """Evaluate and generate images on a resume, if they are due after the batch of the checkpoint.
+    """Generate images before the first batch, and evaluate and generate images on a resume, if they are due by then.
 
-    A signal or a crash may have ended the earlier run before it did so. An evaluation whose result is in the checkpoint
-    is not repeated. If the budget is spent, nothing is evaluated or generated, except at the end of the training.
+    Later images are compared with those of the initial weights. On a resume, a signal or a crash may have ended the
+    earlier run before it did so. An evaluation whose result is in the checkpoint is not repeated. If the budget is
+    spent, nothing is evaluated or generated, except at the end of the training.
     """
     state = trainer.state
     batch = state.timestamp.batch.value
@@ -161,8 +162,9 @@ def evaluate_and_generate_if_due(settings: Train, trainer: Trainer) -> None:
             return
         if isinstance(callback, HeldOutLoss):
             evaluated = callback.found['eval_batch']
-    if state.evaluators and batch != evaluated and is_due(batch, settings.eval_interval, settings.max_duration):
-        trainer.eval()
+    if batch > 0 and state.evaluators and batch != evaluated:
+        if is_due(batch, settings.eval_interval, settings.max_duration):
+            trainer.eval()
     for callback in state.callbacks:
         if isinstance(callback, Sampling):
             callback.generate_if_due(state, trainer.logger)
@@ -190,8 +192,7 @@ def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]
         with warnings.catch_warnings():
             for message in COMPOSERS_WARNINGS:
                 warnings.filterwarnings('ignore', message)
-            if first_batch > 0:
-                evaluate_and_generate_if_due(settings, trainer)
+            evaluate_and_generate_if_due(settings, trainer)
             if first_batch < to_batches(settings.max_duration):
                 trainer.fit()
     except Exception as error:

@@ -196,6 +196,15 @@ def test_composers_trainer_loads_a_checkpoint_and_those_of_older_versions_are_ro
     assert [Path(path).name for path in checkpoints_in('kept')] == ['ep0-ba2-rank0.pt', 'ep0-ba3-rank0.pt']
 
 
+def test_a_file_system_without_links_gets_checkpoints_and_one_warning(monkeypatch, capfd):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EPERM, 'Operation not permitted')
+    monkeypatch.setattr(os, 'symlink', refuse)
+    main(['--use_synth_latents', *TINY, '--save_interval', '2ba', '--save_folder', 'linkless'])
+    assert len(checkpoints_in('linkless')) == 2
+    assert capfd.readouterr().err.count('cannot be a link to the newest checkpoint (Operation not permitted)') == 1
+
+
 @pytest.fixture
 def kept(tmp_path) -> Path:
     """Return a folder with small checkpoints, and with files of the user whose names are similar."""
