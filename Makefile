@@ -27,13 +27,15 @@ OUTPUT = pictures
 FOLDER ?= results/proof
 
 .DEFAULT_GOAL := help
-.PHONY: help smoke proof test test-long bench learn report figures forecasts lock clean
+.PHONY: help install smoke proof test test-long bench learn report figures lock clean
 
 help:  ## Print this list.
 	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/\1 \2/p' Makefile | awk '{printf "make %-10s", $$1; $$1 = ""; print}'
 
-smoke: $(VENV)/installed  ## Measure SD2 base with two recipes on every GPU; without a GPU, the tiny model on the CPU.
-	@python -m benchmarks.smoke
+install: $(VENV)/installed  ## Install the pinned libraries into .venv; STACK=newest installs the newest into .venv-newest.
+
+smoke: $(VENV)/installed  ## Measure SD2 base with two recipes on every GPU, into results.jsonl; without a GPU, the tiny model.
+	@python -m benchmarks.proof --minutes 0
 
 proof: $(VENV)/installed  ## Test speed, memory and exactness on this GPU, into FOLDER=results/...: 30 minutes on an H100; MINUTES=5 for less.
 	@python -m benchmarks.proof $(FOLDER) $(if $(MINUTES),--minutes $(MINUTES))
@@ -60,20 +62,9 @@ report: $(VENV)/installed  ## Print the table of the published benchmark and plo
 figures: $(VENV)/installed  ## Recreate the figures of the documentation and its notebook.
 	python -m benchmarks.learn $(FIGURES)/learned.png
 	python -m benchmarks.forecast $(FIGURES)/forecast.png
-	python report.py published.csv docs/scaling.jsonl --figure $(FIGURES)/days.png
-	python -m benchmarks.notebook docs/walk.ipynb
-
-FORECAST_GPUS = A100-SXM4-80GB H100-80GB NVIDIA-H200 B200
-forecasts: $(VENV)/installed  ## Recreate the forecasts of the README, with its table and figures; 7 minutes on two cores.
-	rm -f docs/plan.jsonl docs/plan-eager.jsonl docs/scaling.jsonl
-	for latents in 1 ""; do LATENTS=$$latents GPU="$(FORECAST_GPUS)" PHASE_FLAGS=@recipes/fastest.txt PLAN=docs/plan.jsonl \
-	    sh recipes/stable-diffusion-2.sh plan || exit; done
-	LATENTS=1 GPU="A100-SXM4-80GB H100-80GB" PHASE_FLAGS='@recipes/fastest.txt --no-compile' PLAN=docs/plan-eager.jsonl \
-	    sh recipes/stable-diffusion-2.sh plan
-	python report.py docs/plan.jsonl @recipes/plan.txt @recipes/prices-on-demand.txt --figure $(FIGURES)/plan.png
-	python benchmark.py @recipes/fastest.txt --use_ema --dry_run 8 16 32 64 128 256 --gpu $(FORECAST_GPUS) \
-	    --results docs/scaling.jsonl
+	python report.py published.csv --figure $(FIGURES)/days.png
 	python -m benchmarks.savings $(FIGURES)/savings.png
+	python -m benchmarks.notebook docs/walk.ipynb
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11
 lock: $(VENV)/installed  ## Recreate both lock files from the requirements.

@@ -6,14 +6,26 @@
 
 The composer launcher starts one process per GPU. Without --max_duration only a short measurement runs.
 """
+import sys
+
 from sdbench.flags.parser import answer_early, parse
-from sdbench.flags.train import Train
+from sdbench.flags.train import SD2_BASE, Train
 from sdbench.process import begin, one_line_errors
 
 PROGRAM = 'benchmark.py'
 
+
+def answer_dry_run(settings: Train) -> None:
+    """Print the forecasts of a dry run and end the process, before the imports below, which take seconds."""
+    if settings.dry_run is not None:
+        from sdbench.forecast.dry_run import forecast_training  # a training does not need this module
+        with one_line_errors(PROGRAM):
+            forecast_training(settings)
+        sys.exit()
+
+
 if __name__ == '__main__':
-    answer_early(Train, __doc__)
+    answer_early(Train, __doc__, answer_dry_run)
 
 import os
 from collections.abc import Sequence
@@ -38,7 +50,7 @@ from sdbench.inputs.batches import NOISE, TIMESTEP, normalize
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.clock import Measurement, Trace, measure_loader
 from sdbench.models.flops import flops_of_an_image
-from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_unet, build_vae, find_model
+from sdbench.models.loading import ModelFiles, build_text_encoder, build_unet, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
 from sdbench.training.checkpoints import AtomicCheckpointSaver, local_copy, locked_save_folder, newest_checkpoint
 from sdbench.training.compatibility import Mismatch, SameRun, difference_of_models, facts_of_model, flags_to_keep
@@ -278,7 +290,7 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         SameRun(flags),  # refuses to resume with other flags
         ExactResume(settings.seed),  # resumes exactly with the same flags
         FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
-        HeldOutLoss(),
+        HeldOutLoss(settings.eval_remote),
         LRMonitor(),    # the curve of the learning rate
         stop,           # decides whether this batch is the last, before images are generated and a checkpoint is saved
         sampling,
@@ -370,8 +382,8 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
         return record
 
 
-def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
-    """Run the benchmark and return its record, or the records of the forecasts with --dry_run.
+def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict | list:
+    """Run the benchmark and return its record, or the forecasts with --dry_run.
 
     Args:
         argv: the command line; None means the arguments of this process.
@@ -381,11 +393,11 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
     with one_line_errors(PROGRAM):
         # Read the flags, and fill in the open ones from the ranks, this machine and the data.
         settings = parse(Train, __doc__, argv, PROGRAM)
-        join_ranks(settings.dist_timeout)
-        index = index_of_data(settings)
         if settings.dry_run is not None:
             from sdbench.forecast.dry_run import forecast_training  # a training does not need this module
-            return forecast_training(settings, index, build_model, build_optimizer)
+            return forecast_training(settings)
+        join_ranks(settings.dist_timeout)
+        index = index_of_data(settings)
         settings = complete(settings, index)
 
         folder = None if settings.loader_only else settings.save_folder  # --loader_only saves no checkpoints

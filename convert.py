@@ -4,7 +4,7 @@
     python convert.py 'laion/000*.tar' s3://my-bucket/laion/mds  # a glob, to an object store (s3://, gs://, azure://)
     python convert.py photos/ photos-mds --num_workers 8         # a folder of images, with a .txt for each
     python convert.py photos/ photos-mds --captions all/captions.csv        # or with a table of captions elsewhere
-    python convert.py hub-dataset/ photos-mds                    # Parquet files with columns image and text
+    python convert.py hub-dataset/ photos-mds --split train      # Parquet files with columns image and text
     python convert.py s3://my-bucket/tars/ s3://my-bucket/mds --ray auto    # on all machines of a Ray cluster
     python convert.py photos/ photos-mds --held_out 0.01         # about one in a hundred goes to photos-mds-held-out
 
@@ -30,11 +30,18 @@ from functools import partial
 from sdbench.datasets.converter import convert_parts
 from sdbench.datasets.output import Joined, Output, done_already, join_parts, part_name, write_index
 from sdbench.datasets.sources import Found, find_files, group_into_parts
+from sdbench.datasets.splits import ALL_SPLITS
 from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, Columns
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import UserError, one_line, plural
-from sdbench.flags.train import TINY_MODEL
-from sdbench.flags.training_command import FEWEST_FROM_RANDOM, FINE_TUNED, fine_tuning_time, training_command
+from sdbench.flags.train import TINY_MODEL, Model
+from sdbench.flags.training_command import (
+    FEWEST_FOR_WHOLE_MODEL,
+    FEWEST_FROM_RANDOM,
+    FINE_TUNED,
+    forecast_command,
+    training_command,
+)
 from sdbench.inputs.captions import CAPTIONS
 from sdbench.inputs.images import formats
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE
@@ -60,7 +67,7 @@ def convert(settings: Convert) -> int:
     # Find the files to convert. An empty SOURCE ends the command before anything is written.
     outputs = [Output(out, 'OUT') for out in addresses_of_outputs(settings)]
     columns = Columns(settings.image_column, settings.caption_column)
-    found = find_files(settings.source, addresses_of_outputs(settings), settings.captions, columns)
+    found = find_files(settings.source, addresses_of_outputs(settings), settings.captions, columns, settings.split)
     if not found.files:
         reason = 'it holds no tars, Parquet or images'
         if found.skipped:
@@ -71,9 +78,10 @@ def convert(settings: Convert) -> int:
     # in OUT need not be converted again. The seed matters only with --held_out.
     facts = {'size_limit': settings.size_limit, 'held_out': settings.held_out or None,
              'seed': settings.seed if settings.held_out else None, 'sample_per_caption': settings.sample_per_caption}
-    for flag in ('image_column', 'caption_column', 'clean_captions'):
-        if getattr(settings, flag):
-            facts[flag] = getattr(settings, flag)
+    for flag in ('image_column', 'caption_column', 'clean_captions', 'split'):
+        value = getattr(settings, flag)
+        if value and value != ALL_SPLITS:  # all splits are the same samples as no split
+            facts[flag] = value
     parts = []
     for files in group_into_parts(found.files, settings.size_limit):
         name = part_name(facts, formats(), [file.identity() for file in files])
@@ -103,13 +111,13 @@ def convert(settings: Convert) -> int:
 
     # Print warnings and a summary. Damage, or a captions.csv without its columns, makes the exit status 1.
     unread_tables = [line for line in found.skipped if line['reason'].startswith(NO_TABLE)]
-    warn(joined, unread_tables, sorted(done[0].keys() - set(names)), settings)
+    warn(joined, unread_tables)
     if is_new:
         size = f'{joined.bytes / 1e6:,.1f} MB' if joined.bytes >= 1e6 else f'{joined.bytes / 1e3:,.1f} kB'
         print(f'converted  {plural(joined.samples, "sample")}, {size} in {plural(len(joined.shards), "shard")}')
     else:
         print(done_already(outputs[0], joined, 'SOURCE'))
-    print_summary(joined, held_out, found, settings)
+    print_summary(joined, held_out, found, sorted(done[0].keys() - set(names)), settings)
     lacks_captions = any(os.path.basename(line['source']).lower() == OWN_TABLE for line in unread_tables)
     return 1 if joined.damaged or lacks_captions else 0
 
@@ -170,8 +178,8 @@ def skipped_summary(joined: Joined, settings: Convert) -> str:
     return summary
 
 
-def warn(joined: Joined, unread_tables: list[dict], unused: list[str], settings: Convert) -> None:
-    """Warn about damaged files, tables without the columns, and parts in OUT that are no longer used."""
+def warn(joined: Joined, unread_tables: list[dict]) -> None:
+    """Warn about damaged files and tables without the columns."""
     for line in joined.damaged:
         kept = 'its whole samples'
         if 'samples_kept' in line:
@@ -182,16 +190,13 @@ def warn(joined: Joined, unread_tables: list[dict], unused: list[str], settings:
     for line in unread_tables:
         print(f'{PROGRAM}: warning: {one_line(UserError(line["source"]))} is {line["reason"]}; rename the file if '
               'it is something else', file=sys.stderr)
-    if unused:
-        names = ' '.join(unused[:3])
-        if len(unused) > 3:
-            names += ' ...'
-        print(f'{PROGRAM}: warning: OUT {settings.out} has {plural(len(unused), "folder")} no longer in use, because '
-              f'files in SOURCE were removed or changed, or flags differ: {names}', file=sys.stderr)
 
 
-def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Convert) -> None:
-    """Print where the captions come from, how many samples were held out or skipped, and the next command."""
+def print_summary(joined: Joined, held_out: Joined, found: Found, unused: list[str], settings: Convert) -> None:
+    """Print where the captions come from, what a training changes about the images, and the next commands.
+
+    `unused` has the folders in OUT that an earlier conversion made and that this dataset does not need.
+    """
     # Count the rows from each table, because a table in the wrong folder matches too few images.
     tables = list(found.captions.items())
     for (table, column), number in tables[:MOST_TABLES]:
@@ -211,6 +216,12 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Conv
         print(f'too long   {joined.long_captions:,} of {plural(number, "caption")}; the text encoder sees the first '
               f'{CAPTION_LENGTH} tokens')
 
+    # Count what a training changes about the images, because it would only show in the images that it generates.
+    if joined.shapes['cropped'] or joined.shapes['enlarged']:
+        print(f'squares    {joined.shapes["cropped"]:,} of {plural(joined.shapes["images"], "image")} lose more than a '
+              f'third of a side to the centre square; {joined.shapes["enlarged"]:,} are smaller than '
+              f'{Model.image_size} pixels')
+
     # Say how many samples are in the held-out dataset, and how many were skipped.
     flags = []
     if held_out.samples:
@@ -221,15 +232,27 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Conv
     if joined.skipped:
         print(f'skipped    {skipped_summary(joined, settings)}')
 
-    # Print a training command that suits this number of samples, and one for a machine without a GPU.
-    print(f'next       {training_command(settings.out, joined.samples, FINE_TUNED, True, flags)}')
+    if unused:
+        names = ' '.join(unused[:3]) + ' ...' * (len(unused) > 3)
+        print(f'unused     {plural(len(unused), "folder")} in OUT from before SOURCE changed, whose images were '
+              f'converted again if SOURCE still has them: {names}')
+
+    # Print a training command that suits this number of samples, its forecast, and one for a machine without a GPU.
+    command = training_command(settings.out, joined.samples, FINE_TUNED, True, flags)
+    print(f'next       {command}')
+    print(f'cost       {forecast_command(command, joined.samples)}')
+    notes = ['The first command trains. The second forecasts its time and cost on that GPU, and needs no GPU.',
+             f'{FINE_TUNED} is a folder with the weights of a model, and prompts.txt has one prompt per line '
+             '(docs/training.md).']
     if joined.samples < FEWEST_FROM_RANDOM:
-        print(f'           This fine-tunes a trained model, as advised below about {FEWEST_FROM_RANDOM:,} images, in '
-              f'roughly\n           {fine_tuning_time(joined.samples)} (forecast).')
-    print(f'           {FINE_TUNED} is a folder with the weights of a model (docs/training.md); prompts.txt has one '
-          'prompt per line.\n           Without a GPU, train the tiny model:')
+        notes.append(f'This fine-tunes a trained model, as advised below about {FEWEST_FROM_RANDOM:,} images.')
+    if joined.samples < FEWEST_FOR_WHOLE_MODEL:
+        notes.append(f'With fewer than {FEWEST_FOR_WHOLE_MODEL} images a whole model soon repeats them, so people '
+                     'train a LoRA with another program instead.')
+    notes.append('Without a GPU, train the tiny model:')
     flags += ['--image_size', '64']
-    print(f'           {training_command(settings.out, joined.samples, TINY_MODEL, True, flags)}')
+    notes.append(training_command(settings.out, joined.samples, TINY_MODEL, True, flags))
+    print(*(f'           {note}' for note in notes), sep='\n')
 
 
 if __name__ == '__main__':

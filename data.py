@@ -1,8 +1,8 @@
 """Build loaders of image-caption batches, from synthetic data or from MDS shards.
 
 A batch has `image` uint8 (B, 3, H, H), or `moments` float16 (B, 8, H/8, H/8) that encode.py stored, and `caption` int64
-(B, 77). Images stay bytes at their stored size until a microbatch is on the device. There `normalize` resizes them to
-the training size and scales them to [-1, 1].
+(B, 77). `decode_image` crops and resizes an image when its sample is made. Images stay bytes until a microbatch is on
+the device, where `normalize` scales them to [-1, 1].
 """
 import os
 import sys
@@ -16,7 +16,7 @@ from composer.core import DataSpec
 from composer.utils import dist
 from diffusers import DDPMScheduler
 from tokenizers import Tokenizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.transforms.functional import to_pil_image
 
 from sdbench.errors import BadSample, DataError, UserError, unreadable_shard
@@ -31,7 +31,7 @@ from sdbench.inputs.batches import (
     normalize,
 )
 from sdbench.inputs.captions import CAPTIONS, choose_caption, require_names
-from sdbench.inputs.images import decode_image, decode_whole_image, resize
+from sdbench.inputs.images import decode_image, decode_whole_image
 from sdbench.inputs.loader import (
     BATCHES_PER_WORKER,
     CountedCollate,
@@ -47,7 +47,7 @@ from sdbench.inputs.shards import (
     require_same_origin,
 )
 from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream, is_readable_in_place
-from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
+from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer, token_ids
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
 
 DIFFERENT_SAMPLES = 16  # different synthetic samples, for a loader that collates samples itself
@@ -129,7 +129,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         download_retry: attempts per request to a store, with random pauses of up to 1, 2, 4, 8, 16, then 20 seconds.
         download_timeout: seconds without any data, after which a request is tried again.
         batch_size: samples per device.
-        image_size: height and width in pixels to which larger images are reduced, unless there is a transform.
+        image_size: height and width in pixels to which images are resized, unless there is a transform.
         index: the index.json of `remote`, if it was read already.
         cache_limit: size of the cache in bytes, or a text such as 500gb, above which the oldest copies are deleted.
         caption_weights: weight of each name of captions (default: all captions of an image have the same chance).
@@ -185,30 +185,30 @@ class StreamingLAIONDataset(VerifiedDataset):
         """Return sample `index`, or the next good sample if it is bad, with tensors for torch's collate function.
 
         The sample has `image` uint8 (3, image_size, image_size), or the transform's result, or `moments` float16 (8,
-        H/8, H/8), and `caption` int64 (77,). With `gives_text`, `image` keeps its size, `caption` is a text, and `bad`
-        lists the bad samples that were skipped.
+        H/8, H/8), and `caption` int64 (77,). With `gives_text`, `caption` is a text, and `bad` lists the bad samples
+        that were skipped.
         """
         sample = self.good_sample(index)
 
         # Make the random choices for this epoch. `next_epoch` is 0 before the first iteration, then the epoch plus one.
         epoch = max(0, self.next_epoch - 1)
-        sample['caption'] = choose_caption(sample.pop(CAPTIONS), self.caption_weights, self.shuffle_seed, epoch, index)
-        for_drop, for_flip = np.random.default_rng((self.shuffle_seed, epoch, index)).random(2)
+        generator = np.random.default_rng((self.shuffle_seed, epoch, index))
+        for_drop, for_flip = generator.random(2)
+        sample['caption'] = choose_caption(sample.pop(CAPTIONS), self.caption_weights, generator)
         if for_drop < self.caption_drop:
             sample['caption'] = ''
         if self.random_flip and for_flip < 0.5:
             sample['image'] = sample['image'].flip(-1)
 
-        # Our loader tokenizes, resizes and reports bad samples for a whole batch. For torch's loader do it here.
+        # Our loader tokenizes captions and reports bad samples for a whole batch. For torch's loader do it here.
         if self.gives_text:
             return sample
         for number, reason in sample.pop('bad'):
             print(bad_sample_line(number, reason), file=sys.stderr)
         if self.transform:
             sample['image'] = self.transform(to_pil_image(sample['image']))
-        elif not self.latents:
-            sample['image'] = resize(sample['image'], self.image_size)  # torch can only stack images of the same size
-        return sample | {'caption': torch.tensor(self.tokenizer.encode(sample['caption']).ids)}
+        [ids] = token_ids(self.tokenizer, [sample['caption']])
+        return sample | {'caption': torch.tensor(ids)}
 
     def good_sample(self, index: int) -> dict:
         """Return `sample(index)`, or the next good sample if it is bad. `bad` has (index, reason) of each bad sample.
@@ -262,7 +262,6 @@ class HeldOutSamples(Dataset):
     def __init__(self, samples: StreamingLAIONDataset, latent_size: int, num_timesteps: int, seed: int):
         self.samples = samples
         self.index = samples.index
-        self.image_size = samples.image_size
         self.latent_size = latent_size
         self.num_timesteps = num_timesteps
         self.seed = seed
@@ -299,16 +298,17 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     """
     if tokenizer is None and isinstance(dataset, StreamingLAIONDataset):
         tokenizer = dataset.tokenizer
-    make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
+    make_batch = partial(collate, tokenizer=tokenizer)
     workers = {'num_workers': num_workers, 'worker_init_fn': begin_worker,
                'pin_memory': torch.cuda.is_available()}
 
-    # Choose a loader for the dataset. Only loaders for training measure how long training waits for them.
+    # Choose a loader for the dataset.
     if isinstance(dataset, SyntheticImageCaptionDataset):
         sampler = dist.get_sampler(dataset, drop_last=True)
         loader = TimedDataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=dataset.collate)
     elif isinstance(dataset, HeldOutSamples):
-        loader = DataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset), collate_fn=make_batch, **workers)
+        loader = TimedDataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset), collate_fn=make_batch,
+                                 **workers)
     else:
         if dataset.transform:
             raise UserError('build_loader takes no dataset with a transform; use torch.utils.data.DataLoader')
@@ -319,8 +319,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
                                           persistent_workers=num_workers > 0, **workers)
 
     # Count bad samples in each batch, and normalize each microbatch when it is on the device.
-    return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
-                    microbatch_transforms=partial(normalize, image_size=dataset.image_size))
+    return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples), microbatch_transforms=normalize)
 
 
 def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSpec:

@@ -37,7 +37,7 @@ from sdbench.models.flops import flops_of_latents
 from sdbench.models.loading import find_model
 from sdbench.records.figures import ENCODING_LINES, summary_lines
 from sdbench.records.record import append_record, make_record
-from sdbench.records.status import COMPLETE, why_unreliable
+from sdbench.records.status import COMPLETE, UNMEASURED, why_unreliable
 
 SHARDS_PER_CALL = 8  # several, because a worker fetches and decodes the next shards while it encodes
 SHARDS_PER_RAY_CALL = 32  # more on a cluster, where each call starts a new process for its GPU
@@ -109,7 +109,9 @@ def encode(settings: Encode) -> dict | None:
     }
     record = make_record('encode', settings, speed_of_devices(figures, devices) | counts)
     notes['encoded'], notes['stored'] = (plural(record[key], 'image') for key in ('samples', 'stored_samples'))
-    if why_unreliable(record):
+    if record['status'] == UNMEASURED:
+        notes['why_no_speed'] = f'all images of this run were skipped, as {settings.out}/{SKIPPED} says'
+    elif why_unreliable(record):
         notes['caution'] = f'{why_unreliable(record)} per device, too few to rely on images/s'
     summary = '\n'.join(summary_lines(ENCODING_LINES, record | notes))
     return append_record(record, summary, settings.results_file)
@@ -122,12 +124,13 @@ def speed_of_devices(figures: list[dict], devices: int) -> dict:
         figures: `Encoder.figures()` of each process. Several processes may have used the same device one after another.
         devices: number of devices that worked at the same time.
     """
-    images_per_sec = sum(worker['measured'] for worker in figures) / sum(worker['seconds'] for worker in figures)
+    images = sum(worker['measured'] for worker in figures)  # none if all images of this run were skipped
+    seconds = sum(worker['seconds'] for worker in figures)
     speed = {
-        'status': COMPLETE,
+        'status': COMPLETE if images else UNMEASURED,
         'num_devices': devices,
         'num_nodes': len({worker['machine'] for worker in figures}),
-        'images_per_sec': images_per_sec * devices,
+        'images_per_sec': images / seconds * devices if images else None,
         'measured_batches': sum(worker['measured_batches'] for worker in figures) // devices,
     }
     if figures[0]['device']:

@@ -46,7 +46,6 @@ from sdbench.datasets.output import Output
 from sdbench.errors import BadSample, DataError, UserError, plural, redacted
 from sdbench.files import atomic_write
 from sdbench.inputs.captions import CAPTIONS, require_names
-from sdbench.inputs.images import resize
 from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index
 from sdbench.inputs.tokenizer import hash_of_ids
 from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
@@ -177,7 +176,7 @@ def read_references(settings: Evaluate, index: dict, image_size: int, fid: Frech
         captions.append(sample[CAPTIONS].get(settings.caption, [sample['caption']])[0])
         if fid is None:
             continue
-        images.append(resize(sample['image'], image_size))  # uint8 (3, H, H), the centre square
+        images.append(sample['image'])  # uint8 (3, H, H), the centre square
         if len(images) == settings.batch_size or number == stop - 1:
             fid.update(torch.stack(images).to(fid.device), real=True)
             images.clear()

@@ -2,7 +2,6 @@
 
     python report.py results.jsonl                     # a row for each measured setting and GPU count
     python report.py published.csv --extrapolate 512 1024 --figure days.png --csv table.csv
-    python report.py plan.jsonl results.jsonl --phase 256 --phase 512    # a plan, from forecasts and measurements
     python report.py results.jsonl --compare           # one row per training, with its speed relative to the first
     python report.py results.jsonl --learned learned.png # eval losses against images and against dollars
     python report.py results.jsonl --dollars_per_gpu_hour H100=2.5 H200=3.2  # costs at these prices
@@ -12,9 +11,9 @@
 A record is a line of JSON that benchmark.py, encode.py or evaluate.py has written, or a row of a CSV file with the same
 keys as columns. Settings that differ between rows are a column of the table, and settings that all rows share are one
 line below it. Numbers are only rounded for printing, to at least three significant digits. --csv writes the rows of all
-tables unrounded, with every key of their records. report.py can read such a file again, except for plans.
+tables unrounded, with every key of their records. report.py can read such a file again.
 """
-from sdbench.errors import UserError
+from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import answer_early, parse
 from sdbench.process import begin, one_line_errors
@@ -38,10 +37,10 @@ from sdbench.costs import DOLLARS_PER_GPU_HOUR, ONE_PRICE, TRAINING_IMAGES, desc
 from sdbench.records.figures import COLUMNS, WIDTH
 from sdbench.records.read import EVALUATION_SETTINGS, read_all
 from sdbench.records.setup import SETTINGS
+from sdbench.records.status import FORECAST
 from sdbench.report.markdown import markdown_tables, shared_settings
 from sdbench.report.page import Figure, html_table, verdict_and_answers, write_page
-from sdbench.report.pictures import draw_days, draw_learned, draw_plan, draw_quality, save, svg_of
-from sdbench.report.plans import distinguishing_settings, plan_blocks, plan_table, within_limits
+from sdbench.report.pictures import draw_days, draw_learned, draw_quality, save, svg_of
 from sdbench.report.speeds import score_table, speed_table
 
 
@@ -52,7 +51,6 @@ class Section(NamedTuple):
         rows: the rows of the table, with all figures unrounded.
         keys: the settings that distinguish rows.
         caption: heading of the table on an HTML page.
-        answers: sentences that come first on an HTML page: the title of the plans, and which plans are within limits.
         tables: the table as Markdown, in several parts if it is too wide for one.
         notes: sentences below the table.
         flag: name of the flag that gives the file for the figure.
@@ -62,7 +60,6 @@ class Section(NamedTuple):
     rows: pd.DataFrame
     keys: list[str]
     caption: str
-    answers: list[str]
     tables: list[str]
     notes: list[str]
     flag: str
@@ -82,8 +79,13 @@ def report(settings: Report, command: str) -> str:
 
     Raises UserError if a record is invalid, or if the records do not allow what a flag asks for.
     """
-    # Evaluations have scores instead of a speed, so they get their own table.
+    # A report has measurements alone. Evaluations have scores instead of a speed, so they get their own table.
     rows = read_all(settings.records)
+    forecasts = [row for row in rows if row['status'] == FORECAST]
+    rows = [row for row in rows if row['status'] != FORECAST]
+    unused = f'{plural(len(forecasts), "forecast")} in these files: plan.py and --dry_run calculate forecasts now'
+    if not rows:
+        raise UserError(f'no measurement, only {unused}')
     require_named({row['device'] for row in rows}, settings.dollars_per_gpu_hour)
     records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])
     evaluations = pd.DataFrame([row for row in rows if row['stage'] == 'evaluate'])
@@ -100,13 +102,15 @@ def report(settings: Report, command: str) -> str:
 
     # Write the other files, and return the text. Sentences are wrapped; blocks that have lines already are not.
     notes = price_notes(sections, settings)
+    if forecasts:
+        notes.append(f'Not used: {unused}.')
     if settings.csv:
         write_csv(settings.csv, [section.rows for section in sections])
     if settings.html:
         write_html(sections, figures, notes, settings, command)
     blocks = []
     for section in sections:
-        blocks += [*section.answers[:1], *section.tables, *section.answers[1:], *section.notes]
+        blocks += [*section.tables, *section.notes]
     files = [settings.figure, settings.learned, settings.quality, settings.csv, settings.html]
     text = '\n\n'.join(block if '\n' in block else textwrap.fill(block, WIDTH, break_on_hyphens=False)
                        for block in [*blocks, *notes] if block)
@@ -117,7 +121,7 @@ def report(settings: Report, command: str) -> str:
 
 def require_records(settings: Report, has_trainings: bool, has_evaluations: bool) -> None:
     """Raise UserError if a flag needs records of a kind that is not there."""
-    for flag in ('compare', 'extrapolate', 'phase', 'figure', 'learned'):
+    for flag in ('compare', 'extrapolate', 'figure', 'learned'):
         if getattr(settings, flag) and not has_trainings:
             raise UserError(f'--{flag} needs records of a training, and there are none')
     if settings.quality and not has_evaluations:
@@ -125,9 +129,7 @@ def require_records(settings: Report, has_trainings: bool, has_evaluations: bool
 
 
 def make_sections(records: pd.DataFrame, evaluations: pd.DataFrame, settings: Report) -> list[Section]:
-    """Return the section with the table of plans if --phase is given, or else sections for speeds and for scores."""
-    if settings.phase:
-        return [plan_section(records, settings)]
+    """Return the sections for speeds and for scores."""
     sections = []
     if len(records):
         sections.append(speed_section(records, settings))
@@ -171,18 +173,8 @@ def write_html(sections: list[Section], figures: dict[str, tuple[str, Callable[[
             pass
     tables = [html_table(section.rows, section.keys, section.caption) for section in sections]
     verdict, answers = verdict_and_answers(sections[0].rows, tables[0])
-    answers = [*sections[0].answers, *answers]
     notes = [note for section in sections for note in section.notes if note] + notes
     write_page(Path(settings.html), verdict, answers, drawn, tables, notes, command)
-
-
-def plan_section(records: pd.DataFrame, settings: Report) -> Section:
-    """Return the section of a report with --phase: the table of plans."""
-    plans, title, sentences = plan_table(records, settings)
-    keys = distinguishing_settings(plans)  # of all plans, because a single plan within limits differs from none
-    plans, limit_sentences = within_limits(plans, keys, settings.max_dollars, settings.max_days)
-    return Section(plans, keys, 'Plans', [title, *limit_sentences], plan_blocks(plans, keys), sentences, 'figure',
-                   'GPU-hours of each plan', functools.partial(draw_plan, plans, keys, title))
 
 
 def speed_section(records: pd.DataFrame, settings: Report) -> Section:
@@ -194,7 +186,7 @@ def speed_section(records: pd.DataFrame, settings: Report) -> Section:
     if settings.compare:
         keys = ['run', *keys, 'date', 'git_commit']
     images = settings.training_images or TRAINING_IMAGES
-    return Section(speeds, keys, 'Speeds, days and dollars', [], markdown_tables(speeds, keys),
+    return Section(speeds, keys, 'Speeds, days and dollars', markdown_tables(speeds, keys),
                    [shared_settings(speeds, keys), *sentences], 'figure', 'Days over GPU count',
                    functools.partial(draw_days, speeds[speeds['stage'] == 'train'], images))
 
@@ -203,7 +195,7 @@ def score_section(evaluations: pd.DataFrame, settings: Report) -> Section:
     """Return the section with the table of scores."""
     scores = score_table(evaluations, settings.dollars_per_gpu_hour)
     shared = shared_settings(scores, EVALUATION_SETTINGS)
-    return Section(scores, EVALUATION_SETTINGS, 'Scores', [], markdown_tables(scores, EVALUATION_SETTINGS), [shared],
+    return Section(scores, EVALUATION_SETTINGS, 'Scores', markdown_tables(scores, EVALUATION_SETTINGS), [shared],
                    'quality', 'FID and CLIP score', functools.partial(draw_quality, scores, shared))
 
 
@@ -215,10 +207,7 @@ def write_csv(path: str, tables: list[pd.DataFrame]) -> None:
     lines = []
     for table in tables:
         for _, row in table.iterrows():
-            values = dict(row['record'])
-            if values['stage'] == 'evaluate':  # a row has one of the scores of its record
-                values['scores'] = [{key: row[key] for key in ('guidance', 'fid', 'clip_score') if pd.notna(row[key])}]
-            values |= {key: row[key] for key in (*COLUMNS, 'notes') if pd.notna(row.get(key))}
+            values = row['record'] | {key: row[key] for key in (*COLUMNS, 'notes') if pd.notna(row.get(key))}
             for key, value in values.items():
                 if isinstance(value, bool) or not isinstance(value, (str, int, float)):
                     values[key] = json.dumps(value)

@@ -18,7 +18,8 @@ from composer.algorithms.ema import ema as composer_ema
 from diffusers import UNet2DConditionModel
 
 from ema import EMA, ShadowModel, compute_ema
-from sdbench.models.loading import SD2_BASE, find_model
+from sdbench.flags.train import SD2_BASE
+from sdbench.models.loading import find_model
 
 
 def seconds(run: Callable[[], object]) -> float:

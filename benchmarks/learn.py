@@ -14,6 +14,7 @@ the last line of the output is the result as JSON.
 
 docs/training.md has the result from two cores of an AMD EPYC.
 """
+import argparse
 import json
 import math
 import shutil
@@ -21,22 +22,23 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
 from diffusers.utils.logging import disable_progress_bar
-from PIL import Image
 
 from benchmark import StableDiffusion
-from benchmarks.captioned import save_captioned
 from export import main as export
 from sdbench.datasets.output import Output, PartWriter, join_parts, write_index
 from sdbench.inputs.shards import IMAGES_HASH, LATENT_COLUMNS, MOMENTS, index_hash
-from sdbench.models.loading import BUILT_IN, find_model
+from sdbench.models.built_in import BUILT_IN
+from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in
 
 ROOT = Path(__file__).parent.parent
@@ -189,16 +191,24 @@ def generate_after(folder: Path, phase: int, captions: list[str]) -> tuple[dict,
 
 def write_figure(figure: Path, generated: np.ndarray, captions: list[str]) -> None:
     """Write the first image of each caption: rows are colours, columns are places, and UNSEEN has a black frame."""
-    images = []
-    for colours in generated[:, 0]:  # (3, H, W)
+    fig, axes = plt.subplots(len(COLOURS), len(PLACES), figsize=(1.1 * len(PLACES), 1.5 * len(COLOURS)))
+    for ax, colours, caption in zip(axes.flat, generated[:, 0], captions, strict=True):  # colours (3, H, W)
         pixels = np.clip((colours + 1) * 127.5, 0, 255).round().astype(np.uint8).transpose(1, 2, 0)
-        images.append(Image.fromarray(pixels))
-    save_captioned(figure, images, captions, columns=len(PLACES), framed=UNSEEN)
+        ax.imshow(pixels, interpolation='nearest')
+        ax.set(xticks=[], yticks=[])
+        ax.set_xlabel(textwrap.fill(caption, 18), fontsize=7)
+        ax.spines[:].set(visible=caption in UNSEEN, linewidth=2)
+    fig.tight_layout(pad=0.4)
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(figure, dpi=100)
+    plt.close(fig)
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        raise SystemExit('usage: python -m benchmarks.learn FIGURE')
+    parser = argparse.ArgumentParser('python -m benchmarks.learn', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('figure', type=Path, metavar='FIGURE', help='file for the figure, such as learned.png')
+    figure = parser.parse_args().figure
     disable_progress_bar()  # for loading a pipeline
     start = time.perf_counter()
     captions = captions_of()
@@ -217,8 +227,6 @@ def main() -> None:
         train(folder, 2, '--load_weights', str(folder / 'phase-1'))
         result['phase_2'], generated = generate_after(folder, 2, captions)
 
-        figure = Path(sys.argv[1])
-        figure.parent.mkdir(parents=True, exist_ok=True)
         write_figure(figure, generated, captions)
 
     for phase in ('phase_1', 'phase_2'):

@@ -6,12 +6,12 @@ The cells run in this process, one after another, in the notebook's folder. A fi
 called. Execution counts and metadata are not stored, so two versions of the notebook differ only in their visible
 content. tests/test_walk.py compares the stored output with the output of a run.
 """
+import argparse
 import base64
 import contextlib
 import io
 import json
 import os
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -55,10 +55,11 @@ def run_cells(cells: list[dict], names: dict) -> list[dict]:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        raise SystemExit('usage: python -m benchmarks.notebook NOTEBOOK')
+    parser = argparse.ArgumentParser('python -m benchmarks.notebook', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('notebook', type=Path, metavar='NOTEBOOK', help='file that is run and rewritten')
+    path = parser.parse_args().notebook.resolve()
     matplotlib.use('Agg')
-    path = Path(sys.argv[1]).resolve()
     notebook = json.loads(path.read_text())
     os.chdir(path.parent)
     notebook['cells'] = run_cells(notebook['cells'], {})

@@ -1,100 +1,100 @@
 """Show what each change since 2022 saves in training Stable Diffusion 2: a table and a waterfall chart.
 
-    python -m benchmarks.savings PICTURE [GPU[=DOLLARS] ...]    # such as mine.png H200=3.2; three minutes, no GPU
+    python -m benchmarks.savings PICTURE [GPU[=DOLLARS] ...]    # such as mine.png H200=3.2; a few seconds, no GPU
 """
+import json
 import sys
 from functools import cache
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 
-from benchmark import build_model, build_optimizer
 from benchmarks.waterfall import draw
-from sdbench.complete import complete
-from sdbench.costs import TRAINING_IMAGES, Prices, gpu_hours, price_of
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, gpu_hours
 from sdbench.flags.parser import parse
-from sdbench.flags.train import Train
-from sdbench.forecast.dry_run import Forecast
-from sdbench.forecast.trace import Estimate
+from sdbench.flags.plan import SD2_IMAGES, SD2_SCHEDULE
+from sdbench.flags.train import BATCH_SIZE, Train, price
+from sdbench.forecast.forecast import forecast
 from sdbench.gpus import CARDS, cards_named, short_name
+from sdbench.plan.measured import Speeds
+from sdbench.plan.parts import Impossible
+from sdbench.plan.prices import ON_DEMAND, YOUR_PRICE, Price, price_for, read_prices
+from sdbench.plan.search import Phase, Training, find_plan
+from sdbench.setup import setup_of_record, setup_of_settings
 
-TWO_PHASES = (('@recipes/phase-1.txt', 790_000_000), ('@recipes/phase-2.txt', 300_000_000))  # and images to encode
+ONE_PHASE = (Phase(512, 1_400_000, TRAINING_IMAGES, SD2_IMAGES[0]),)
+TWO_PHASES = tuple(Phase(size, steps, steps * BATCH_SIZE, images)
+                   for (steps, size), images in zip(SD2_SCHEDULE, SD2_IMAGES, strict=True))
 STEPS = [('gpus', 256, '256 A100 40GB in 2022'), ('gpus', 8, '8 GPUs instead of 256'),
          ('phases', TWO_PHASES, 'first 256 pixels, then 512'), ('base', '', 'larger microbatch, bf16'),
-         ('recipe', '@recipes/fastest.txt', 'compiled model'), ('latents', '--use_synth_latents', 'encode images once')]
+         ('recipe', '@recipes/fastest.txt', 'compiled model'), ('latents', True, 'encode images once')]
 # Measured runs on one H100 without and with a step, except runs that slowed down by more than 10 %
 PAIRS = {'base': ('batch_size == 64', 'batch_size == 80'), 'recipe': ('batch_size == 80', 'compile == True')}
+RECORDS = Path('results/1xH100-torch-2.11.jsonl')
 
 
-class Plan(NamedTuple):
+class Setting(NamedTuple):
     """How the model is trained. The defaults are the training of 2022, when a GPU-hour cost $2."""
-    prices: Prices = ()
+    prices: tuple[Price, ...] = (Price(None, DOLLARS_PER_GPU_HOUR, YOUR_PRICE),)
     gpus: int = 256
     card: str = 'NVIDIA A100-SXM4-40GB'
-    phases: tuple[tuple[str, int], ...] = (('@recipes/phase-2.txt --max_duration 1400000ba', 790_000_000),)
+    phases: tuple[Phase, ...] = ONE_PHASE
     base: str = '@recipes/original.txt'
     recipe: str = ''
-    latents: str = ''
+    latents: bool = False
 
     @property
     def dollars(self) -> float:
-        return gpu_hours_of(self) * price_of(self.card, self.prices)
+        return gpu_hours_of(self) * price_for(CARDS[self.card], 1, self.prices).dollars
 
 
 @cache
-def gpu_hours_of(plan: Plan) -> float:
-    """Return the GPU-hours of a plan: from the published speed on these GPUs, or else by a forecast."""
+def gpu_hours_of(setting: Setting) -> float:
+    """Return the GPU-hours of a plan with these flags: from the published speed, or else by a forecast."""
     # The speed of the training of 2022 was published.
-    if plan == Plan(plan.prices, plan.gpus):
-        row = pd.read_csv('published.csv').query(f'device == "A100-SXM4-40GB" and num_devices == {plan.gpus}')
-        return gpu_hours(row['images_per_sec'].item(), plan.gpus, TRAINING_IMAGES)
+    if setting == Setting(setting.prices, setting.gpus):
+        row = pd.read_csv('published.csv').query(f'device == "A100-SXM4-40GB" and num_devices == {setting.gpus}')
+        return gpu_hours(row['images_per_sec'].item(), setting.gpus, TRAINING_IMAGES)
 
-    # Add up the phases. A plan on latents also encodes the images of each phase once.
-    total = 0
-    for phase, to_encode in plan.phases:
-        record = forecast(f'--no-pretrained {phase} {plan.base} {plan.recipe} {plan.latents}', plan.gpus, plan.card)
-        total += gpu_hours(record['images_per_sec'], plan.gpus, record['training_images'])
-        if plan.latents:
-            total += gpu_hours(record['encode_images_per_sec'], plan.gpus, to_encode)
-    return total
-
-
-def forecast(flags: str, gpus: int, card: str) -> dict:
-    """Return the record of a dry run. The card is not among the flags, so all cards share a trace."""
-    run = complete(parse(Train, '', [*flags.split(), '--dry_run', str(gpus)], 'benchmark.py'), None)
-    estimate = Estimate.of(run, build_model, build_optimizer)
-    if estimate.microbatch_on(CARDS[card]) is None:
-        sys.exit(f'{short_name(card)} has too little memory for a step with {flags}; give a GPU with more memory')
-    return Forecast.of(estimate, CARDS[card]).record
+    # Plan with exactly these flags: the search changes only the microbatch, and not one that a recipe gives.
+    flags = f'--use_ema {setting.base} {setting.recipe} --dry_run 1'
+    base = setup_of_settings(parse(Train, '', flags.split(), 'benchmarks.savings'))
+    data = 'use_synth_latents' if setting.latents else 'use_synth_data'
+    training = Training(setting.phases, base, frozenset({'compile', 'gradient_checkpointing', data}), None, 1000, 0, 0)
+    plan = find_plan(CARDS[setting.card], setting.gpus, training, (), Speeds())
+    if isinstance(plan, Impossible):
+        sys.exit(f'{plan.name}: {plan.reason}; give a GPU with more memory')
+    return plan.gpu_hours.likely
 
 
 def measured(key: str) -> str:
     """Return the measured speedup of the step `key`, and in brackets the forecast speedup for the same two runs."""
-    runs = pd.read_json('results/1xH100-torch-2.11.jsonl', lines=True).query('drift > -0.1')
-    pair = pd.concat(map(runs.query, PAIRS[key]))
-    flags = pair['command'].str.replace('benchmark.py', '--channels_last')  # the default at that time
-    forecasts = [forecast(each, 1, 'NVIDIA H100 80GB HBM3')['images_per_sec'] for each in flags]
-    before, after = pair['images_per_sec']
-    forecast_before, forecast_after = forecasts
-    return f'{after / before:.2f} ({forecast_after / forecast_before:.2f})'
+    records = [json.loads(line) for line in RECORDS.read_text().splitlines()]
+    records = pd.DataFrame([record | {'record': record} for record in records]).query('drift > -0.1')
+    before, after = (records.query(query).iloc[0]['record'] for query in PAIRS[key])
+    speeds = [forecast(setup_of_record(record), CARDS[record['device']]).images_per_sec for record in (before, after)]
+    return f'{after["images_per_sec"] / before["images_per_sec"]:.2f} ({speeds[1] / speeds[0]:.2f})'
 
 
 def steps_of(cards: list[str]) -> pd.DataFrame:
     """Return a row for each step: STEPS, a step for each card, such as 'H100-80GB' or 'H200=3.2', and the price."""
     # Read the prices. The last step goes from $2 to the price of the last card, which therefore needs a price.
-    flags = ['@recipes/prices-on-demand.txt', *(card for card in cards if '=' in card)]
-    prices = parse(Train, __doc__, ['--dry_run', *flags], 'benchmarks.savings').dollars_per_gpu_hour
-    prices = (('A100-40GB', price_of('NVIDIA A100-SXM4-80GB', prices)), *prices)  # no cloud lists the 40GB any more
+    given = tuple(price(card) for card in cards if '=' in card)
+    prices = read_prices('recipes/prices.csv', ON_DEMAND, given)
     gpus = [cards_named((card.partition('=')[0],))[0].name for card in cards]
-    if not price_of(gpus[-1], prices) > 0:
+    last = price_for(CARDS[gpus[-1]], 1, prices)
+    if last is None or last.dollars == 0:
         sys.exit(f'{cards[-1]} is in no price list here; give {cards[-1]}=DOLLARS')
+    of_80_gb = price_for(CARDS['NVIDIA A100-SXM4-80GB'], 1, prices)
+    prices = (Price('A100-40GB', of_80_gb.dollars, YOUR_PRICE), *prices)  # no cloud lists the 40GB any more
     steps = [*STEPS, *(('card', gpu, f'on {short_name(gpu)}') for gpu in gpus),
-             ('prices', prices, f'at ${price_of(gpus[-1], prices):.2f} an hour, not $2')]
+             ('prices', prices, f'at ${last.dollars:.2f} an hour, not $2')]
 
     # Each plan is the previous one with one more change. Divide the cost without the change by the cost with it: in the
     # previous plan, in the plan of 2022 on 8 GPUs (plans[2]), and in today's plan, which is the last.
-    plans = [*accumulate(steps, lambda plan, step: plan._replace(**{step[0]: step[1]}), initial=Plan())]
+    plans = [*accumulate(steps, lambda plan, step: plan._replace(**{step[0]: step[1]}), initial=Setting())]
     rows = []
     for (key, _, name), (before, after) in zip(steps, pairwise(plans), strict=True):
         row = {'step': name, 'GPU-hours': gpu_hours_of(after), 'dollars': after.dollars}

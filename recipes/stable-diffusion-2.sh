@@ -2,7 +2,7 @@
 # Train Stable Diffusion 2 base from scratch, as its authors did: from images with captions to a trained model with scores.
 #
 #   MODEL=FOLDER SOURCE=photos sh recipes/stable-diffusion-2.sh       # the whole training
-#   sh recipes/stable-diffusion-2.sh plan                             # forecast its time and cost, without a GPU
+#   python plan.py                                                    # forecast its time and cost, without a GPU
 #
 # Run it in the folder of benchmark.py. If it stops, run it again with the same variables: finished steps are skipped,
 # and the others continue. phase-1.txt and phase-2.txt hold the flags of the two phases and the sources of their numbers.
@@ -12,10 +12,10 @@
 #       PHASE_FLAGS='--lr_warmup 2ba --ema_half_life 5ba' SCORES='--samples 4' \
 #       sh recipes/stable-diffusion-2.sh
 set -eu
-case "${1:-}" in
-    '' | plan) ;;
-    *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 2 ;;
-esac
+if [ -n "${1:-}" ]; then
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
+    exit 2
+fi
 
 # Input and output.
 : "${SOURCE:=photos}"             # images with captions, in any format that convert.py reads
@@ -31,57 +31,15 @@ esac
 : "${SIZE_2:=512}" "${STEPS_2:=850000}"    # the same for phase 2
 : "${BATCH_SIZE:=2048}"
 : "${PHASE_FLAGS:=}"              # more flags for benchmark.py, used in both phases
-: "${ENCODE_FLAGS:=}"             # more flags for encode.py; in a plan, encoding is compiled if PHASE_FLAGS has --compile
+: "${ENCODE_FLAGS:=}"             # more flags for encode.py
 : "${LAUNCH:=composer}"           # command that starts a program on all GPUs of this machine
 
 # Scores.
 : "${HELD_OUT:=0.01}"             # without EVAL: fraction of the images in SOURCE to hold out for the scores
 : "${SCORES:=--inception inception.pth --clip clip}"    # flags for evaluate.py; docs/evaluating.md says how to get the files
 
-# GPUs and prices of a plan.
-: "${GPUS:=8}"                   # GPU counts, such as 8 or '8 16 32'
-: "${GPU:=}"                      # GPU names, such as 'H100-80GB NVIDIA-H200' (default: all known GPUs)
-: "${PRICES:=2}"                  # dollars per GPU-hour, such as '2 H200=3.2' or @recipes/prices-spot.txt
-: "${PLAN:=}"                     # file to append the forecasts to (default: they are not saved)
-: "${IMAGES_1:=790000000}" "${IMAGES_2:=300000000}"    # with LATENTS: number of images to encode for each phase
-
 phase_1="@recipes/phase-1.txt --image_size $SIZE_1 --max_duration ${STEPS_1}ba --batch_size $BATCH_SIZE"
 phase_2="@recipes/phase-2.txt --image_size $SIZE_2 --max_duration ${STEPS_2}ba --batch_size $BATCH_SIZE"
-
-if [ "${1:-}" = plan ]; then
-    # Find a mistake in PRICES before minutes of work, with a report on the published benchmark.
-    case $PRICES in
-        @*) prices=$PRICES ;;
-        *) prices="--dollars_per_gpu_hour $PRICES" ;;
-    esac
-    python report.py published.csv --phase 1@512 $prices > /dev/null
-
-    forecasts=$PLAN
-    if [ -z "$PLAN" ]; then
-        forecasts=$(mktemp)
-        trap 'rm -f "$forecasts"' EXIT
-    fi
-
-    # Forecast both phases. The plan below omits GPUs whose speed cannot be forecast, so print the reason here.
-    data=--use_synth_data
-    if [ -n "$LATENTS" ]; then
-        data=--use_synth_latents
-    fi
-    set -- --dry_run $GPUS ${GPU:+--gpu $GPU} ${MODEL:+--model_name "$MODEL"} --no-pretrained --results "$forecasts"
-    echo "1 of 2: phase 1, at $SIZE_1 pixels (one to three minutes for each phase)" >&2
-    answer=$(python benchmark.py $phase_1 $data $PHASE_FLAGS "$@")
-    echo "$answer" | sed -n 's|^\(No speed of [^:]*\).*|\1: docs/forecast.md says why|p' >&2
-    echo "2 of 2: phase 2, at $SIZE_2 pixels" >&2
-    python benchmark.py $phase_2 $data $PHASE_FLAGS "$@" > /dev/null
-
-    # Print the plan. Each forecast states how many images its phase trains on.
-    set -- --phase "$SIZE_1" --phase "$SIZE_2"
-    if [ -n "$LATENTS" ]; then
-        set -- "$@" --encode "$IMAGES_1@$SIZE_1" --encode "$IMAGES_2@$SIZE_2"
-    fi
-    python report.py "$forecasts" "$@" $prices
-    exit
-fi
 
 : "${MODEL:?is empty; give MODEL=FOLDER, with the weights of the VAE and the text encoder (docs/training.md)}"
 

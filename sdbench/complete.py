@@ -8,21 +8,18 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import torch
-from composer.utils import dist
-
 from sdbench.costs import TRAINING_IMAGES
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Encode
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, TIMES, TINY_MODEL, Train
 from sdbench.flags.training_command import fine_tune_instead, trains_random_weights
-from sdbench.inputs.loader import BATCHES_PER_WORKER
 from sdbench.inputs.shards import number_of_samples, read_index
 from sdbench.paths import sibling_path
-from sdbench.process import cpu_cores
+from sdbench.process import cpu_cores, launcher_variable
 from sdbench.records.status import fewest_batches
 
+BATCHES_PER_WORKER = 2  # batches that each loader process prefetches: torch's default prefetch_factor
 # Before cuDNN 9.15.1, gradients of its attention can be NaN at sequence lengths that are not multiples of 128.
 FIXED_CUDNN = 91501
 MOST_WORKERS = 8
@@ -55,11 +52,11 @@ def complete(settings: Train, index: dict | None) -> Train:
     """
     given = settings
     is_dry_run = given.dry_run is not None
-    is_for_gpus = torch.cuda.is_available() or is_dry_run
 
     # Devices: a dry run is for the GPU count in --dry_run, whatever GPUs this machine has.
     num_devices = given.dry_run[0] if given.dry_run else 0
-    num_devices = num_devices or dist.get_world_size()
+    num_devices = num_devices or launcher_variable('WORLD_SIZE') or 1
+    is_for_gpus, cores, precision_here = facts_of_machine(is_dry_run)
 
     # Data: --local without --remote is the folder of the shards. A dry run without data is for random images.
     remote, local = place_of_data(given)
@@ -67,10 +64,6 @@ def complete(settings: Train, index: dict | None) -> Train:
     samples = max(given.batch_size, SYNTHETIC_SAMPLES) if index is None else number_of_samples(index)
     batches_per_epoch = max(1, samples // given.batch_size)
 
-    # Machine: all ranks take the values of rank 0. If the ranks had different numbers of workers, they would also have
-    # runs of different lengths, because a measurement outlasts the batches that the workers have prefetched.
-    mine = (cores_per_device(dist.get_local_world_size()), best_precision(is_for_gpus))
-    cores, precision_here = dist.all_gather_object(mine)[0]
     num_workers = or_default(given.num_workers, default_workers(remote, cores))
     precision = given.precision or precision_here
     microbatch = given.device_train_microbatch_size
@@ -113,6 +106,22 @@ def complete(settings: Train, index: dict | None) -> Train:
         **times_in_batches(given, batches_per_epoch, length))
     refuse_impossible(completed, samples, is_for_gpus)
     return completed
+
+
+def facts_of_machine(is_dry_run: bool) -> tuple[bool, int, str]:
+    """Return whether the run is for GPUs, the CPU cores of each device, and the best precision.
+
+    A forecast does not depend on the machine that makes it. In a training all ranks take the values of rank 0. If the
+    ranks had different numbers of workers, they would also have runs of different lengths, because a measurement
+    outlasts the batches that the workers have prefetched.
+    """
+    if is_dry_run:
+        return True, cores_per_device(1), 'amp_bf16'
+    import torch  # here, because a forecast needs no torch, and its import takes seconds
+    from composer.utils import dist
+    is_for_gpus = torch.cuda.is_available()
+    mine = (cores_per_device(dist.get_local_world_size()), best_precision(is_for_gpus))
+    return is_for_gpus, *dist.all_gather_object(mine)[0]
 
 
 def times_in_batches(given: Train, batches_per_epoch: int, length: int) -> dict[str, str | None]:
@@ -161,7 +170,8 @@ def refuse_impossible(settings: Train, samples: int, is_for_gpus: bool) -> None:
     if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != settings.device_batch_size:
         raise UserError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
                         f'overwrite; use --device_train_microbatch_size {settings.device_batch_size}')
-    if settings.attention == 'cudnn' and torch.cuda.is_available():
+    if settings.attention == 'cudnn' and is_for_gpus and settings.dry_run is None:
+        import torch
         version = torch.backends.cudnn.version()
         if version and version < FIXED_CUDNN:
             raise UserError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
@@ -173,6 +183,7 @@ def refuse_impossible(settings: Train, samples: int, is_for_gpus: bool) -> None:
 
 def complete_encoding(settings: Encode) -> Encode:
     """Return the settings of encode.py with every value filled in. Raises UserError if --ray needs a precision."""
+    import torch
     is_for_gpus = torch.cuda.is_available()  # on this machine
     if settings.ray and settings.encoder_precision is None and not is_for_gpus:
         raise UserError(f'--ray {settings.ray} needs --encoder_precision, because this machine has no GPU that shows '
@@ -209,10 +220,11 @@ def default_workers(remote: str | None, cores: int) -> int:
 
 
 def best_precision(is_for_gpus: bool) -> str:
-    """Return amp_bf16 for a dry run or a GPU that supports it, amp_fp16 for another GPU, and fp32 for a CPU."""
+    """Return amp_bf16 for a GPU that supports it, amp_fp16 for another GPU, and fp32 for a CPU."""
     if not is_for_gpus:
         return 'fp32'
-    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+    import torch
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
         return 'amp_fp16'
     return 'amp_bf16'
 

@@ -10,7 +10,7 @@ TRAINING_IMAGES = 2_867_200_000  # 1,400,000 steps of 2048 images: Stable Diffus
 DOLLARS_PER_GPU_HOUR = 2.0
 SECONDS_PER_DAY = 86_400
 ONE_PRICE = ('Every GPU has the same price here, so the cheapest GPU is the one that needs the fewest GPU-hours. '
-             'recipes/prices-on-demand.txt has a price for each GPU.')
+             'Give each GPU its price with --dollars_per_gpu_hour.')
 
 Prices = tuple[tuple[str | None, float], ...]  # (GPU name, or None for all GPUs; dollars per GPU-hour) of each price
 

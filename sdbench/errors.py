@@ -5,6 +5,7 @@ import textwrap
 
 # Messages of torch on CUDA, of torch on a CPU, of cuBLAS and cuDNN, and of cuDNN if no algorithm's workspace fits
 OUT_OF_MEMORY = "out of memory|can't allocate memory|STATUS_ALLOC_FAILED|unable to find an engine"
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a full disk, and a user's full quota of it
 
 # For example ;AccountKey=... in a connection string of Azure. A value of fewer than six characters is not a secret, but
 # may be a number: --caption_weights key=2.
@@ -28,21 +29,11 @@ class DataError(Exception):
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
-    """Return the message of an error in one line.
-
-    If the message is the traceback of a worker, return only the message of the DataError at its end.
-
-    Args:
-        error: the exception.
-        most: number of characters after which the message is cut; None means never.
-    """
+    """Return the message of an error in one line, cut after `most` characters unless that is None."""
     if isinstance(error, OSError) and error.filename:
         return f'{error.filename}: {error.strerror}'
     text = ' '.join(str(error).split())
-    _, _, last = text.rpartition('DataError: ')
-    if most is not None:
-        return textwrap.shorten(last, most, placeholder=' ...')
-    return last
+    return text if most is None else textwrap.shorten(text, most, placeholder=' ...')
 
 
 def redacted(text: str) -> str:
@@ -74,9 +65,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Tell whether an error, or an earlier error in its context, means a full disk. torch raises its own on top."""
+    """Tell whether an error, or one in its context, means a full disk or quota. torch raises its own error on top."""
     while error is not None:
-        if getattr(error, 'errno', None) == errno.ENOSPC or 'No space left' in str(error):
+        if getattr(error, 'errno', None) in FULL or re.search('No space left|quota exceeded', str(error)):
             return True
         error = error.__context__
     return False

@@ -1,6 +1,5 @@
 """Names and paths that several commands share."""
 import os
-import re
 
 HELD_OUT = '-held-out'  # suffix of the dataset with the held-out samples
 INDEX = 'index.json'  # of a dataset; it is written last, so a dataset with one is complete
@@ -11,11 +10,11 @@ CLAIM = 'claim.json'  # in an output folder: the program and settings that make 
 def sibling_path(folder: str, name: str) -> str:
     """Return FOLDER-NAME, a path next to a folder.
 
-    For a folder in a store, return a relative path on this machine: s3/BUCKET/KEY-NAME.
+    For a folder in a store, return a path in the working directory: s3://BUCKET/KEY/run1 gives run1-NAME.
     """
     folder = folder.rstrip('/')
     if is_url(folder):
-        folder = re.sub(':/+', '/', folder)
+        folder = os.path.basename(folder)
     return f'{folder}-{name}'
 
 

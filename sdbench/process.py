@@ -1,16 +1,18 @@
 """Start a command's process, show its progress, and end it, with one line for a user's error. Does not import torch."""
 import contextlib
+import getpass
 import io
 import math
 import os
 import shutil
 import signal
+import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sdbench.errors import UserError, known_reason, one_line, redacted
 
@@ -42,6 +44,13 @@ def begin() -> None:
     # core, they keep the thread that they wait for from running, and training on a CPU becomes ten times slower.
     if not any(os.path.exists(device) for device in GPU_DEVICES):
         os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
+
+    # Give a user id without a name, as in many containers, its number as a name. torch.compile and Composer ask for a
+    # name, and fail without one.
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ['LOGNAME'] = str(os.getuid())
 
     # Let torch's GPU allocator grow its segments in place. Otherwise early frees fragment the memory.
     if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # the second name is new in torch 2.9
@@ -121,19 +130,40 @@ def exit_with_error(program: str, status: int, message: str) -> NoReturn:
     sys.exit(status)
 
 
+def handle_signals(numbers: Sequence[int], handler: Callable) -> dict[int, Any]:
+    """Set the handler of several signals, and return the handlers before, by signal.
+
+    If SIGHUP is ignored, as `nohup` does, it stays ignored. Otherwise it means that the terminal has closed. Writing to
+    a closed terminal is an error, so what is printed from then on is dropped.
+    """
+    def handle(number: int, frame: Any) -> None:
+        for stream in (1, 2):
+            if number == signal.SIGHUP and stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        handler(number, frame)
+
+    before = {}
+    for number in numbers:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, handle)
+    return before
+
+
 @contextlib.contextmanager
 def one_line_errors(program: str, how_to_continue: str = '') -> Iterator[None]:
     """End the process with one line if code in this context raises an error that a user can fix.
 
     The exit status is 2 if the command line or a file named there is wrong (UserError), 1 for errors of data, a disk or
-    a package (DataError, OSError, ImportError), and 130 after Ctrl-C or SIGTERM. Any other error keeps its traceback.
+    a package (DataError, OSError, ImportError), and 130 after Ctrl-C, SIGTERM or SIGHUP. Any other error keeps its
+    traceback.
 
     Args:
         program: name of the command.
         how_to_continue: text that follows an error with status 1 or 130: which results are kept, and how to continue.
     """
     suffix = how_to_continue and f'; {how_to_continue}'
-    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C
+    # These signals raise KeyboardInterrupt, as Ctrl-C does.
+    handlers_before = handle_signals((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler)
     try:
         yield
     except UserError as error:
@@ -146,7 +176,8 @@ def one_line_errors(program: str, how_to_continue: str = '') -> Iterator[None]:
     except KeyboardInterrupt:
         exit_with_error(program, 130, f'interrupted{suffix}')
     finally:
-        signal.signal(signal.SIGTERM, previous_handler)
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)
 
 
 class LogLines:

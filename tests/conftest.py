@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import tempfile
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,9 @@ os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline', CUDA_VISIBLE_DEVICES
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other tests run at the same time
 # Let Inductor compile in this process, and without vector instructions, whose C++ takes a compiler much longer.
 os.environ.update(TORCHINDUCTOR_COMPILE_THREADS='1', TORCHINDUCTOR_VEC_ISA_OK='0')
+
+# Traces of steps are cached here, and not in the user's folder. Their names depend on the code that makes them.
+os.environ['XDG_CACHE_HOME'] = os.path.join(tempfile.gettempdir(), f'sdbench-tests-{os.getuid()}')
 
 # Importing torch, Composer and the program takes ten seconds. So the first pytest process starts a fork server, which
 # imports them once. All processes that tests need are forked from it. The other pytest processes connect to it as well.

@@ -23,6 +23,7 @@ from ema import EMA
 from sdbench.complete import complete, index_of_data
 from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
 from sdbench.flags.parser import parse
+from sdbench.flags.plan import PlanSettings
 from sdbench.flags.train import Train
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from tests.records.keys import KEYS
@@ -35,7 +36,7 @@ TINY = ['--model_name', SMALLEST, '--image_size', '16', '--batch_size', '4', '--
         '--measure_batches', '3']
 
 COMMANDS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, 'evaluate.py': Evaluate,
-            'export.py': Export, 'report.py': Report}
+            'export.py': Export, 'plan.py': PlanSettings, 'report.py': Report}
 
 
 def settings_of(*argv) -> Train:

@@ -16,7 +16,7 @@ from composer.cli import launcher
 from mcli import RunConfig
 from mcli.models.run_config import FinalRunConfig
 
-from benchmarks.smoke import Machine, smoke_runs
+from benchmarks.proof.steps import Machine, first_steps
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from tests.runs import ROOT, calls_of, write_noting_programs
@@ -64,10 +64,10 @@ def test_without_a_remote_make_smoke_runs_on_all_nodes_together(tmp_path, monkey
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(ROOT)
     runs = calls_of(tmp_path, 'composer')
-    expected = smoke_runs(Machine(8 * nodes, 'H100', 79.2, False))
-    for arguments, program in zip(runs, expected.values(), strict=True):
+    expected = first_steps(Machine(8 * nodes, 'H100', 79.2))
+    for arguments, step in zip(runs, expected.values(), strict=True):
         assert launched(monkeypatch, arguments).world_size == 8 * nodes
-        assert flags_of(arguments) == parse(Train, '', list(program[1:]))
+        assert flags_of(arguments) == parse(Train, '', list(step.program[1:]))
     ports = {launched(monkeypatch, arguments).master_port for arguments in runs}
     assert len(ports) == 2  # a node that begins the second must not find the end of the first
 

@@ -1,4 +1,5 @@
 """Streaming's own reader returns every sample from SOURCE that is not reported, and unfinished work has no index."""
+import json
 import os
 import shlex
 import tarfile
@@ -6,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import convert
 from benchmark import main
@@ -57,7 +59,7 @@ def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_pa
     (photos / 'kohya.jpg').write_bytes(shaded(4))
     (photos / 'kohya.caption').write_text('caption 4\n', 'utf-16')
     (photos / 'IMG_5.JPG').write_bytes(shaded(5))
-    (photos / 'img_5.txt').write_text('caption 5\n')
+    (photos / 'IMG_5.txt').write_text('caption 5\n')
     (photos / 'lonely.webp').write_bytes(shaded(3, 'WEBP'))
     os.mkfifo(photos / 'pipe.jpg')  # opening it would block
     for _ in range(2):  # OUT lies in SOURCE, and is none of it
@@ -171,12 +173,32 @@ def test_the_same_command_converts_new_and_repaired_files_and_removes_nothing(ta
     write_tar(tars / '00003.tar', sample_files('6', 6))
     (tars / '00001.tar').unlink()
     assert convert.main(argv) == 0
-    errors = capsys.readouterr().err
-    assert 'converting 2 files in 2 of 3 parts\n' in errors
-    assert f'OUT {out} has 2 folders no longer in use, because' in errors
+    printed = capsys.readouterr()
+    assert 'converting 2 files in 2 of 3 parts\n' in printed.err
+    assert 'unused     2 folders in OUT from before SOURCE changed' in printed.out
     assert read_back(out) == pairs(0, 1, 2) + pairs(4, 5, suffix='webp') + pairs(6)
     parts = {path: time for path, time in before.items() if path.parent != out}
     assert {path: times_of(out)[path] for path in parts} == parts  # even the parts that are no longer used
+
+
+@pytest.mark.parametrize('workers', [1, 2])
+def test_crops_and_enlargements_are_counted_over_all_workers_and_runs(workers, tmp_path, capsys):
+    sizes = [(512, 512), (768, 512), (769, 512), (512, 2000), (511, 511), (2000, 64)]
+    for number, size in enumerate(sizes):
+        write_sample_tar(tmp_path / f'tars/{number}.tar', [{'jpg': encoded(Image.new('RGB', size)), 'caption': 'x'}])
+        if number == 2:  # convert only the first three
+            assert convert.main([str(tmp_path / 'tars'), str(tmp_path / 'out'), '--size_limit', '1kb']) == 0
+            assert '1 of 3 images lose' in capsys.readouterr().out
+    argv = [str(tmp_path / 'tars'), str(tmp_path / 'out'), '--size_limit', '1kb', '--num_workers', str(workers)]
+    for _ in range(2):  # converts the others, and then nothing
+        assert convert.main(argv) == 0
+        assert ('squares    3 of 6 images lose more than a third of a side to the centre square; 2 are smaller than '
+                '512 pixels\n') in capsys.readouterr().out
+    for path in (tmp_path / 'out').glob('*/index.json'):  # as an earlier version wrote it
+        path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items()
+                                    if key != 'shapes'}))
+    assert convert.main(argv) == 0
+    assert 'squares' not in capsys.readouterr().out
 
 
 def test_only_the_image_and_the_seed_decide_what_is_held_out(tmp_path, capsys):

@@ -25,7 +25,7 @@ from sdbench.flags.parser import build_parser
 from sdbench.records.figures import LINES
 from tests.records.keys import rows_of
 from tests.runs import COMMANDS, ROOT, SMALLEST
-from tests.samples import write_photos
+from tests.samples import good, write_parquet, write_photos
 
 PAGES = [ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md'))]
 PARSERS = {program: build_parser(kind, '', program) for program, kind in COMMANDS.items()}
@@ -176,6 +176,9 @@ def folder(tmp_path):
     rows = [f'../photos/{name},a cat' for name in names]
     (tmp_path / 'elsewhere').mkdir()
     (tmp_path / 'elsewhere/captions.csv').write_text('\n'.join(['file_name,text', *rows]))
+    columns = {'image': [good(0)['jpg']], 'text': ['a cat'], 'short': ['cat'], 'long': ['a cat asleep']}
+    for split in ('train', 'validation'):
+        write_parquet(tmp_path / f'hub-dataset/data/{split}-00000-of-00001.parquet', columns)
     for name in ('results.jsonl', 'plan.jsonl'):
         (tmp_path / name).write_text(''.join(json.dumps(record) + '\n' for record in records()))
     return tmp_path

@@ -11,6 +11,7 @@ from diffusers import AutoencoderKL
 
 import benchmark
 import encode
+import report
 from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
 from sdbench.complete import complete_encoding
@@ -62,7 +63,7 @@ def test_a_step_from_latents_has_the_loss_and_gradient_of_a_step_from_pixels(lat
         model.unet.load_state_dict(unet)
         model.prediction_type = prediction
         dataset = StreamingLAIONDataset(remote, image_size=16, batch_size=1)
-        batch = normalize(collate([dataset.sample(index) for index in (3, 0, 17, 8)], build_tokenizer(), 16), 16)
+        batch = normalize(collate([dataset.sample(index) for index in (3, 0, 17, 8)], build_tokenizer()))
         torch.manual_seed(4)
         loss = model.loss(model(batch), batch)
         loss.backward()
@@ -134,6 +135,20 @@ def test_bad_samples_are_skipped_counted_and_logged(tmp_path, model_folder, capf
         (2, 'image does not decode: not a known format'), (9, 'no caption')]
 
 
+def test_a_run_that_skips_all_its_images_has_no_speed_and_says_why(tmp_path, model_folder, capfd):
+    good, bad = ({'jpg': jpg, 'caption': 'x'} for jpg in (encoded(picture(0)), b'no'))
+    images, out = tmp_path / 'images', tmp_path / 'latents'
+    for samples in ([good], [good, bad]):  # a shard for each
+        shutil.rmtree(images, ignore_errors=True)
+        write_shards(images, samples, size_limit=1)
+        capfd.readouterr()
+        record = encode_shards(images, out, model_folder)
+    assert (record['status'], record['images_per_sec'], record['samples']) == ('unmeasured', None, 0)
+    assert 'no speed        all images of this run were skipped' in capfd.readouterr().out
+    report.main([str(tmp_path / 'results.jsonl')])
+    assert 'unmeasured' in capfd.readouterr().out
+
+
 def test_moments_that_overflow_float16_are_an_error_that_names_the_sample(tmp_path, shards, model_folder, capfd):
     too_large = with_changed_vae(model_folder, tmp_path / 'model', lambda vae: vae.quant_conv.weight.mul_(1e7))
     line = refusal(capfd, encode_shards, shards, tmp_path / 'latents', too_large)
@@ -149,7 +164,7 @@ def test_samples_are_encoded_once_in_order_and_a_complete_out_refuses_other_flag
     assert encode_shards(shards, latents, model_folder) is None  # main() returns None, so the exit status is 0
     said, command = capfd.readouterr().out.splitlines()
     assert said == f'done already: --out {latents} holds 24 samples of this --remote'
-    assert command.startswith(f'next            composer benchmark.py --remote {latents} --model_name ')
+    assert command.startswith(f'next            python benchmark.py --remote {latents} --model_name ')
     assert 'was begun with image_size 16, and this command has 32; give' in refusal(
         capfd, encode_shards, shards, latents, model_folder, '--image_size', '32')
     assert times_of(Path(latents)) == before

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import convert
+import report
 from benchmark import StableDiffusion, main
 from data import StreamingLAIONDataset, open_held_out
 from ema import EMA
@@ -19,6 +20,7 @@ from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from sdbench.training.compatibility import was_trained_on
+from sdbench.training.progress import HeldOutLoss
 from sdbench.training.weights import read_trained_model
 from tests.runs import SMALLEST, TINY, assert_same_training, one_error_line, settings_of
 from tests.samples import good, pillow_square, pixels, write_photos, write_shards
@@ -61,9 +63,9 @@ def reference_loss(checkpoint: str, samples: list[dict], image_size: int, seed: 
             if MOMENTS in sample:
                 mean, log_variance = torch.from_numpy(sample[MOMENTS])[None].float().split(4, dim=1)
             else:
-                image = torch.from_numpy(pixels(pillow_square(sample['jpg'])))[None].float()
-                image = F.interpolate(image, size=(image_size, image_size), mode='bilinear') / 127.5 - 1
-                posterior = model.vae.encode(image).latent_dist
+                image = torch.from_numpy(pixels(pillow_square(sample['jpg'])))[None].to(torch.uint8)
+                image = F.interpolate(image, size=(image_size, image_size), mode='bilinear', antialias=True)
+                posterior = model.vae.encode(image / 127.5 - 1).latent_dist
                 mean, log_variance = posterior.mean, posterior.logvar
             latents = (mean + torch.exp(log_variance / 2) * draw) * 0.18215
             noised = (alphas[timestep].sqrt() * latents + (1 - alphas[timestep]).sqrt() * noise).float()
@@ -92,6 +94,42 @@ def test_the_loss_counts_each_sample_once_with_the_ema_weights(evaluated, held_o
     assert record['evaluation_seconds'] > 0
     assert record['eval_remote']
     assert record['eval_interval'] == '2ba'
+
+
+def test_losses_on_other_held_out_data_are_another_curve_in_checkpoint_record_and_report(
+        evaluated, shards, held_out, tmp_path, capsys):
+    """A training is evaluated up to batch 4, on other data up to batch 6, and on the first data again up to batch 8.
+
+    The first record is missing, as if the run was killed.
+    """
+    folder, first = evaluated
+    shutil.copytree(folder, 'kept')
+    other = write_shards(tmp_path / 'other', [good(200 + number) for number in range(3)])
+    argv = ['--remote', shards, *TRAIN, '--eval_interval', '2ba', '--save_folder', 'kept', '--autoresume']
+    second, third = (main([*argv, '--eval_remote', remote, '--max_duration', duration])
+                     for remote, duration in ((other, '6ba'), (held_out, '8ba')))
+    assert [images for images, _ in second['evaluations']] == [16, 24]
+    assert second['eval_remote'] == other and second['eval_sha256'] == index_hash(read_index(other))
+    curve = {key: second[key] for key in second['other_evaluations'][0]}
+    assert second['other_evaluations'] == [{key: first[key] for key in curve}]
+    assert third['evaluations'][:2] == first['evaluations']
+    assert [images for images, _ in third['evaluations']] == [8, 16, 24, 32]
+    assert third['other_evaluations'] == [curve]
+
+    # The report has a row for each dataset.
+    capsys.readouterr()
+    report.main(['results.jsonl'])
+    text = capsys.readouterr().out
+    assert text.count(f'{second["eval_loss"]:.4f}') == text.count(f'{third["eval_loss"]:.4f}') == 1
+
+
+def test_evaluations_of_checkpoints_from_earlier_versions_are_kept_as_losses_on_unknown_data():
+    before = {'evaluations': [[8, 0.5]], 'eval_loss': 0.5, 'eval_batch': 2, 'eval_samples': 3, 'eval_held_out': True}
+    for state, expected in (({}, (None, None)), (before | {'evaluations': []}, (None, None)), (before, (2, None))):
+        callback = HeldOutLoss('data')
+        callback.load_state_dict(state)
+        found = callback.figures(all_ranks=True)
+        assert (found['eval_batch'], found['eval_sha256']) == expected
 
 
 def test_evaluations_do_not_change_the_training(evaluated, shards):

@@ -1,14 +1,13 @@
 """docs/forecast.md and docs/speed.md: the speeds that we measured, and their forecasts, are those of the records."""
 import json
+import math
 
+from sdbench.forecast.forecast import UNCOUNTED_SHARE, Forecast, forecast
 from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR, SEVERAL_MACHINES_ERRORS, TESTED
-from sdbench.forecast.trace import UNCOUNTED_SHARE
-from sdbench.gpus import NETWORK_SHARE, NVLINK_SHARE, PCIE_SHARE, short_name
+from sdbench.gpus import CARDS, NETWORK_SHARE, NVLINK_SHARE, PCIE_SHARE, short_name
+from sdbench.setup import setup_of_record
 from tests.runs import ROOT
 from tests.test_report import columns, tables
-
-SAME_RUN = ('device', 'batch_size', 'device_train_microbatch_size', 'compile', 'compile_blocks', 'channels_last',
-            'encoders', 'precision', 'half_precision_norms')
 
 
 def records_of(name: str) -> list[dict]:
@@ -17,21 +16,21 @@ def records_of(name: str) -> list[dict]:
     return [record for record in records if record['stage'] == 'train']
 
 
-def measured_with_forecasts() -> list[tuple[dict, dict]]:
-    """Return each measured run with the newest forecast for it."""
-    forecasts = {tuple(record[key] for key in SAME_RUN): record for record in records_of('forecasts.jsonl')}
+def measured_with_forecasts() -> list[tuple[dict, Forecast]]:
+    """Return each measured run with the forecast for its setup."""
     runs = [*records_of('1xH100-torch-2.11.jsonl'), *records_of('1xH200-torch-2.11.jsonl')]
-    return [(run, forecasts[tuple(run[key] for key in SAME_RUN)]) for run in runs]
+    return [(run, forecast(setup_of_record(run), CARDS[run['device']])) for run in runs]
 
 
 def test_the_table_of_own_measurements_has_each_run_and_its_forecast():
     expected = []
-    for run, forecast in measured_with_forecasts():
-        speed = f'{forecast["images_per_sec"]:.1f}'
-        if forecast['images_per_sec_least'] is not None:
-            speed += f' ({forecast["images_per_sec_least"]:.1f} to {forecast["images_per_sec_most"]:.1f})'
+    for run, found in measured_with_forecasts():
+        speed = f'{found.images_per_sec:.1f}'
+        if found.is_tested:
+            least, most = found.images_per_sec_range
+            speed += f' ({least:.1f} to {most:.1f})'
         gpu = run['device'].removeprefix('NVIDIA ').split()[0]
-        error = round(100 * (forecast['images_per_sec'] / run['images_per_sec'] - 1))
+        error = round(100 * (found.images_per_sec / run['images_per_sec'] - 1))
         expected.append((gpu, str(run['device_train_microbatch_size']), f'{run["images_per_sec"]:.1f}', speed,
                          f'{error:+} %' if error else '0 %'))
     table = tables((ROOT / 'docs/forecast.md').read_text().replace('**', '').replace('second H100', 'H100'))[0]
@@ -41,9 +40,9 @@ def test_the_table_of_own_measurements_has_each_run_and_its_forecast():
 
 def test_only_one_run_is_outside_its_printed_range_and_both_pages_say_so():
     outside = []
-    for run, forecast in measured_with_forecasts():
-        least, most = forecast['images_per_sec_least'], forecast['images_per_sec_most']
-        if least is not None and not least <= run['images_per_sec'] <= most:
+    for run, found in measured_with_forecasts():
+        least, most = found.images_per_sec_range or (0, math.inf)
+        if not least <= run['images_per_sec'] <= most:
             outside.append((run['images_per_sec'], least, most))
     [(speed, least, most)] = outside
     for page in ('forecast', 'planning'):

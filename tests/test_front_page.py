@@ -2,7 +2,8 @@
 import json
 import re
 import shlex
-from dataclasses import fields
+import shutil
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,28 +11,22 @@ import torch
 
 import benchmark
 import report
-import sdbench.forecast.dry_run
 from benchmarks.forecast.fit import Fitted, predict
 from benchmarks.forecast.points import read_points
-from benchmarks.measured import measured_table
+from sdbench.flags.parser import LIMITS
 from sdbench.flags.train import Train
-from sdbench.flags.training_command import (
-    FEWEST_FROM_RANDOM,
-    FINE_TUNING_BATCH,
-    IMAGES_PER_SEC,
-    fine_tuning_time,
-    training_command,
-)
+from sdbench.flags.training_command import FEWEST_FROM_RANDOM, FINE_TUNED, training_command
+from sdbench.forecast.forecast import UNCOUNTED_SHARE, DoesNotFit, forecast
 from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR
-from sdbench.forecast.trace import UNCOUNTED_SHARE
+from sdbench.gpus import CARDS as KNOWN
 from sdbench.gpus import cards_named
 from sdbench.records.summary import run_summary
+from sdbench.setup import Setup, setup_of_record
 from tests.runs import ROOT
 from tests.test_docs import blocks
 from tests.test_report import columns, tables
 
 PAGE = (ROOT / 'README.md').read_text()
-COSTS = PAGE.partition('## What Stable Diffusion 2 costs')[2]
 MEMORY = (ROOT / 'docs/speed.md').read_text().partition('How much memory does it take?')[2]
 PUBLISHED = tables(PAGE.partition('## Coming from the original')[2])[0]
 CARDS = {'24 GB': 'RTX4090', '40 GB': 'A100-SXM4-40GB', '48 GB': 'L40S', '80 GB': 'H100-80GB', '141 GB': 'NVIDIA-H200'}
@@ -42,39 +37,13 @@ def program(command: str) -> list[str]:
     return shlex.split(command.replace('\\\n', ' '))[2:]
 
 
-def test_the_costs_agree_with_the_command_below_them(monkeypatch, capsys, tmp_path):
+def test_the_measured_speeds_are_the_output_of_the_report(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    command = re.search(r'^python report.py docs/plan.jsonl .*?[^\\]$', COSTS, re.MULTILINE | re.DOTALL)[0]
-    argv = program(command.replace('plan.png', str(tmp_path / 'plan.png')))
-    expected = {}
-    for prices in ('on-demand', 'spot'):
-        report.main([word.replace('on-demand', prices) for word in argv])
-        [plans] = tables(capsys.readouterr().out)
-        expected[prices] = {row['GPUs'].removeprefix('8 x '): row for row in plans if row['input'] == 'latents'}
-    rows = tables(COSTS)[0]
-    for device, *figures in columns(rows, '8 GPUs', 'days', 'GPU-hours', 'on demand', 'days, spot', 'spot'):
-        planned, on_spot = expected['on-demand'].pop(device), expected['spot'][device]
-        assert figures[:3] == [planned['days'], planned['GPU-hours'], planned['cost']]
-        assert figures[3:] == [on_spot['days'], on_spot['cost'] or '-']
-    assert not expected['on-demand']  # every card of the plan is in the table
-
-
-def test_days_and_dollars_without_the_compiler_agree_with_the_eager_plan(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    report.main(['docs/plan-eager.jsonl', '@recipes/plan.txt', '@recipes/prices-on-demand.txt'])
-    [plans] = tables(capsys.readouterr().out)
-    plan = {row['GPUs']: row for row in plans}
-    h100, a100 = plan['8 x H100 80GB'], plan['8 x A100 80GB']
-    trained = sum(float(a100[part].removesuffix(' days')) for part in ('train 256', 'train 512'))
-    of_h100 = f'{h100["days"]} days and {h100["cost"]}'
-    assert f'Without the compiler, 8 H100 take {of_h100}.' in ' '.join(PAGE.split())
-    assert (f'8 H100 take {of_h100}, and 8 A100 80GB take {a100["days"]} days, of which training takes '
-            f'{trained:.2f}.') in ' '.join((ROOT / 'docs/planning.md').read_text().split())
-
-
-def test_the_measured_speeds_agree_with_the_records():
-    shown, = (tables(PAGE.partition('## Measured so far')[2])[:1])
-    assert shown == tables(measured_table(ROOT / 'results'))[0]
+    report.main(['results/1xH100-torch-2.11.jsonl', 'results/1xH200-torch-2.11.jsonl'])
+    [measured] = tables(capsys.readouterr().out)
+    [shown] = tables(PAGE.partition('## Measured so far')[2])[:1]
+    names = ('device', 'GPUs', 'images/s', 'forecast', 'forecast - measured')
+    assert columns(shown, 'settings', *names) == columns(measured, 'text', *names)
 
 
 def test_the_summary_agrees_with_the_record_of_a_run_on_a_gpu():
@@ -94,50 +63,62 @@ def test_the_published_rows_agree_with_the_report(monkeypatch, capsys):
         assert figures == [rows[gpus][key] for key in ('images/s', 'days', 'cost')]
 
 
-def test_the_speed_that_a_budget_needs_agrees_with_the_plan(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    report.main(['docs/plan.jsonl', '@recipes/plan.txt', '@recipes/prices-on-demand.txt', '--max_dollars', '16000'])
-    text = ' '.join(capsys.readouterr().out.split())
-    needed = re.search(r'8 x H100 80GB on latents, [^;]*needs at least ([0-9.]+) of the forecast', text)[1]
-    assert f'For 8 H100 you need at least {needed} of the forecast speed' in ' '.join(PAGE.split())
-
-
 def test_the_fine_tuning_command_is_the_one_that_convert_prints():
-    command = training_command('photos-mds', 3000, 'sd15', True)
-    [shown] = [program(line) for line in re.findall(r'^composer (?:[^\n]*\\\n)*[^\n]*$', PAGE, re.MULTILINE)
-               if 'sd15' in line]
-    assert shown == shlex.split(command)[2:]
-    assert f'roughly {fine_tuning_time(3000).replace("min", "minutes")}, by the forecast' in ' '.join(PAGE.split())
+    shown = [shlex.split(line) for line in PAGE.replace('\\\n', ' ').splitlines() if FINE_TUNED in line.split()]
+    assert shlex.split(training_command('photos-mds', 3000, FINE_TUNED, True)) in shown
     assert f'Below about {FEWEST_FROM_RANDOM:,} images you fine-tune' in PAGE
 
 
+def test_the_limits_are_those_that_an_unknown_flag_names():
+    sentences = '. '.join(sentence[0].upper() + sentence[1:] for sentence in LIMITS.split('; '))
+    assert sentences in ' '.join(PAGE.split())
+
+
+def write_architecture_of_sd15(folder: Path) -> None:
+    """Write the configuration of Stable Diffusion 1.5 as a folder without weights."""
+    shutil.copytree(ROOT / 'sdbench/models/stable-diffusion-2-base', folder)
+    changes = {'unet': {'attention_head_dim': 8, 'cross_attention_dim': 768, 'use_linear_projection': False},
+               'text_encoder': {'hidden_size': 768, 'num_hidden_layers': 12, 'num_attention_heads': 12,
+                                'intermediate_size': 3072, 'hidden_act': 'quick_gelu'}}
+    for part, changed in changes.items():
+        config = folder / part / 'config.json'
+        config.write_text(json.dumps(json.loads(config.read_text()) | changed))
+
+
 @pytest.mark.long
-def test_the_time_for_fine_tuning_agrees_with_a_dry_run():
-    [forecast] = benchmark.main(['--dry_run', '1', '--gpu', 'H100-80GB', '--batch_size', str(FINE_TUNING_BATCH)])
-    assert forecast['images_per_sec'] == pytest.approx(IMAGES_PER_SEC, rel=0.01)
+def test_the_time_and_cost_of_fine_tuning_are_those_of_a_dry_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = training_command('photos-mds', 3000, FINE_TUNED, True)  # before the folder is there, without weights
+    write_architecture_of_sd15(tmp_path / FINE_TUNED)
+    Path('prompts.txt').write_text('a cat')
+    page = (ROOT / 'docs/training.md').read_text()
+    flags = shlex.split(re.search(r'`(--dry_run 1 [^`]*--dollars_per_gpu_hour[^`]*)`', page)[1])
+    benchmark.main(shlex.split(command.replace('--remote photos-mds', '--use_synth_data'))[2:] + flags)
+    forecast = {}
+    for line in capsys.readouterr().out.partition('1 GPU ')[2].partition('Days and dollars')[0].splitlines()[1:]:
+        name, microbatch, _, _, time, dollars = re.split('  +', line.strip())
+        forecast[name] = [microbatch, time, f'${float(dollars):.2f}']
+    table = tables(page.partition('### Time and cost')[2])[0]
+    shown = {name: figures for name, *figures in columns(table, 'one GPU', 'microbatch', 'time', 'dollars')}
+    assert shown == forecast
+    [time] = [figures[1] for name, figures in shown.items() if name.startswith('H100')]
+    assert f'about {time.replace("min", "minutes")} and $2 on one H100' in ' '.join(PAGE.split())
 
 
-@pytest.fixture(autouse=True)
-def no_changes(monkeypatch):
-    """Skip the table of single changes in dry runs, because it traces the model four more times."""
-    monkeypatch.setattr(sdbench.forecast.dry_run, 'with_one_change', lambda settings: {'none': settings})
-
-
-@pytest.mark.long
-def test_the_largest_microbatches_agree_with_dry_runs():
+def test_the_largest_microbatches_agree_with_forecasts():
     [rows] = tables(MEMORY.partition('*On latents*')[0])
     assert len(rows) == len(CARDS)
-    runs = {'with EMA': ['--use_ema'], 'without': [], 'with EMA, on latents': ['--use_ema', '--use_synth_latents']}
-    for column, flags in runs.items():
-        forecasts = benchmark.main(['--dry_run', '8', '--gpu', *CARDS.values(), *flags])
-        fits = {record['device']: record['device_train_microbatch_size'] for record in forecasts}
-        for row in rows:
-            [card] = cards_named((CARDS[row['memory of a GPU']],))
-            assert row[column] == str(fits.get(card.name, '-'))
+    for row in rows:
+        [card] = cards_named((CARDS[row['memory of a GPU']],))
+        for column, setup in (('with EMA', Setup(use_ema=True)), ('without', Setup()),
+                              ('with EMA, on latents', Setup(use_ema=True, latents=True))):
+            try:
+                shown = str(forecast(replace(setup, num_devices=8), card).setup.microbatch)
+            except DoesNotFit:
+                shown = '-'
+            assert row[column] == shown
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions have other kernels')
 def test_the_dry_run_on_the_page_is_up_to_date(capsys):
     command, shown = re.search(r'^(python benchmark.py --dry_run [^\n]*)\n```\n```\n(.*?)```', PAGE,
                                re.MULTILINE | re.DOTALL).groups()
@@ -145,35 +126,15 @@ def test_the_dry_run_on_the_page_is_up_to_date(capsys):
     assert shown in capsys.readouterr().out
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions compile to other kernels')
-def test_the_forecasts_behind_the_costs_are_up_to_date(monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    records = map(json.loads, Path('docs/plan.jsonl').read_text().splitlines())
-    kept = [record for record in records if record['image_size'] == 512 and record['use_synth_latents']]
-    forecasts = benchmark.main([*shlex.split(kept[0]['command'])[1:], '--results', str(tmp_path / 'plan.jsonl')])
-    assert {record['device'] for record in kept} == {record['device'] for record in forecasts}
-    for record in kept:
-        [forecast] = [each for each in forecasts if each['device'] == record['device']]
-        assert forecast['images_per_sec'] == pytest.approx(record['images_per_sec'], rel=1e-3)
-        assert forecast['peak_memory_gib'] == pytest.approx(record['peak_memory_gib'], rel=1e-3)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize('gpu', ['H100', 'H200'])
-def test_measured_runs_on_one_gpu_are_forecast_within_the_largest_error(monkeypatch, gpu):
-    monkeypatch.chdir(ROOT)  # the commands name files in recipes/ by relative paths
-    records = map(json.loads, Path(f'results/1x{gpu}-torch-2.11.jsonl').read_text().splitlines())
-    measured = [record for record in records if record['stage'] == 'train' and abs(record['drift']) < 0.1
-                and 'device_train_microbatch_size' not in record['by_default']]  # a forecast would choose a smaller one
-    assert len(measured) == 5
+def test_measured_runs_on_one_gpu_are_forecast_within_the_largest_error(gpu):
+    records = map(json.loads, (ROOT / f'results/1x{gpu}-torch-2.11.jsonl').read_text().splitlines())
+    measured = [record for record in records if record['stage'] == 'train' and abs(record['drift']) < 0.1]
+    assert len(measured) >= 5
     for record in measured:
-        argv = [*shlex.split(record['command'])[1:], '--channels_last' if record['channels_last'] else
-                '--no-channels_last']  # the default was different at that time
-        [forecast] = benchmark.main([*argv, '--dry_run', '1', '--gpu', record['device'], '--results', '-'])
-        assert forecast['images_per_sec'] == pytest.approx(record['images_per_sec'], rel=LARGEST_ERROR)
-        assert forecast['peak_memory_gib'] / (1 + UNCOUNTED_SHARE) == pytest.approx(
-            record['peak_memory_allocated_gib'], rel=0.02)
+        found = forecast(setup_of_record(record), KNOWN[record['device']])
+        assert found.images_per_sec == pytest.approx(record['images_per_sec'], rel=LARGEST_ERROR)
+        assert found.gib / (1 + UNCOUNTED_SHARE) == pytest.approx(record['peak_memory_allocated_gib'], rel=0.02)
 
 
 @pytest.mark.long

@@ -63,25 +63,6 @@ def test_markup_in_a_record_stays_text_on_the_page_and_in_its_figures(page):
     assert path.read_text().count('<script') == 1
 
 
-def test_the_verdict_of_a_plan_has_gpus_cost_certainty_and_what_to_do_first(page):
-    body = body_of(page(FORECAST, H200 | {'model_name': 'sd2', 'program': None}, '--phase', '864000000@512',
-                        '--dollars_per_gpu_hour', 'B200=5', 'H200=9'))
-    assert '<h1>Cheapest and fastest: 8 x B200, $9,600, 10.00 days</h1>' in body
-    assert 'How certain: forecast, 9.09 to 11.11 days. Forecasts were off by up to' in body
-    assert 'What to do first: run make smoke on a machine with this GPU (B200)' in body
-    part = '8 x B200\ntrain 512 px\n1,000.0 images/s (900.0 to 1,100.0)\n10.00 days\n$9,600\nforecast'
-    assert part in hovers_of(body)
-
-
-def test_if_no_plan_is_within_a_limit_the_nearest_is_the_verdict_and_marked(page):
-    path = page({**FORECAST, 'images_per_sec': 500.0}, H200 | {'model_name': 'sd2', 'program': None},
-                '--phase', '864000000@512', '--max_days', 1, '--dollars_per_gpu_hour', 'B200=1', 'H200=9')
-    body = body_of(path)
-    assert '<h1>Nearest to the limits and fastest: 8 x H200' in body
-    assert '<li>No plan is within 1 day; ' in body
-    assert re.findall('<tr class="marked *">.*?<th[^>]*>(.*?)</th>', body, re.DOTALL) == ['B200', 'H200']
-
-
 def test_the_verdict_of_trainings_names_the_one_with_the_lowest_loss_and_its_settings(page):
     better, worse = (TRAINED | {'learning_rate': rate, 'eval_loss': loss, 'evaluations': [[100, 0.5], [200, loss]]}
                      for rate, loss in ((1e-3, 0.25), (1e-2, 0.35)))

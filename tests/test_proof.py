@@ -1,33 +1,28 @@
 """`make smoke` and `make proof`: every command is valid, and results are kept and judged."""
 import json
 import math
-import shlex
-import subprocess
-import sys
 
-import pandas as pd
 import pytest
 import torch
 from composer.utils import dist
 
-import benchmark
-from benchmarks import smoke
 from benchmarks.proof import __main__ as proof
-from benchmarks.proof.__main__ import Step, all_steps, prove
-from benchmarks.smoke import Machine
+from benchmarks.proof.__main__ import prove
+from benchmarks.proof.steps import Machine, Step, all_steps, measuring, refusing
 from sdbench.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
+from sdbench.forecast.forecast import forecast
+from sdbench.gpus import CARDS
 from sdbench.records.read import read_all
 from sdbench.records.record import append_line
-from sdbench.report.plans import find_corrections
+from sdbench.setup import setup_of_record
 from tests.runs import ROOT, SMALLEST
 
 A100 = 'NVIDIA A100-SXM4-80GB'
-ONE = Machine(1, A100, 79.2, tiny=False)
-CPU = Machine(0, 'CPU', 0, tiny=True)
-EIGHT = Machine(8, A100, 79.2, tiny=False)
-MACHINES = [ONE, EIGHT, Machine(1, 'NVIDIA A10', 22.1, False), Machine(2, A100, 79.2, True), CPU]
+ONE = Machine(1, A100, 79.2)
+CPU = Machine(0, 'CPU', 0)
+MACHINES = [ONE, Machine(8, A100, 79.2), Machine(1, 'NVIDIA A10', 22.1), CPU]
 
 
 @pytest.mark.parametrize('machine', MACHINES, ids=str)
@@ -48,7 +43,7 @@ def python(code: str, shows: str, fails: bool = False) -> Step:
 
 
 def results_in(folder) -> dict[str, dict]:
-    lines = map(json.loads, (folder / 'records.jsonl').read_text().splitlines())
+    lines = map(json.loads, (folder / 'results.jsonl').read_text().splitlines())
     return {record['step']: record for record in lines if record['stage'] == 'proof'}
 
 
@@ -56,20 +51,26 @@ def test_a_proof_continues_with_the_missing_steps_and_prints_all_results(tmp_pat
     steps = {'hangs': python('import time; time.sleep(1000)', ''),
              'works': python('print("seen  1"); print(2)', '^seen')}
     monkeypatch.setattr(proof, 'all_steps', lambda machine, results: steps)
+    monkeypatch.setattr(proof, 'first_steps', lambda machine: ['hangs'])
     monkeypatch.setattr(proof, 'LIMIT', 0.2)
-    prove(tmp_path, CPU, minutes=0.001)  # the first step takes longer than that
+    assert not prove(tmp_path, CPU, minutes=0)
     assert 'Not run yet: works' in capsys.readouterr().out
     [hangs] = results_in(tmp_path).values()
     assert (hangs['holds'], hangs['result']) == (False, 'no end within 0.2 s')
 
     monkeypatch.setattr(proof, 'LIMIT', 600)
+    steps['hangs'] = python('exit(3)', '')
     prove(tmp_path, CPU, math.inf)
     results = results_in(tmp_path)
     assert [*results] == ['hangs', 'works']
     assert (results['works']['holds'], results['works']['result']) == (True, 'seen 1')
-    assert results['hangs'] == hangs  # it did not run again
+    assert results['hangs']['result'] == 'exit status 3'  # it failed before, so it ran again
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(',')[0] for line in lines[:2]] == ['ok      works', 'FAILED  hangs']
+    before = (tmp_path / 'results.jsonl').read_text().splitlines()
+    steps['hangs'] = python('print("now it works")', '')
+    assert prove(tmp_path, CPU, math.inf)  # the other step does not run again
+    assert len((tmp_path / 'results.jsonl').read_text().splitlines()) == len(before) + 1
 
 
 @pytest.mark.parametrize('step, holds, result', [
@@ -79,94 +80,78 @@ def test_a_proof_continues_with_the_missing_steps_and_prints_all_results(tmp_pat
     (python('print("seen")', 'seen', fails=True), False, 'exit status 0: seen'),
     (python('exit("x.py: error: other")', 'seen', fails=True), False, 'exit status 1: x.py: error: other')], ids=str)
 def test_a_step_holds_if_it_shows_what_it_must_and_ends_as_it_must(tmp_path, step, holds, result):
-    assert proof.run_step(step, CPU, tmp_path / 'records.jsonl', tmp_path / 'log') == (holds, result)
+    assert proof.run_step(step, CPU, tmp_path / 'results.jsonl', tmp_path / 'log') == (holds, result)
 
 
-@pytest.mark.parametrize('speed, holds', [(100, True), (70, False), (130, False)])
-def test_a_measurement_far_from_its_forecast_does_not_hold(tmp_path, monkeypatch, speed, holds):
-    results = tmp_path / 'records.jsonl'
+@pytest.mark.parametrize('ratio, holds', [(1.0, True), (0.7, False), (1.3, False)])
+def test_a_measurement_far_from_its_forecast_does_not_hold(tmp_path, monkeypatch, ratio, holds):
+    results = tmp_path / 'results.jsonl'
+    record = {'stage': 'train', 'status': 'complete', 'device': A100, 'num_devices': 1, 'image_size': 512}
+    speed = ratio * forecast(setup_of_record(record), CARDS[A100]).images_per_sec
 
     def run(command, log) -> int:
-        images_per_sec = 100 if '--dry_run' in command else speed
-        record = {'stage': 'train', 'status': 'complete', 'device': A100, 'num_devices': 1, 'image_size': 512,
-                  'images_per_sec': images_per_sec}
-        append_line(json.dumps(record), str(results))
-        log.write_text(f'images/s        {images_per_sec}\n')
+        append_line(json.dumps(record | {'images_per_sec': speed}), str(results))
+        log.write_text(f'images/s        {speed}\n')
         return 0
 
     monkeypatch.setattr(proof, 'run', run)
-    step = proof.measuring('--batch_size', '64')
-    expected = f'images/s {speed}; {speed / 100:.2f} times the forecast'
-    assert proof.run_step(step, ONE, results, tmp_path / 'log') == (holds, expected)
+    expected = f'images/s {speed}; {ratio:.2f} times the forecast'
+    assert proof.run_step(measuring(), ONE, results, tmp_path / 'log') == (holds, expected)
 
 
-def test_results_from_another_machine_or_commit_are_not_mixed(tmp_path, monkeypatch):
-    monkeypatch.setattr(proof, 'all_steps', lambda machine, results: {'works': python('', '')})
+def test_results_from_another_machine_or_commit_do_not_count(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(proof, 'all_steps', lambda machine, results: {'works': python('print("seen")', 'seen')})
     prove(tmp_path, CPU, math.inf)
-    with pytest.raises(ValueError, match='has results with machine 0 x CPU, but this is machine 1 x .*; give a new'):
-        prove(tmp_path, ONE, math.inf)
+    prove(tmp_path, CPU, math.inf)
+    prove(tmp_path, ONE, math.inf)
     monkeypatch.setattr(proof, 'git_commit', lambda: 'abc')
-    with pytest.raises(ValueError, match='has results with commit .*, but this is commit abc; give a new FOLDER'):
-        prove(tmp_path, CPU, math.inf)
+    prove(tmp_path, CPU, math.inf)
+    here = [json.loads(line)['here'] for line in (tmp_path / 'results.jsonl').read_text().splitlines()]
+    assert [(each['machine'], each['commit'] == 'abc') for each in here] == [
+        ('0 x CPU', False), (f'1 x {A100}', False), ('0 x CPU', True)]
+
+
+def test_smoke_measures_both_recipes_and_says_what_it_has_written(tmp_path, monkeypatch, capsys):
+    def run(command, log) -> int:
+        speed = 1000 if '@recipes/original.txt' in command else 2500
+        record = {'stage': 'train', 'device': 'unknown', 'images_per_sec': speed}
+        append_line(json.dumps(record), str(tmp_path / 'results.jsonl'))
+        log.write_text(f'images/s        {speed:,} on 1 x unknown\n')
+        return 0
+
+    monkeypatch.setattr(proof, 'run', run)
+    assert prove(tmp_path, ONE, minutes=0)
+    assert [*results_in(tmp_path)] == ['original', 'fastest']
+    output = capsys.readouterr().out
+    assert 'recipes/fastest.txt is 2.50 times as fast as recipes/original.txt' in output
+    assert f'Written: {tmp_path}/results.jsonl, {tmp_path}/logs' in output
 
 
 @pytest.mark.long
 def test_the_page_of_a_proof_has_its_measurements(tmp_path, monkeypatch, capsys):
     pytest.importorskip('itables', reason='needs itables: pip install itables')
     flags = ['--model_name', SMALLEST, '--image_size', '16', '--batch_size', '4', '--measure_batches', '3']
-    wrong_size = proof.refusing('63 is not a multiple of 8', '--image_size', '63')
-    steps = {'speed': proof.measuring(*flags), 'wrong size': wrong_size}
+    wrong_size = refusing('63 is not a multiple of 8', '--image_size', '63')
+    steps = {'speed': measuring(*flags), 'wrong size': wrong_size}
     monkeypatch.setattr(proof, 'all_steps', lambda machine, results: steps)
     prove(tmp_path, CPU, math.inf)
     printed = capsys.readouterr().out
     assert 'FAILED' not in printed
     assert 'error: argument --image_size: 63 is not a multiple of 8' in printed
-    measured = read_all([str(tmp_path / 'records.jsonl')])
+    measured = read_all([str(tmp_path / 'results.jsonl')])
     assert len(measured) == 1
-    assert SMALLEST in (tmp_path / 'proof.html').read_text()
+    assert SMALLEST in (tmp_path / 'results.html').read_text()
 
 
 @pytest.mark.long
 def test_the_checks_of_a_proof_hold_on_a_cpu(tmp_path):
-    steps = all_steps(CPU, str(tmp_path / 'records.jsonl'))
+    steps = all_steps(CPU, str(tmp_path / 'results.jsonl'))
     for name in ('machine', 'resume', 'loader', 'NaN'):
-        holds, result = proof.run_step(steps[name], CPU, tmp_path / 'records.jsonl', tmp_path / name)
+        holds, result = proof.run_step(steps[name], CPU, tmp_path / 'results.jsonl', tmp_path / name)
         assert holds, (result, (tmp_path / name).read_text())
     step = steps['EMA update']._replace(shows='^update ratio')  # whatever the ratio, which depends on the load
-    assert proof.run_step(step, CPU, tmp_path / 'records.jsonl', tmp_path / 'log')[0]
-    stages = [json.loads(line)['stage'] for line in (tmp_path / 'records.jsonl').read_text().splitlines()]
+    assert proof.run_step(step, CPU, tmp_path / 'results.jsonl', tmp_path / 'log')[0]
+    stages = [json.loads(line)['stage'] for line in (tmp_path / 'results.jsonl').read_text().splitlines()]
     assert stages == ['loader', 'train']
 
 
-def test_smoke_on_a_gpu_appends_a_forecast_for_each_run_and_together_they_correct_a_plan(tmp_path, monkeypatch, capfd):
-    results = tmp_path / 'results.jsonl'
-    monkeypatch.setattr(smoke, 'RESULTS', results)
-    flags = ['--use_synth_data', '--model_name', SMALLEST, '--image_size', '16', '--batch_size', '64']
-    [found] = benchmark.main([*flags, '--dry_run', '8', '--gpu', A100])
-
-    pages = []
-
-    def run(command: list[str], **_) -> subprocess.CompletedProcess:
-        if 'report.py' in command:
-            pages.append(command[2:])
-        elif '--dry_run' in command:
-            benchmark.main(command[command.index('benchmark.py') + 1:])
-        elif command[0] == sys.executable:
-            command = f'benchmark.py {shlex.join(flags)} --device_train_microbatch_size auto --results results.jsonl'
-            measured = found | {'status': 'complete', 'device_train_microbatch_size': 1, 'command': command}
-            append_line(json.dumps(measured), str(results))
-        return subprocess.CompletedProcess(command, 0, '')  # also for git
-
-    monkeypatch.setattr(smoke.subprocess, 'run', run)
-    monkeypatch.setattr('sdbench.forecast.dry_run.with_one_change', lambda settings: {'none': settings})
-    assert smoke.smoke(Machine(8, A100, 39.4, False)) == 0
-    rows = pd.DataFrame(read_all([str(results)]))
-    corrections, _ = find_corrections(rows, {*zip(rows['device'], rows['compile'], strict=True)})
-    assert len(corrections) == 1
-    assert pages == [[str(results), '--html', str(tmp_path / 'results.html')]]
-
-    # If a forecast fails, the command fails.
-    status = {'--dry_run': 2}
-    monkeypatch.setattr(smoke.subprocess, 'run', lambda command, **_: subprocess.CompletedProcess(
-        command, max(status.get(word, 0) for word in command), ''))
-    assert smoke.smoke(Machine(8, A100, 39.4, False)) == 1

@@ -13,8 +13,8 @@ from diffusers import StableDiffusionPipeline
 
 import convert
 from benchmark import main
-from sdbench.flags.commands import Report
 from sdbench.flags.parser import parse
+from sdbench.flags.plan import SD2_SCHEDULE
 from sdbench.flags.train import Train
 from tests.runs import COMMANDS, ROOT, TINY, Signalled, calls_of, write_noting_programs
 from tests.samples import write_photos
@@ -28,13 +28,13 @@ def parsed(*argv) -> Train:
 
 
 @pytest.mark.parametrize('phase, size, steps', [(1, 256, 550_000), (2, 512, 850_000)])
-def test_the_recipe_of_a_phase_agrees_with_the_model_card_and_with_the_plan_on_the_page(phase, size, steps):
+def test_the_recipe_of_a_phase_agrees_with_the_model_card_and_with_the_schedule_of_plans(phase, size, steps):
     args = parsed(f'@{PHASES[phase]}', '--use_synth_data', '--save_folder', 'kept')
     assert (args.image_size, args.batch_size, args.max_duration) == (size, 2048, f'{steps}ba')
     assert (args.learning_rate, args.lr_warmup, args.caption_drop) == (1e-4, '10000ba', 0.1)
     assert args.use_ema
     assert 2 ** (-1 / int(args.ema_half_life.removesuffix('ba'))) == pytest.approx(0.9999, abs=1e-8)
-    assert f'--phase {steps * 2048}@{size}' in (ROOT / 'docs/report.md').read_text()
+    assert (steps, size) == SD2_SCHEDULE[phase - 1]
 
 
 def commands_of(folder: Path, *argv: str, **variables: str) -> list:
@@ -83,30 +83,13 @@ def test_each_phase_on_latents_reads_latents_of_its_image_size(tmp_path, monkeyp
     ([], {}, 'MODEL: is empty; give MODEL=FOLDER'),
     ([], {'MODEL': 'x', 'SOURCE_2': 'large'}, 'EVAL: is empty; with SOURCE_2 give EVAL=FOLDER, pictures with captions'),
     ([], {'MODEL': 'x', 'SCORES': '--inception none.pth'}, '--inception none.pth does not exist; download it'),
-    (['plan'], {'GPUS': '8 48'}, '--batch_size 2048 is not divisible by 48 devices; use 2016'),
-    (['plan'], {'PRICES': '@none.txt'}, '@none.txt cannot be read (No such file or directory)'),
-    (['plans'], {'MODEL': 'x'}, 'sh recipes/stable-diffusion-2.sh plan ')])
+    (['plan'], {'MODEL': 'x'}, 'sh recipes/stable-diffusion-2.sh ')])
 def test_the_whole_training_refuses_missing_or_wrong_variables_in_one_line(words, variables, said):
     variables = variables | {'PATH': f'{os.path.dirname(sys.executable)}:{os.defpath}'}
     done = subprocess.run(['sh', WHOLE, *words], cwd=ROOT, env=variables, text=True, capture_output=True)
     assert done.returncode != 0
     assert said in done.stdout + done.stderr
     assert done.stderr.count('error') + done.stderr.count('is empty') <= 1
-
-
-def test_the_plan_of_the_whole_training_uses_the_forecasts_of_its_phases(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    variables = {'MODEL': 'my model', 'PLAN': f'{tmp_path}/my plan.jsonl', 'LATENTS': '1', 'GPU': 'A100 H100-80GB',
-                 'PRICES': '@recipes/prices-spot.txt H200=9', 'PHASE_FLAGS': '--batch_size 1024'}
-    _, one, two, report = commands_of(tmp_path, 'plan', **variables)
-    for forecast, size in ((one, 256), (two, 512)):
-        assert (forecast.model_name, forecast.results) == ('my model', variables['PLAN'])
-        assert (forecast.dry_run, forecast.gpu, forecast.use_synth_latents) == ((8,), ('A100', 'H100-80GB'), True)
-        assert (forecast.image_size, forecast.batch_size) == (size, 1024)
-    assert report.records == (variables['PLAN'],)
-    readme_plan = parse(Report, '', ['plan.jsonl', '@recipes/plan.txt'])
-    assert (report.phase, report.encode) == (readme_plan.phase, readme_plan.encode)
-    assert report.hours_between_preemptions == 6
 
 
 def test_the_whole_training_stops_at_the_first_command_that_fails(tmp_path):

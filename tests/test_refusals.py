@@ -2,9 +2,10 @@
 
 A row is a command (behind variables of its environment, if any), its flags and the words that its line must hold.
 It is run in a folder that has `shards` (24 samples), `pipeline` (of the tiny model), `prompts.txt` (one caption),
-`no-prompt.txt`, `utf-16.txt` and `quote.txt` (flags), `records.csv` (a record with a comma too many), `notes` (a folder
-with a file of the user's), `empty` (a folder), `photo.jpg`, `whole.safetensors`, and a LoRA in `lora.safetensors` and
-`lora`; nothing listens at S3_ENDPOINT_URL. Refusals that need other files are tested next to the code that makes them.
+`no-prompt.txt`, `utf-16.txt`, `quote.txt` and `itself.txt` (flags), `records.csv` (a record with a comma too many),
+`notes` (a folder with a file of the user's), `empty` (a folder), `photo.jpg`, `whole.safetensors`, and a LoRA in
+`lora.safetensors` and `lora`; nothing listens at S3_ENDPOINT_URL. Refusals that need other files are tested next to the
+code that makes them.
 """
 import importlib
 import shlex
@@ -25,11 +26,13 @@ ROWS = [
     # The command line itself
     ('benchmark.py', '--use_synth_data --batch-size 4', '--batch-size is not a flag; did you mean --batch_size?'),
     ('benchmark.py', '--use_synth_data --no-ema=4', '--no-ema is not a flag; did you mean --no-use_ema?'),
+    ('benchmark.py', '--use_synth_data --lora 8', '--lora is not a flag; this program trains the whole UNet'),
     ('benchmark.py', '--use_synth_data -q', '-q is not a flag; see --help'),
     ('benchmark.py', '--use_synth_data --batch 4', '--batch is not a flag'),  # an abbreviation is none
     ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read (No such file or directory)'),
     ('benchmark.py', '@utf-16.txt', '@utf-16.txt is not UTF-8 text; save it as UTF-8'),
     ('benchmark.py', '@quote.txt', '@quote.txt, line 2: no closing quotation'),
+    ('benchmark.py', '@itself.txt', '@itself.txt names itself (@itself.txt @itself.txt)'),
     ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'variable WORLD_SIZE is 4(x2), which is not a number'),
     ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect '
      'with --lr_schedule constant'),
@@ -45,6 +48,8 @@ ROWS = [
     ('benchmark.py', '--dry_run 8 16 8', '--dry_run 8 16 8 repeats a GPU count; give each once'),
     ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu: RTX4091 is not a known GPU; did you '
      'mean RTX 4090 or'),
+    ('benchmark.py', '--dry_run 8 --gpu A10G', '--gpu: A10G is not a known GPU; with memory '
+     'nearest to its 24 GB, there are '),
     ('benchmark.py', '--dry_run 8 x', '--dry_run: x is not a whole number above 0'),
     ('benchmark.py', '--dry_run 8 7', '--batch_size 2048 is not divisible by 7 devices; use 2044'),
     ('benchmark.py', f'{SYNTHETIC} --gpus_per_node 4', '--gpus_per_node 4 needs --dry_run'),
@@ -57,13 +62,14 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --budget 9 --dollars_per_gpu_hour H100=2', '--budget 9 needs a price for CPU'),
     ('benchmark.py', f'{SYNTHETIC} --max_duration 50', '--max_duration: 50 is not a time such as 5000ba or 2ep'),
     ('benchmark.py', f'{SYNTHETIC} --compile_blocks', '--compile_blocks needs --compile'),
-    ('benchmark.py', f'{SYNTHETIC} --no-use_ema --ema_half_life 5ba', '--ema_half_life 5ba needs --use_ema'),
+    ('benchmark.py', f'{SYNTHETIC} --ema_half_life 5ba', '--ema_half_life 5ba needs --use_ema'),
     ('benchmark.py', f'{SYNTHETIC} --autoresume', '--autoresume needs --save_folder'),
     ('benchmark.py', f'--use_synth_latents {TINY} --random_flip', '--random_flip mirrors images'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --load_weights notes --sample_prompts nowhere',
      '--sample_prompts nowhere, a text file with one prompt on each line, cannot be read (No such file'),
     ('benchmark.py', f'{SYNTHETIC} --sample_prompts prompts.txt', '--sample_prompts prompts.txt needs a trained VAE'),
     ('benchmark.py', f'{SYNTHETIC} --results notes', '--results notes cannot be written'),
+    ('benchmark.py', f'{SYNTHETIC} --results nowhere/r.jsonl', '--results nowhere/r.jsonl: there is no folder'),
     ('benchmark.py', f'{SYNTHETIC} --results plan.csv', '--results plan.csv names a CSV file'),
     ('benchmark.py', f'{SYNTHETIC} --precision amp_fp16', '--precision amp_fp16 needs a GPU, and this machine has '
      'none; give --precision fp32'),
@@ -111,11 +117,19 @@ ROWS = [
     ('report.py', 'published.csv --csv results.jsonl', '--csv results.jsonl does not end in .csv'),
     ('report.py', 'published.csv --figure days.xyz', '--figure days.xyz does not end in .png'),
     ('report.py', 'published.csv --extrapolate 4096', 'a batch_size (if stated) of at least as many images as GPUs'),
-    ('report.py', 'published.csv --phase x@y', 'x@y is not IMAGES@SIZE'),
-    ('report.py', 'published.csv --phase 512 --training_images 3',
-     '--training_images has no effect on plans (--phase)'),
+    ('plan.py', '--gpu 8 H100', "8 is not a GPU count and a GPU name in quotes, such as '16 L40S'"),
+    ('plan.py', '--gpu "8 H1000"', 'H1000 is not a known GPU'),
+    ('plan.py', '--schedule 5@x', '5@x is not STEPS@SIZE, such as 550000@256'),
+    ('plan.py', '--images 1 2 3', '--images has 3 numbers and --schedule 2 phases'),
+    ('plan.py', '--prices none.csv', '--prices none.csv cannot be read (No such file or directory)'),
+    ('plan.py', '--prices published.csv', '--prices published.csv has no column gpu'),
+    ('plan.py', '--dollars_per_gpu_hour H10=3', '--dollars_per_gpu_hour H10=3: H10 is not a known GPU'),
+    ('plan.py', '--csv plan.txt', '--csv plan.txt does not end in .csv'),
+    ('plan.py', "--training_flags '--batch 3'", '--training_flags: --batch is not a flag; did you mean'),
 
     # Folders, weights, images and held-out samples in a training, an evaluation and an export
+    ('benchmark.py', f'{SYNTHETIC} --save_folder dbfs:/run1', '--save_folder dbfs:/run1: only the stores s3://'),
+    ('SLURM_STEP_NUM_TASKS=8 benchmark.py', SYNTHETIC, 'SLURM has started 8 tasks, but no launcher has set RANK'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder notes', '--save_folder notes already holds files'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes does not exist, or holds no complete checkpoint'),
@@ -151,6 +165,7 @@ def folder(tmp_path, monkeypatch, shards, pipeline):
     (tmp_path / 'no-prompt.txt').write_text(' \n\n')
     (tmp_path / 'utf-16.txt').write_text('--use_synth_data', encoding='utf-16')
     (tmp_path / 'quote.txt').write_text("--use_synth_data\n--model_name 'tiny\n")
+    (tmp_path / 'itself.txt').write_text('@itself.txt')
     (tmp_path / 'records.csv').write_text('device,num_devices\nx,1,618\n')
     (tmp_path / 'notes').mkdir()
     (tmp_path / 'empty').mkdir()

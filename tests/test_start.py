@@ -1,4 +1,5 @@
 """A command prepares its process, and a run warns before its first batch."""
+import getpass
 import importlib.util
 import io
 import os
@@ -38,6 +39,13 @@ def test_allocator_and_openmp_are_configured_unless_the_user_has_done_so(tmp_pat
     monkeypatch.setattr(os, 'environ', environment)
     process.begin()
     assert environment == before | after
+
+
+def test_a_user_id_without_a_name_is_named_by_its_number(monkeypatch):
+    monkeypatch.setattr(os, 'environ', {})
+    monkeypatch.setattr('pwd.getpwuid', {}.__getitem__)  # raises KeyError
+    process.begin()
+    assert getpass.getuser() == str(os.getuid())
 
 
 def test_an_ascii_terminal_does_not_end_a_command(monkeypatch):

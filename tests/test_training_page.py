@@ -18,7 +18,7 @@ from tests.test_docs import FENCE, call, folder, words_of  # noqa: F401
 DOWNLOADS = ('hf', 'npm', 'tar')
 SCRIPTS = {'captions.csv': 'captions.py', 'emoji-model': 'model.py'}  # what a block is saved as, by what is in it
 SMALLER = {'benchmark.py': ['--batch_size', '4', '--image_size', '64', '--max_duration', '2ba', '--lr_warmup', '1ba',
-                            '--save_interval', '2ba', '--sample_interval', '2ba', '--num_workers', '0'],
+                            '--save_interval', '2ba', '--sample_interval', '2ba', '--num_workers', '0', '--no-compile'],
            'convert.py': ['--num_workers', '1']}
 
 

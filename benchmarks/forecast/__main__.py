@@ -10,7 +10,7 @@ with the code.
 The points that are fitted are in published.csv (the original's program) and published_speeds.csv (the same at more
 microbatches, and other programs for the same work). The points in judged_speeds.csv only test the result.
 """
-import sys
+import argparse
 
 import pandas as pd
 
@@ -49,6 +49,10 @@ def print_points_that_are_not_fitted(points: pd.DataFrame, fitted: Fitted) -> No
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser('python -m benchmarks.forecast', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('picture', metavar='PICTURE', nargs='?', help='file for a plot of the points (default: none)')
+    picture = parser.parse_args().picture
     points = read_points()
     judged, fitted = judge(points)
     is_eager = judged['compile'] == 'no'
@@ -69,9 +73,9 @@ def main() -> None:
                  'TESTED': (tested_layouts(points), TESTED)}
     for name, (found, in_code) in constants.items():
         print(f'{name} {found}: {"as in the code" if found == in_code else f"the code has {in_code}"}')
-    if len(sys.argv) > 1:
+    if picture:
         from benchmarks.forecast.picture import draw
-        draw(judged, fitted, sys.argv[1])
+        draw(judged, fitted, picture)
 
 
 if __name__ == '__main__':

@@ -1,5 +1,4 @@
 """Trace the work of the steps whose speed was published, each as its source ran it."""
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -9,15 +8,13 @@ from composer import ComposerModel
 from composer.algorithms.ema.ema import compute_ema as composers_compute_ema
 
 from benchmark import build_model
-from sdbench.complete import complete
-from sdbench.flags.parser import parse
-from sdbench.flags.train import Train
-from sdbench.forecast.compiling import compiled
-from sdbench.forecast.count import EMA_UPDATE, OPTIMIZER
+from sdbench.forecast.compiling import compiled_work
 from sdbench.forecast.speed import BatchSplit, StepWork, Work
+from sdbench.forecast.step import EMA_UPDATE, OPTIMIZER
 from sdbench.forecast.trace import build_on_meta, trace_step, work_by_kind, work_of_update
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.models.loading import AUTOCAST_DTYPES
+from sdbench.setup import Setup, settings_of_setup
 
 LOOPED_OPTIMIZER = 'mosaicml/diffusion-benchmark'  # torch 1 launched separate kernels for the update of each weight
 # FSDP: each GPU updates a fraction of the weights, which is too little to count. Its communication is counted as DDP's.
@@ -70,16 +67,11 @@ def trace_without_update(run: Run) -> tuple[ComposerModel, StepWork]:
 
     The sources ran eager steps in channels first and compiled steps in channels_last.
     """
-    # Use the most similar flags of this repository.
+    # Use the most similar setup of this repository.
     precision = 'amp_fp16' if run.precision == 'fp16' else run.precision
-    argv = ['--dry_run', '1', '--image_size', str(run.image_size), '--precision', precision]
-    argv.append('--channels_last' if run.compile else '--no-channels_last')
-    if run.encoder_precision:
-        argv += ['--encoder_precision', run.encoder_precision]
-    if run.half_precision_norms:
-        argv.append('--half_precision_norms')
-    settings = complete(parse(Train, '', argv, 'benchmark.py'), None)
-    outline = build_on_meta(settings, build_model)
+    setup = Setup(image_size=run.image_size, precision=precision, encoder_precision=run.encoder_precision,
+                  channels_last=run.compile, half_precision_norms=run.half_precision_norms).with_defaults()
+    outline = build_on_meta(settings_of_setup(setup), build_model)
 
     # Change the model where this repository has no such flag.
     if run.encoders == 'none':
@@ -89,9 +81,9 @@ def trace_without_update(run: Run) -> tuple[ComposerModel, StepWork]:
         # Autocast then casts neither weights nor gradients. The `to` of diffusers would print a warning.
         torch.nn.Module.to(outline.unet, AUTOCAST_DTYPES[precision])
 
-    memory, work = trace_step(outline, precision)
+    _, work = trace_step(outline, precision)
     if run.compile:
-        _, work = compiled(memory, work, replace(settings, compile=True, compile_blocks=False))
+        work = compiled_work(work, setup)
     return outline, work
 
 

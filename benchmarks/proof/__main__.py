@@ -1,148 +1,51 @@
-"""Measure the GPUs of this machine and check what a training relies on: speed, memory, exactness, resumes, the loader.
+"""Measure this machine, and check what a training relies on: speed, memory, exactness, resumes and the loader.
 
-    python -m benchmarks.proof results/8xH100                # or make proof; half an hour on an H100
-    python -m benchmarks.proof results/8xH100 --minutes 5    # only the first steps, which tell the most
+    python -m benchmarks.proof --minutes 0                   # make smoke: only the first steps
+    python -m benchmarks.proof results/8xH100                # make proof: all steps; half an hour on an H100
+    python -m benchmarks.proof results/8xH100 --minutes 5    # no further step starts after five minutes
 
-Each step is a command that must show something. Its output is kept in FOLDER/logs. Its result is appended to
-FOLDER/records.jsonl as soon as it ends, so the same command continues with the steps that have no result yet. At the
-end it prints all results, and report.py writes FOLDER/proof.html from the measurements. A FOLDER holds the results of
-one machine with one commit and one set of libraries. Without a GPU, or with --tiny, the steps train the tiny model
-instead of Stable Diffusion 2.
+Each step is a command that must show something. The first steps train Stable Diffusion 2 on all GPUs with
+recipes/original.txt and with recipes/fastest.txt, with a batch of 64 images per GPU. Without a GPU the steps train the
+tiny model, which shows that the installation works.
+
+A step's output is in FOLDER/logs, and its result is appended to FOLDER/results.jsonl when it ends, together with the
+record of its training. The same command continues with the steps that have not succeeded yet on this machine with this
+commit and these libraries. At the end it prints all results, and writes the page FOLDER/results.html.
 """
 import argparse
 import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
-from benchmarks.smoke import ORIGINAL_GIB, ROOT, Machine, find_machine, measurement, smoke_runs
-from sdbench.errors import UserError
-from sdbench.flags.train import SD2_BASE
+from benchmarks.proof.steps import ROOT, Machine, Step, all_steps, find_machine, first_steps
+from sdbench.files import parse_json
+from sdbench.forecast.forecast import DoesNotFit, forecast
 from sdbench.gpus import CARDS
 from sdbench.process import begin, one_line_errors
-from sdbench.records.setup import forecast_command
+from sdbench.records.record import append_line
 from sdbench.records.versions import git_commit, package_versions
+from sdbench.setup import setup_of_record
 
 LIMIT = 1200  # seconds after which a step is killed; the longest one takes 200 on an H100
 FAR = 1.25    # a speed this many times its forecast, or its forecast this many times the speed, needs an explanation
-CHECK = ('-m', 'benchmarks.proof.checks')
-# Flags of each speed switch, which is compared with the defaults
-ONE_SWITCH = {
-    'defaults': [],
-    'channels last': ['--channels_last'],
-    'half-precision norms': ['--half_precision_norms'],
-    'compile': ['--compile', '--no-compile_blocks'],
-    'compile blocks': ['--compile', '--compile_blocks'],
-    "cuDNN's attention": ['--attention', 'cudnn'],
-    "xformers' attention": ['--attention', 'xformers'],
-    'cuDNN benchmark': ['--cudnn_benchmark'],
-    'float32 encoders': ['--encoder_precision', 'fp32'],
-    'plain optimizer': ['--no-fused_optimizer'],
-}
-
-
-class Step(NamedTuple):
-    """A command with the line that its output must show.
-
-    Attributes:
-        program: a script of this repository, or `-m` and a module, and its flags.
-        shows: regular expression that a line of its output must match; the result quotes the last such line.
-        fails: whether the command must end with an error instead of exit status 0.
-    """
-    program: tuple[str, ...]
-    shows: str
-    fails: bool = False
-
-    @property
-    def is_measurement(self) -> bool:
-        """Tell whether the step measures a training, whose record belongs into the results."""
-        return self.program[0] == 'benchmark.py' and not self.fails
-
-
-def measuring(*flags: str) -> Step:
-    """Return a step that measures a training on synthetic data."""
-    return Step(measurement(*flags), r'^images/s ')
-
-
-def refusing(reason: str, *flags: str) -> Step:
-    """Return a step whose training must end with one line that says the reason."""
-    program = ('benchmark.py', '--use_synth_data', *flags, '--results', os.devnull)
-    return Step(program, f'^benchmark.py: error: .*{reason}', fails=True)
-
-
-def all_steps(machine: Machine, results: str) -> dict[str, Step]:
-    """Return the steps of a proof by name, the most informative ones first. `results` is the file for records."""
-    steps = {'machine': Step((*CHECK, 'machine'), 'TFLOP/s')}
-    steps |= {name: Step(program, r'^images/s ') for name, program in smoke_runs(machine).items()}
-
-    # Checks. Most train the tiny model, because they are about the program and not about its size.
-    tiny = replace(machine, tiny=True).batch_flags(4)
-    steps['exactness'] = Step(('-m', 'benchmarks.proof.exactness'), '^thirty steps')
-    steps['resume'] = Step((*CHECK, 'resume', *tiny), '^after a kill')
-    steps['NaN'] = refusing('not finite', *tiny, '--learning_rate', '1e38')
-    if machine.gpus:
-        too_large = ['--batch_size', str(512 * machine.gpus), '--device_train_microbatch_size', '512']
-        steps['out of memory'] = refusing('out of memory', *too_large, '--use_ema')
-    microbatch = '4' if machine.tiny or machine.gib < ORIGINAL_GIB else '16'
-    steps['loader'] = Step((*CHECK, 'loader', '--results', results, *machine.batch_flags(32),
-                            '--device_train_microbatch_size', microbatch), '^loader alone')
-    ema_update = ('-m', 'benchmarks.ema_update', 'tiny' if machine.tiny else SD2_BASE)
-    steps['EMA update'] = Step(ema_update, r'^update ratio [1-9]')  # faster than Composer's update
-
-    # Speeds
-    if machine.gpus:
-        return steps | speed_steps(machine)
-    flags = machine.batch_flags(4)
-    steps['latents'] = measuring(*flags, '--use_synth_latents')
-    steps['microbatch of 2'] = measuring(*flags, '--device_train_microbatch_size', '2')
-    return steps
-
-
-def speed_steps(machine: Machine) -> dict[str, Step]:
-    """Return the steps that measure both recipes at each microbatch, and each speed switch alone at one microbatch."""
-    sizes = [4, 8, 16, 32]
-    common = 8 if machine.gib < 60 else 16  # the microbatch for comparing switches
-    small = []
-    if machine.gib < ORIGINAL_GIB:
-        sizes, common, small = [1, 2], 1, ['--no-use_ema']
-    if machine.tiny:
-        sizes, common = [1, 2], 4
-
-    # Both recipes at each microbatch, the fastest without its compiler, which takes minutes for each microbatch
-    flags = [*machine.batch_flags(32), *small, '--device_train_microbatch_size']
-    large_batch = [*machine.batch_flags(128), *small, '--device_train_microbatch_size', 'auto']
-    eager = ['@recipes/fastest.txt', '--no-compile']
-    steps = {'eager, largest': measuring(*eager, *large_batch),
-             'latents, eager, largest': measuring(*eager, *large_batch, '--use_synth_latents')}
-    for size in sizes:
-        steps[f'eager, {size}'] = measuring(*eager, *flags, str(size))
-    for size in sizes[1:]:
-        steps[f'original, {size}'] = measuring('@recipes/original.txt', *flags, str(size))
-    steps['original, largest'] = measuring('@recipes/original.txt', *large_batch)
-
-    # Each switch alone
-    for name, switches in ONE_SWITCH.items():
-        steps[name] = measuring(*flags, str(common), *switches)
-    if machine.gpus > 1:
-        steps['bf16 all-reduce'] = measuring(*flags, str(common), '--allreduce_precision', 'bf16')
-    return steps
 
 
 def run_step(step: Step, machine: Machine, results: Path, log: Path) -> tuple[bool, str]:
     """Run a step. Return whether it succeeded, and the line that it showed or how it failed."""
+    command = [sys.executable, *step.program]
     if step.is_measurement:
-        status = run([*machine.launch(*step.program), '--results', str(results)], log)
+        command = [*machine.launch(*step.program), '--results', str(results)]
     elif step.fails:
-        status = run(machine.launch(*step.program), log)
-    else:
-        status = run([sys.executable, *step.program], log)
+        command = machine.launch(*step.program)
+    print(f'{shlex.join(command)} > {shlex.quote(str(log))}', file=sys.stderr, flush=True)
+    status = run(command, log)
 
     # If the step did not end as it must, return its last error.
     lines = log.read_text(errors='replace').splitlines()
@@ -156,14 +59,22 @@ def run_step(step: Step, machine: Machine, results: Path, log: Path) -> tuple[bo
     if not step.is_measurement:
         return True, result
 
-    # Compare a measurement with its forecast, which follows it in the results.
-    measured = read_lines(results)[-1]
-    if measured['device'] not in CARDS:
+    # Compare a measurement with the forecast for its setup.
+    ratio = ratio_to_forecast(read_lines(results)[-1])
+    if ratio is None:
         return True, result
-    if run([sys.executable, *forecast_command(measured, str(results))], log) != 0:
-        return False, f'{result}; its forecast failed'
-    ratio = measured['images_per_sec'] / read_lines(results)[-1]['images_per_sec']
-    return machine.tiny or 1 / FAR <= ratio <= FAR, f'{result}; {ratio:.2f} times the forecast'
+    return 1 / FAR <= ratio <= FAR, f'{result}; {ratio:.2f} times the forecast'
+
+
+def ratio_to_forecast(record: dict) -> float | None:
+    """Return the speed of a measured training divided by the forecast for its setup; None if there is no forecast."""
+    if record['device'] not in CARDS:
+        return None
+    try:
+        speed = forecast(setup_of_record(record), CARDS[record['device']]).images_per_sec
+    except DoesNotFit:
+        return None
+    return None if math.isnan(speed) else record['images_per_sec'] / speed
 
 
 def run(command: list[str], log: Path) -> int | None:
@@ -181,35 +92,33 @@ def run(command: list[str], log: Path) -> int | None:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Return the JSON objects in a file, one per line; none if there is no file."""
+    """Return the JSON objects in a file, one per line; none if there is no file. Raises UserError for another line."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [parse_json(line, f'{path}:{number}') for number, line in enumerate(path.read_text().splitlines(), start=1)]
 
 
-def prove(folder: Path, machine: Machine, minutes: float) -> None:
-    """Run the steps that have no result yet, start none after `minutes`, print all results and write proof.html.
+def prove(folder: Path, machine: Machine, minutes: float) -> bool:
+    """Run the first steps and, until `minutes` have passed, the others. Print all results, and write the page.
 
-    Raises UserError if the results in `folder` are from another machine, commit or version of a library.
+    Returns whether all steps that ran succeeded. Steps that have succeeded before are not repeated.
     """
-    path = (folder / 'records.jsonl').resolve()
-    results = {record['step']: record for record in read_lines(path) if record['stage'] == 'proof'}
-    here = {'machine': f'{machine.gpus} x {machine.device}', 'model': 'tiny' if machine.tiny else SD2_BASE,
-            'commit': git_commit(), 'python': sys.version.split()[0], **package_versions()}
-    for result in results.values():
-        for what, now in here.items():
-            before = result['here'].get(what)
-            if before != now:
-                raise UserError(f'FOLDER {folder} has results with {what} {before}, but this is {what} {now}; give a '
-                                'new FOLDER')
+    # Results from another machine, commit or version of a library stay in the file, but do not count.
+    path = (folder / 'results.jsonl').resolve()
+    here = {'machine': f'{machine.gpus} x {machine.device}', 'commit': git_commit(), 'python': sys.version.split()[0],
+            **package_versions()}
+    results = {}
+    for record in read_lines(path):
+        if record['stage'] == 'proof' and record['here'] == here and record['holds']:
+            results[record['step']] = record
 
     # Run one step after another. A result is written after its step, so an interrupted step runs again next time.
     start = time.monotonic()
-    logs = folder / 'logs'
+    logs = folder.resolve() / 'logs'
     logs.mkdir(parents=True, exist_ok=True)
     steps = all_steps(machine, str(path))
     missing = [name for name in steps if name not in results]
-    while missing and time.monotonic() - start < 60 * minutes:
+    while missing and (missing[0] in first_steps(machine) or time.monotonic() - start < 60 * minutes):
         name = missing.pop(0)
         began = time.monotonic()
         log = logs / f'{name}.txt'
@@ -217,19 +126,34 @@ def prove(folder: Path, machine: Machine, minutes: float) -> None:
         holds, text = run_step(steps[name], machine, path, log)
         results[name] = {'stage': 'proof', 'step': name, 'holds': holds, 'result': text,
                          'seconds': round(time.monotonic() - began, 1), 'here': here}
-        with open(path, 'a') as file:
-            print(json.dumps(results[name]), file=file)
+        append_line(json.dumps(results[name]), str(path))
         print(result_line(results[name]), f'({len(missing)} to go)', file=sys.stderr, flush=True)
 
-    # Print the failed steps last, because the end of the output is seen first.
+    print_results(results, missing, machine)
+    page = path.with_suffix('.html')
+    report = [sys.executable, 'report.py', str(path), '--html', str(page)]
+    if subprocess.run(report, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0:
+        print(f'As a page: {page}')
+    if machine.gpus:
+        print(f'A plan of a whole training, corrected by these speeds: python plan.py {path}')
+    print(f'Written: {path}, {logs}')
+    return all(result['holds'] for result in results.values())
+
+
+def print_results(results: dict[str, dict], missing: list[str], machine: Machine) -> None:
+    """Print a line for each step, the failed ones last, because the end of the output is seen first."""
     for result in sorted(results.values(), key=lambda result: not result['holds']):
         print(result_line(result))
+    speeds = {}
+    for name in first_steps(machine):
+        found = name in results and re.match(r'images/s ([\d.,]+)', results[name]['result'])
+        if found:
+            speeds[name] = float(found[1].replace(',', ''))
+    if len(speeds) == 2:
+        print(f'recipes/fastest.txt is {speeds["fastest"] / speeds["original"]:.2f} times as fast as '
+              'recipes/original.txt')
     if missing:
         print(f'Not run yet: {", ".join(missing)}')
-    if any(record['stage'] != 'proof' for record in read_lines(path)):
-        report = [sys.executable, 'report.py', str(path), '--html', str(path.with_name('proof.html'))]
-        subprocess.run(report, cwd=ROOT, stdout=subprocess.DEVNULL)
-    print(f'To send in the results, make a pull request with the folder {folder}')
 
 
 def result_line(result: dict) -> str:
@@ -240,16 +164,15 @@ def result_line(result: dict) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     begin()  # prepares the environment, which the steps inherit
-    parser = argparse.ArgumentParser('proof.py', description=__doc__,
+    parser = argparse.ArgumentParser('python -m benchmarks.proof', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('folder', type=Path, metavar='FOLDER', help='folder for the records, the logs and the page')
+    parser.add_argument('folder', type=Path, metavar='FOLDER', nargs='?', default=ROOT,
+                        help='folder for the records, the logs and the page (default: this repository)')
     parser.add_argument('--minutes', type=float, default=math.inf,
                         help='minutes after which no further step starts (default: all steps run)')
-    parser.add_argument('--tiny', action='store_true', help='train the tiny model on GPUs, too')
     args = parser.parse_args(argv)
     with one_line_errors('proof.py'):
-        prove(args.folder, find_machine(args.tiny), args.minutes)
-        return 0
+        return 0 if prove(args.folder, find_machine(), args.minutes) else 1
 
 
 if __name__ == '__main__':

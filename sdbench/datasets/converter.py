@@ -1,9 +1,11 @@
 """Convert tars, Parquet files and images into the shards of a part. Each worker process runs `convert_parts`."""
 import hashlib
 import html
+import io
 
 import ftfy
 import torch
+from PIL import Image
 
 from sdbench.datasets.output import DAMAGED, Output, PartWriter
 from sdbench.datasets.readers import make_sample, read_samples
@@ -11,7 +13,9 @@ from sdbench.datasets.tables import Columns
 from sdbench.datasets.workers import Part
 from sdbench.errors import BadSample
 from sdbench.flags.commands import Convert
+from sdbench.flags.train import Model
 from sdbench.inputs.captions import MDS_CAPTION_COLUMNS, ONE_CAPTION, Named, to_columns
+from sdbench.inputs.images import formats
 from sdbench.inputs.tokenizer import is_too_long
 
 SHARD_COLUMNS = {'jpg': 'bytes', **MDS_CAPTION_COLUMNS}  # MDS types by column
@@ -42,7 +46,7 @@ def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -
         skipped = []
         for file in part.sources:
             kept = 0
-            for key, fields in read_samples(file, columns):
+            for key, fields in read_samples(file, columns, settings.split):
                 try:
                     image, captions, missing = make_sample(fields, columns, clean)
                 except BadSample as reason:
@@ -70,8 +74,18 @@ def write_sample(writer: PartWriter, image: bytes, captions: Named, per_caption:
         samples = [{ONE_CAPTION: [text]} for text in all_texts]
     for sample_captions in samples:
         writer.write({'jpg': image, **to_columns(sample_captions)})
+    count_shape(writer, image)
     writer.captions.update({name: len(texts) for name, texts in captions.items()})
     writer.long_captions += sum(map(is_too_long, all_texts))
+
+
+def count_shape(writer: PartWriter, image: bytes) -> None:
+    """Count an image, whether its centre square lacks more than a third of it, and whether it must be enlarged."""
+    with Image.open(io.BytesIO(image), formats=formats()) as opened:
+        shorter, longer = sorted(opened.size)
+    writer.shapes['images'] += 1
+    writer.shapes['cropped'] += 3 * shorter < 2 * longer
+    writer.shapes['enlarged'] += shorter < Model.image_size
 
 
 def clean_caption(caption: str) -> str:

@@ -75,7 +75,7 @@ class Batches(Dataset):
             batch['indices'].append(index)
             batch['captions'].append(to_columns(sample[CAPTIONS]))
         if images:
-            batch['image'] = stack_images(images, self.image_size)
+            batch['image'] = stack_images(images)
         return batch
 
 
@@ -179,7 +179,7 @@ class Encoder:
         if self.settings.compile:
             missing = self.settings.batch_size - len(images)
             images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))
-        images = normalize({'image': images}, self.settings.image_size)['image'].to(self.vae.dtype)
+        images = normalize({'image': images})['image'].to(self.vae.dtype)
         moments = self.vae.encode(images).latent_dist.parameters.half()  # (B, 8, H/8, W/8)
         moments = moments[:len(batch['indices'])].cpu()
 

@@ -4,11 +4,7 @@ In folders and in tars, a name is split at its last dot: the key is before it, a
 caption of KEY.jpg is in KEY.txt or KEY.caption, or is the "caption" in KEY.json. The case of a suffix does not matter.
 WebDataset splits at the first dot instead, which makes IMG_2020.01.02.jpg and IMG_2020.01.03.jpg one sample.
 """
-import os
-import unicodedata
-from collections import defaultdict
 from collections.abc import Iterable, Set
-from typing import Any
 
 from sdbench.inputs.images import formats
 
@@ -16,7 +12,7 @@ IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.b
                   '.ppm')
 HEIF_SUFFIXES = ('.heic', '.heif')  # read if pillow-heif is installed
 CAPTION_SUFFIXES = ('.txt', '.caption', '.json')  # in this order, the first file that is not empty has the caption
-TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.parquet')  # tables that --captions may name
+TABLE_SUFFIXES = ('.csv', '.jsonl', '.parquet')  # tables that --captions may name
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -70,36 +66,3 @@ def is_written_by_img2dataset(name: str, present: Set[str]) -> bool:
 def is_hidden(name: str) -> bool:
     """Tell whether a file is hidden or lies in a hidden folder, such as ._a.jpg and .Trash/a.jpg."""
     return any(part.startswith('.') and part not in ('.', '..') for part in name.split('/'))
-
-
-def normal_form(name: str) -> str:
-    """Return a name or path in the form that all its spellings share.
-
-    Spellings of a name differ only in upper and lower case, spaces around it, backslashes instead of slashes, and the
-    Unicode normalization of accents.
-    """
-    parts = [part.strip() for part in name.replace('\\', '/').split('/')]
-    return unicodedata.normalize('NFC', os.path.normpath('/'.join(parts)).casefold())
-
-
-def pair_by_form(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, str]]:
-    """Return pairs (name, other) with the same normal form, except where two names or two others share that form."""
-    forms = defaultdict(lambda: ([], []))
-    for side, names_of_side in enumerate((names, others)):
-        for name in names_of_side:
-            forms[normal_form(name)][side].append(name)
-    return [(one[0], other[0]) for one, other in forms.values() if len(one) == len(other) == 1]
-
-
-def join_similar_keys(files: dict[str, dict[str, Any]]) -> None:
-    """Move captions without an image to the image without a caption whose key has the same normal form.
-
-    For example, IMG_1.txt has the caption of img_1.JPG if neither has another partner.
-
-    Args:
-        files: the files of a folder or a tar, by key and suffix.
-    """
-    with_image = {key for key, suffixes in files.items() if any(map(is_image, suffixes))}
-    with_caption = {key for key, suffixes in files.items() if any(map(is_caption, suffixes))}
-    for image, caption in pair_by_form(with_image - with_caption, with_caption - with_image):
-        files[image].update(files.pop(caption))

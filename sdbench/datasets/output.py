@@ -200,6 +200,7 @@ class PartWriter(MDSWriter):
         self.part = part
         self.captions = Counter()  # captions written, by name
         self.long_captions = 0  # captions whose end the text encoder does not see
+        self.shapes = Counter()  # images by what a training changes about them, see `count_shape` in converter.py
 
     def flush_shard(self) -> None:
         """Write the samples since the last shard, if any, as the next shard. Streaming calls this."""
@@ -219,7 +220,7 @@ class PartWriter(MDSWriter):
         """
         self.flush_shard()
         index = {'version': 2, 'shards': self.shards, 'skipped': list(skipped), 'captions': dict(self.captions),
-                 'long_captions': self.long_captions}
+                 'long_captions': self.long_captions, 'shapes': dict(self.shapes)}
         self.output.write(f'{self.part}/{INDEX}', json.dumps(index).encode())
 
 
@@ -232,6 +233,7 @@ class Joined:
     bytes: int = 0  # size of all shards
     captions: Counter = field(default_factory=Counter)  # by name
     long_captions: int = 0
+    shapes: Counter = field(default_factory=Counter)  # as in PartWriter; parts of earlier versions have none
     skipped: Counter = field(default_factory=Counter)  # lines in skipped.jsonl, by kind of reason
     first_skipped: dict | None = None  # the first line in skipped.jsonl
     damaged: list[dict] = field(default_factory=list)  # lines about files that could not be read to their end
@@ -242,6 +244,7 @@ class Joined:
         self.samples += self.samples_of[part]
         self.captions.update(index.get('captions', {}))
         self.long_captions += index.get('long_captions', 0)
+        self.shapes.update(index.get('shapes', {}))
         for shard in index['shards']:
             shard['raw_data']['basename'] = f'{part}/{shard["raw_data"]["basename"]}'
             self.shards.append(json.dumps(shard))

@@ -2,6 +2,7 @@
 
 A link in a tar is not followed, because a stranger may have made it. (sources.py follows links in folders.)
 """
+import codecs
 import contextlib
 import errno
 import json
@@ -18,19 +19,18 @@ from sdbench.datasets.names import (
     is_caption,
     is_hidden,
     is_image,
-    join_similar_keys,
     split_name,
     why_not_read,
 )
 from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.sources import File
+from sdbench.datasets.splits import ALL_SPLITS, group_by_split, require_one_split
 from sdbench.datasets.tables import (
     USUAL_COLUMNS,
     Columns,
     NoSuchColumn,
     SkipReason,
     captions_in,
-    encoding_of,
     with_name,
 )
 from sdbench.errors import BadSample, DataError, UserError, one_line
@@ -69,7 +69,8 @@ Fields = dict[str, Any]
 Members = dict[str, dict[str, SkipReason | Place]]  # files in a tar, by key and suffix
 
 
-def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple[Key, Fields]]:
+def read_samples(file: File, columns: Columns = USUAL_COLUMNS, split: str | None = None
+                 ) -> Iterator[tuple[Key, Fields]]:
     """Yield (key, fields) for each sample in a tar, a Parquet file or an image file. `make_sample` takes the fields.
 
     If the file is cut short or damaged, the last item is (None, {NO_SAMPLE: reason}); all samples before it are whole.
@@ -77,13 +78,15 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
     Args:
         file: the file to read; its suffix tells the format.
         columns: columns of images and captions in Parquet.
+        split: value of --split. Unless it is ALL_SPLITS, the samples in a tar must belong to one split.
 
-    Raises DataError if the file cannot be read at the moment, for example because a network file system is down.
+    Raises DataError if the file cannot be read at the moment, for example because a network file system is down, or if
+    a tar has several splits.
     """
     try:
         suffix = split_name(file.name)[1].lower()
         if suffix == '.tar':
-            yield from read_tar(file.name)
+            yield from read_tar(file.name, split)
         elif suffix == '.parquet':
             yield from read_parquet(file, columns)
         else:
@@ -128,18 +131,24 @@ def read_image_file(file: File) -> Fields:
     return fields
 
 
-def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
+def read_tar(name: str, split: str | None) -> Iterator[tuple[str, Fields]]:
     """Yield (key, fields) for the samples in a tar, and in all tars that follow it in the same file.
 
     The headers of a tar are read first, and its files are paired by key, because a tar of a folder has its files in any
     order. For example, `a/b.jpg` is the .jpg of the sample a/b. The samples come in the order of their first files. If
     a name occurs twice, as after a second `tar --append`, a SkipReason replaces the file: either file may be right.
 
-    Raises tarfile.ReadError, or nearly any other exception, if the tar is damaged.
+    Raises tarfile.ReadError, or nearly any other exception, if the tar is damaged, and DataError if it has several
+    splits.
     """
     with open_file(name) as reader:
         for members in list_members(reader):
-            join_similar_keys(members)
+            if split != ALL_SPLITS:
+                keys = [key for key, files in members.items() if any(map(is_image, files))]
+                try:
+                    require_one_split(group_by_split(keys), name, 'unpack the tar to convert one of them')
+                except UserError as error:
+                    raise DataError(str(error)) from None
             for key, files in members.items():
                 fields = {}
                 for suffix, content in files.items():
@@ -255,7 +264,8 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
                     if content is None:
                         content = SkipReason('the row has none')
                     elif not isinstance(content, bytes):
-                        content = SkipReason(f'the row has {content!r:.50} instead of its bytes (--captions reads '
+                        shown = repr(content) if isinstance(content, str) else f'a {type(content).__name__}'
+                        content = SkipReason(f'the row has {shown:.50} instead of its bytes (--captions reads '
                                              'tables of paths, and img2dataset makes tars of addresses)')
 
                     # A caption column holds a text or a list of texts.
@@ -335,6 +345,13 @@ def read_captions(fields: Fields, columns: Columns, clean: Callable[[str], str])
     if not any(captions.values()):
         raise BadSample(missing[0])
     return captions, missing
+
+
+def encoding_of(beginning: bytes) -> str:
+    """Return the name of the encoding of a text, from its first bytes: UTF-16 with a byte order mark, or else UTF-8."""
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return 'utf-16'
+    return 'utf-8-sig'
 
 
 def caption_text(suffix: str, content: bytes | SkipReason) -> str | SkipReason:

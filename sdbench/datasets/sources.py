@@ -16,7 +16,7 @@ import re
 import stat
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from sdbench.datasets.names import (
@@ -26,10 +26,10 @@ from sdbench.datasets.names import (
     is_image,
     is_shard,
     is_written_by_img2dataset,
-    join_similar_keys,
     split_name,
     why_not_read,
 )
+from sdbench.datasets.splits import ALL_SPLITS, group_by_split, require_one_split
 from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, CaptionTables, Columns, SkipReason, Table
 from sdbench.errors import DataError, UserError, one_line
 from sdbench.inputs.captions import Named
@@ -85,8 +85,8 @@ class Found(NamedTuple):
     captions: dict[Table, int]  # number of rows in each table that gave a caption
 
 
-def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: str | None = None,
-               columns: Columns = USUAL_COLUMNS) -> Found:
+def find_files(sources: Sequence[str], excluded: Iterable[str] = (), captions: str | None = None,
+               columns: Columns = USUAL_COLUMNS, split: str | None = None) -> Found:
     """Find the tars, Parquet files and images that `sources` name, and record everything else as skipped.
 
     A source is a file, a folder (searched with all its subfolders) or a glob. In a store it is a tar, a Parquet file, a
@@ -97,9 +97,10 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
         excluded: folders or addresses that are not searched, such as the output of the conversion.
         captions: path of the table that --captions names.
         columns: columns of images and captions in tables.
+        split: the split to convert, or ALL_SPLITS. None: SOURCE must have only one.
 
-    Raises UserError if a source names nothing or a table of captions cannot be read, DataError if a disk fails, and
-    OSError if a store, or the folder of a named file, cannot be listed.
+    Raises UserError if a source names nothing, a table of captions cannot be read, or the split must be chosen,
+    DataError if a disk fails, and OSError if a store, or the folder of a named file, cannot be listed.
     """
     # List the stores, then the folders of this machine.
     search = Search(sources, excluded)
@@ -126,6 +127,17 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
     rows = tables.match(images)
     for folder, files in classified:
         converted |= {file.name: file for file in search.with_captions(folder, files, tables)}
+
+    # Never mix the splits of a dataset, unless the user says so.
+    groups = group_by_split(converted, search.sources)
+    if split is None:
+        require_one_split(groups, f'SOURCE {" ".join(sources)}', 'give one of them, such as --split train')
+    elif split != ALL_SPLITS:
+        if groups and split not in groups:
+            raise UserError(f'--split {split}: SOURCE holds only files of {" and ".join(groups)}; give another split')
+        for name in sorted(converted.keys() - groups.get(split, {}).keys()):
+            search.skip(name, f'other split: it is not of --split {split}')
+            del converted[name]
     return Found(sorted(converted.values(), key=lambda file: file.name.split('/')), search.skipped, rows)
 
 
@@ -169,13 +181,16 @@ class Search:
         folder = key
         if WILDCARDS.search(key):
             folder = WILDCARDS.split(key)[0].rpartition('/')[0]
-        listed = files_below(f'{bucket}/{folder}', label)
-        named = listed
-        if folder != key:
-            named = [file for file in listed if file.key == key or file.key.startswith(f'{key}/')]
-            named = named or [file for file in listed if fnmatch.fnmatchcase(file.key, key)]  # * matches / as well
+        listed = named = files_below(f'{bucket}/{folder}', label)
+        exact = [file for file in listed if file.key == key or file.key.startswith(f'{key}/')]
+        if exact:
+            folder = key
+            listed = named = exact
+        elif folder != key:
+            named = [file for file in listed if fnmatch.fnmatchcase(file.key, key)]  # * matches / as well
         if not named:
             raise nothing_there(source)
+        names_hidden = is_hidden(key.removeprefix(folder).lstrip('/'))  # for example the glob .tmp*/0.tar
 
         # Choose by name, as `classify` does for files of this machine. Names are relative to the listed folder.
         names = {file.key: file.key.removeprefix(folder).lstrip('/') or os.path.basename(folder) for file in listed}
@@ -188,7 +203,7 @@ class Search:
                 continue  # an empty object marks a folder
             if {'', '.', '..'} & {*file.key.split('/')}:  # clients would request a normalized key, so another object
                 self.skip(path, 'unusable key: it contains //, /./ or /../; copy the object to another key')
-            elif is_hidden(name) and path not in self.sources:
+            elif is_hidden(name) and path not in self.sources and not names_hidden:
                 self.skip(path, 'hidden')
             elif is_written_by_img2dataset(name, present):
                 continue
@@ -282,7 +297,6 @@ class Search:
             key, suffix = split_name(name)
             if is_image(suffix) or is_caption(suffix):
                 names[key][suffix] = name
-        join_similar_keys(names)
 
         # Find the captions whose image SOURCE names. An image that cannot be opened counts, because it was reported.
         with_image = set()

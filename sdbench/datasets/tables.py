@@ -1,18 +1,19 @@
-"""Tables with captions for images: find their columns, read their rows, and match each row with an image."""
-import codecs
+"""Tables with captions for images: find their columns, read their rows, and match each row with an image.
+
+The rule is that of Hugging Face's ImageFolder: the column `file_name` holds the path of an image, relative to the
+folder of its table. Names of columns and paths must match exactly. Whatever does not match is skipped with a reason.
+"""
 import csv
 import functools
-import itertools
 import json
 import os
 import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
-from operator import attrgetter
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
-from sdbench.datasets.names import CAPTION_SUFFIXES, normal_form, pair_by_form
+from sdbench.datasets.names import CAPTION_SUFFIXES, split_name
 from sdbench.errors import UserError, one_line
 from sdbench.inputs.captions import ONE_CAPTION, Named
 
@@ -22,8 +23,7 @@ TABLES = ('metadata.csv', 'metadata.jsonl', 'metadata.parquet', OWN_TABLE)
 NO_TABLE = 'not a table of captions'  # prefix of the reason for tables without the columns
 USUAL_PATH_COLUMNS = ('file_name', 'filename')
 USUAL_CAPTION_COLUMNS = ('text', 'caption')
-SEPARATORS = ',;\t|'  # between the columns of a CSV; which one a spreadsheet writes depends on its language
-UNQUOTED_SEPARATORS = '\t|'  # tables with these separators often have no quotes around cells
+COCO = '.json'  # suffix of the tables that are read in the layout of COCO
 MISSING_CAPTIONS = ('nan', 'NaN', 'None', '<NA>')  # what pandas writes for a missing value in a column of text
 
 
@@ -48,26 +48,21 @@ class Columns(NamedTuple):
 
     @property
     def suffixes(self) -> list[str]:
-        """Return the suffixes of caption files that --caption_column gives, such as .txt."""
+        """The suffixes of caption files that --caption_column gives, such as .txt."""
         return [given for given in self.captions if given in CAPTION_SUFFIXES]
 
-    def find(self, path: str, names: Sequence[str], usual_images: Sequence[str], allow_any_single_column: bool = False
-             ) -> tuple[str, dict[str, str]]:
+    def find(self, path: str, names: Sequence[str], usual_images: Sequence[str]) -> tuple[str, dict[str, str]]:
         """Return the image column of a table, and a dict of its caption columns by caption name.
 
         Args:
             path: path of the table, for errors.
             names: names of all columns in the table.
             usual_images: usual names of the image column.
-            allow_any_single_column: if the table has only one other column, take it as captions, whatever its name.
 
         Raises NoSuchColumn if a column is missing, and UserError if two columns match.
         """
         image = find_column(path, names, '--image_column', self.image, usual_images)
-        others = [name for name in names if name != image]
         wanted = [given for given in self.captions if given not in self.suffixes]
-        if not wanted and allow_any_single_column and len(others) == 1:
-            return image, {ONE_CAPTION: others[0]}
         captions = {self.name_of(given): find_column(path, names, '--caption_column', given, USUAL_CAPTION_COLUMNS)
                     for given in wanted or [None]}
         return image, captions
@@ -77,37 +72,21 @@ USUAL_COLUMNS = Columns()
 
 
 def find_column(path: str, names: Sequence[str], flag: str, given: str | None, usual: Sequence[str]) -> str:
-    """Return the column with exactly the given name or, if no name is given, the column with a usual name.
-
-    The spelling of a usual name does not matter: File_Name, "file name" and FILENAME are spellings of file_name.
-
-    Args:
-        path: path of the table, for errors.
-        names: names of all columns in the table.
-        flag: flag that names the column, for errors.
-        given: value of the flag; None means the usual names.
-        usual: usual names of the column.
+    """Return the column that a flag names or, if `given` is None, the column with a usual name.
 
     Raises NoSuchColumn if no column matches, and UserError if two columns match.
     """
-    def letters(name: str) -> str:
-        return ''.join(filter(str.isalnum, name.casefold()))
-
-    if given is not None:
-        found = [name for name in names if name == given]
-    else:
-        spellings = {letters(name) for name in usual}
-        found = [name for name in names if letters(name) in spellings]
+    wanted = usual if given is None else [given]
+    found = [name for name in names if name in wanted]
     if not found:
-        present = ', '.join(name or '(no name)' for name in names)
-        if given:
-            raise NoSuchColumn(f'it has no column {given} for {flag}; its columns are {present}')
-        raise NoSuchColumn(f'it has no column {" or ".join(usual)}; its columns are {present}; give {flag} NAME')
-    if len(found) > 1 and len(set(found)) == 1:
-        raise UserError(f'the table {path} has {len(found)} columns called {found[0]}; rename all but one of them')
+        advice = f'give {flag} NAME' if given is None else f'which {flag} gives'
+        if len(names) == 1:
+            advice += '; a CSV needs commas between its columns'
+        raise NoSuchColumn(f'it has no column {" or ".join(wanted)}; its columns are '
+                           f'{", ".join(name or "(no name)" for name in names) or "(none)"}; {advice}')
     if len(found) > 1:
-        raise UserError(f'the table {path} has the columns {" and ".join(sorted(found))}; name one of them with '
-                        f'{flag}, or rename them')
+        raise UserError(f'the table {path} has the columns {" and ".join(found)}; name one of them with {flag}, or '
+                        'rename all but one')
     return found[0]
 
 
@@ -120,8 +99,8 @@ class Table(NamedTuple):
 class Row(NamedTuple):
     """A row of a table."""
     table: Table
-    number: int  # line in the file, counted from 1; for Parquet the row, counted from 0
-    image: str  # path of the image that the row names; links in its folders are resolved
+    number: int  # line in the file where the row ends, counted from 1; in Parquet and COCO the row, counted from 0
+    image: str  # path of the image that the row names, with links in its folders resolved; for COCO the end of the path
     cells: dict[str, Any]  # cells with captions, by caption name
 
 
@@ -155,8 +134,7 @@ class CaptionTables:
 
         Args:
             path: path of the table.
-            is_named: whether --captions names the table. Then it must have captions; a single column besides the image
-                column has them, whatever its name.
+            is_named: whether --captions names the table. Then it must have captions.
 
         Raises UserError if the table cannot be read to its end, or if a flag must choose between two columns. If the
         table were skipped instead, its images would get other captions.
@@ -169,7 +147,7 @@ class CaptionTables:
             return
         rows = read_rows(path)
         try:
-            image_column, caption_columns = self.columns.find(path, next(rows), USUAL_PATH_COLUMNS, is_named)
+            image_column, caption_columns = self.columns.find(path, next(rows), USUAL_PATH_COLUMNS)
         except OSError as error:
             raise UserError(f'{label} cannot be read ({error.strerror})') from None
         except NoSuchColumn as error:
@@ -194,12 +172,14 @@ class CaptionTables:
                 self.skip(path, f'no path in a row: column {image_column} is empty or not text', number)
                 continue
             cells = {caption_name: values.get(column) for caption_name, column in caption_columns.items()}
-            self.rows.append(Row(table, number, self.path_of(os.path.dirname(real_path), name), cells))
+            image = name if is_coco(path) else self.path_of(os.path.dirname(real_path), name)
+            self.rows.append(Row(table, number, image, cells))
 
     def match(self, images: Set[str]) -> dict[Table, int]:
         """Give each image the captions in its rows, and skip the rows without an image.
 
-        An image gets the captions in all its rows of one table. If two tables name it, the first one decides.
+        An image gets the captions in all its rows of one table. If two tables name it, the first one decides. COCO does
+        not say in which folder its images are, so its row names the only image whose path ends with that name.
 
         Args:
             images: paths of the images in SOURCE, with the links of their folders resolved.
@@ -208,18 +188,22 @@ class CaptionTables:
 
         Raises UserError if no row of --captions names an image.
         """
-        image_of = self.images_of_rows(images)
+        images_by_name = defaultdict(list)
+        for image in images:
+            images_by_name[os.path.basename(image)].append(image)
         rows_with_caption = Counter()
         matched_tables = set()
         for row in self.rows:
             # Skip the row if it names no image, or an image that an earlier table has named.
             path = row.table.path
-            image = image_of.get((row.table, row.image))
-            if image is None:
-                self.skip(path, f'no image for a row: SOURCE has no {row.image}', row.number)
+            found = [image for image in images_by_name[os.path.basename(row.image)]
+                     if image == row.image or (is_coco(path) and image.endswith(f'/{row.image}'))]
+            if len(found) != 1:
+                number = 'no' if not found else f'{len(found)} images called'
+                self.skip(path, f'no image for a row: SOURCE has {number} {row.image}', row.number)
                 continue
             matched_tables.add(path)
-            first, captions = self.captions.setdefault(image, (row.table, {name: [] for name in row.cells}))
+            first, captions = self.captions.setdefault(found[0], (row.table, {name: [] for name in row.cells}))
             if first != row.table:
                 self.skip(path, f'already captioned: {first.path} names {row.image} first', row.number)
                 continue
@@ -238,26 +222,6 @@ class CaptionTables:
             raise UserError(f'--captions {self.captions_table}: none of its rows names an image of SOURCE; its paths '
                             'are relative to its own folder, so move it or correct its paths')
         return {table: number for table, number in rows_with_caption.items() if number}
-
-    def images_of_rows(self, images: Set[str]) -> dict[tuple[Table, str], str]:
-        """Return the path of the image for each row, by the row's table and `image`.
-
-        It is an exact match, or else the only image whose path differs in case, spaces, backslashes or Unicode form.
-        Each table is matched separately, so a row of --captions finds its image even if another table names that image
-        exactly.
-        """
-        images_by_form = defaultdict(set)
-        for image in images:
-            images_by_form[normal_form(image)].add(image)
-        image_of = {}
-        for table, rows in itertools.groupby(self.rows, attrgetter('table')):
-            paths = {row.image for row in rows}
-            for path in paths & images:
-                image_of[table, path] = path
-            similar = {image for path in paths - images for image in images_by_form.get(normal_form(path), ())}
-            for path, image in pair_by_form(paths - images, similar - paths):
-                image_of[table, path] = image
-        return image_of
 
     def captions_of(self, image: str) -> Named | None:
         """Return the captions that a table has for the image at this path; None if no table names the image."""
@@ -296,91 +260,80 @@ def captions_in(value: Any) -> list[str | SkipReason]:
 def read_rows(path: str) -> Iterator:
     """Yield the list of a table's column names, then (number, row) for each row: a dict by column, or a SkipReason.
 
-    *.parquet is read as Parquet, *.jsonl as JSON lines, and anything else as CSV. `Row.number` explains the number.
+    The suffix of the table decides how it is read. `Row.number` explains the number.
 
     Raises UserError if the table cannot be read to its end.
     """
-    readers = {'.parquet': read_parquet_table, '.jsonl': read_json_lines}
-    read = readers.get(os.path.splitext(path)[1].lower(), read_csv)
+    readers = {'.csv': read_csv, '.jsonl': read_json_lines, COCO: read_coco, '.parquet': read_parquet_table}
+    suffix = split_name(path)[1].lower()
+    if suffix not in readers:
+        raise UserError(f'the table {path} does not end in .csv, .jsonl or .parquet, or in {COCO} with the captions of '
+                        'COCO; save it as a CSV with commas')
     try:
-        yield from read(path)
+        yield from readers[suffix](path)
     except UnicodeError:
         raise UserError(f'the table {path} is not UTF-8; save it as "CSV UTF-8" in Excel, or convert '
                         'it with iconv -f CP1252 -t UTF-8') from None
 
 
-def encoding_of(beginning: bytes) -> str:
-    """Return the name of the encoding of a text, from its first bytes: UTF-16 with a byte order mark, or else UTF-8."""
-    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return 'utf-16'
-    return 'utf-8-sig'
-
-
-def open_text(path: str) -> TextIO:
-    """Open a table for reading, without changing its line ends."""
-    with open(path, 'rb') as file:
-        encoding = encoding_of(file.read(2))
-    return open(path, encoding=encoding, newline='')
-
-
-# pyarrow's readers of CSV and JSON lines were tried, and rejected: a quote that is not closed makes all later rows part
-# of its caption, without an error, and one row whose text is a number or a list makes the whole file unreadable.
+# pandas and pyarrow were tried for CSV and JSON lines, and rejected: they fill or drop cells of a row of another length
+# without a word, and one row whose text is a number or a list makes a whole JSON file unreadable to pyarrow.
 def read_csv(path: str) -> Iterator:
-    """Read a CSV as `read_rows` does. Raises UserError if a quote is not closed."""
+    """Read a CSV with commas as `read_rows` does. Raises UserError if a quote is not closed."""
     csv.field_size_limit(sys.maxsize)  # a column that nobody uses may have megabytes in a cell
-    with open_text(path) as file:
-        # Excel may name the separator in a first line such as sep=; otherwise take the most frequent one in the header.
-        first = re.fullmatch('"?sep=(.)"?[\r\n]*', file.readline(), re.IGNORECASE)
-        if first:
-            separator = first[1]
-        else:
-            file.seek(0)
-            header = next(filter(str.strip, file), '')  # the first line that is not empty
-            separator = max(SEPARATORS, key=header.count)
-            file.seek(0)
-
-        # An opening quote without a closing one swallows later rows. In tab and pipe tables, a cell with both a
-        # separator and a line end shows this. Elsewhere, the csv module detects only a quote that is never closed.
-        reader = csv.reader(file, delimiter=separator, strict=True, skipinitialspace=True)
+    with open(path, encoding='utf-8-sig', newline='') as file:
+        reader = csv.DictReader(file, restkey=SkipReason, restval=SkipReason, strict=True, skipinitialspace=True)
         try:
-            names = next(filter(None, reader), [])  # the first row that is not empty
-            last_line = reader.line_num
-            yield names
-            for cells in reader:
-                number = last_line + 1  # a row may have several lines
-                last_line = reader.line_num
-                for cell in cells if separator in UNQUOTED_SEPARATORS else ():
-                    if separator in cell and len(cell.splitlines()) > 1:
-                        raise csv.Error(f'a cell in line {number} begins with a quote and contains {separator!r} and '
-                                        'line ends, so a quote after it seems to be missing')
-                if len(cells) == len(names):
-                    yield number, dict(zip(names, cells, strict=True))
-                elif cells:
-                    yield number, SkipReason(f'row with a wrong number of cells: {len(cells)} instead of '
-                                             f'{len(names)}; put quotes around a cell that contains {separator!r}')
+            yield reader.fieldnames or []
+            for values in reader:
+                if SkipReason in values or SkipReason in values.values():
+                    values = SkipReason(f'row with a wrong number of cells: the table has {len(reader.fieldnames)} '
+                                        'columns; put quotes around a cell that contains a comma')
+                yield reader.line_num, values
         except csv.Error as error:
-            raise UserError(f'the table {path} cannot be read: error at line {reader.line_num} ({error}); a caption '
-                            'that begins with a quote must end with one, and a quote in it must be written twice'
-                            ) from None
+            line = reader.reader.line_num  # that of DictReader stays at the last good row
+            raise UserError(f'the table {path} cannot be read: error at line {line} ({error}); a caption that begins '
+                            'with a quote must end with one, and a quote in it must be written twice') from None
 
 
 def read_json_lines(path: str) -> Iterator:
     """Read JSON lines as `read_rows` does. Raises UserError if a line is not a JSON object."""
-    fix = 'write one JSON object, such as {"file_name": "a.jpg", "text": "a cat"}, on each line'
     rows = []
-    with open_text(path) as file:
+    with open(path, encoding='utf-8-sig') as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 values = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f'line {number} of the table {path} cannot be read ({error}); {fix}') from None
-            if not isinstance(values, dict):
-                raise UserError(f'line {number} of the table {path} cannot be read (it is not an object); {fix}')
-            rows.append((number, values))
+                rows.append((number, dict(values.items())))
+            except (ValueError, RecursionError, AttributeError) as error:
+                raise UserError(f'line {number} of the table {path} cannot be read ({error}); write one JSON object, '
+                                'such as {"file_name": "a.jpg", "text": "a cat"}, on each line') from None
     yield list(dict.fromkeys(key for _, row in rows for key in row))
     yield from rows
+
+
+def is_coco(path: str) -> bool:
+    """Tell whether a table is read in the layout of COCO."""
+    return split_name(path)[1].lower() == COCO
+
+
+def read_coco(path: str) -> Iterator:
+    """Read the captions of COCO as `read_rows` does. Raises UserError if a JSON file has another layout."""
+    with open(path, encoding='utf-8-sig') as file:
+        try:
+            content = json.load(file)
+            names = {image['id']: image['file_name'] for image in content['images']}
+            rows = [{'file_name': names.get(entry['image_id']), 'caption': entry['caption']}
+                    for entry in content['annotations']]
+        except UnicodeError:
+            raise
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise UserError(f'the table {path} is not in the layout of COCO, with the keys "images" and "annotations" '
+                            f'({type(error).__name__}: {one_line(error)}); other tables are .csv, .jsonl or .parquet'
+                            ) from None
+    yield ['file_name', 'caption']
+    yield from enumerate(rows)
 
 
 def read_parquet_table(path: str) -> Iterator:

@@ -7,10 +7,10 @@ from typing import Literal
 
 from sdbench.costs import TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
-from sdbench.flags.parser import count, flag, fraction, number_between, positional, positive, seed
+from sdbench.flags.parser import count, flag, fraction, number_between, positional, seed
 from sdbench.flags.train import DataLoading, Encoders, Model, Results, Warmup, pixels, price
 from sdbench.hub import CLIP_MODEL
-from sdbench.paths import EXPORTED
+from sdbench.paths import EXPORTED, is_url
 from sdbench.process import launcher_variable
 
 TIMESTEPS = 1000  # of Stable Diffusion's noise schedule
@@ -26,15 +26,6 @@ def shard_size(text: str) -> int:
     if 0 < size <= LARGEST_LIMIT:
         return size
     raise argparse.ArgumentTypeError(f'{text} is not a size below 4gb, such as 64mb')
-
-
-def images_at_size(text: str) -> tuple[int | None, str]:
-    """Convert IMAGES@SIZE, a number of images and an image size in pixels. Without IMAGES@ the images are None."""
-    match = re.fullmatch('(?:([1-9][0-9]*)@)?([1-9][0-9]*)', text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f'{text} is not IMAGES@SIZE, such as 1126400000@256')
-    images = int(match[1]) if match[1] else None
-    return images, match[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +53,18 @@ class Convert(Cluster):
     seed: int = flag(17, 'seed for --held_out; whether an image is held out depends only on its bytes and this seed',
                      converter=seed)
     captions: str | None = flag(None, 'table of captions as CSV, JSON lines (.jsonl) or Parquet, with image paths '
-                                'relative to its folder (default: captions.csv, metadata.csv, metadata.jsonl and '
-                                'metadata.parquet in the folders of SOURCE)', metavar='FILE')
+                                'relative to its folder, or the JSON of COCO (default: captions.csv, metadata.csv, '
+                                'metadata.jsonl and metadata.parquet in the folders of SOURCE)', metavar='FILE')
     image_column: str | None = flag(None, 'column with the images in Parquet files (default: image), or with the '
                                     'image paths in tables of captions (default: file_name or filename)',
                                     metavar='NAME')
     caption_column: tuple[str, ...] = flag((), 'caption columns in Parquet files and tables, such as short long, or '
                                            'suffixes of caption files, such as .txt .caption (default for columns: '
-                                           'text or caption, or in a --captions table its only other column; for '
-                                           'caption files: the first one of an image)', metavar='NAME')
+                                           'text or caption; for caption files: the first one of an image)',
+                                           metavar='NAME')
+    split: Literal['train', 'validation', 'test', 'all'] | None = flag(
+        None, 'split of SOURCE to convert, recognized by its name in files and folders, such as train-0.parquet or '
+        'val/; all converts all splits as one dataset (default: SOURCE must have only one)')
     sample_per_caption: bool = flag(False, 'write one sample per caption (default: off, which writes one sample per '
                                     'image with all its captions; training then draws one at random each time)')
     clean_captions: bool = flag(False, 'fix mojibake and unescape HTML such as &amp; in captions, as open_clip does')
@@ -148,7 +142,7 @@ class Evaluate(Results):
                                                           'need not exist yet (default: generate and score)')
 
     def check(self) -> None:
-        if not self.out or '://' in self.out:
+        if not self.out or is_url(self.out):
             raise UserError('give --out, a folder on this machine for the generated images')
         if TIMESTEPS % self.steps or self.steps == TIMESTEPS:
             raise UserError(f'--steps {self.steps} is not a divisor of {TIMESTEPS} below {TIMESTEPS}, so the sampler '
@@ -170,25 +164,7 @@ class Report:
                                         '(default: none)', converter=count, metavar='GPUS')
     compare: bool = flag(False, 'show one row per training, with its speed relative to the first training of the same '
                          'model and image size')
-    phase: tuple[tuple[int | None, str], ...] = flag((), 'plan a training in phases: SIZE is the image size in '
-                                                     'pixels, IMAGES the number of images to train on (without '
-                                                     'IMAGES@: the number in the newest record for that size)',
-                                                     converter=images_at_size, metavar='[IMAGES@]SIZE')
-    encode: tuple[tuple[int, str], ...] = flag((), 'images, and their size in pixels, that the plan encodes once for '
-                                               'training on latents (default: none)', converter=images_at_size,
-                                               metavar='IMAGES@SIZE', needs='phase')
-    hours_between_preemptions: float | None = flag(None, 'mean hours between two preemptions of one spot machine; for '
-                                                   'each preemption a plan adds a restart and half a --save_interval '
-                                                   '(default: no preemptions)', converter=positive, metavar='HOURS',
-                                                   needs='phase')
-    max_dollars: float | None = flag(None, 'show only plans that cost at most this much; if there is none, show all '
-                                     'plans and name the nearest one (default: no limit)', converter=positive,
-                                     metavar='DOLLARS', needs='phase')
-    max_days: float | None = flag(None, 'show only plans that take at most this long; if there is none, show all '
-                                  'plans and name the nearest one (default: no limit)', converter=positive,
-                                  metavar='DAYS', needs='phase')
-    figure: str | None = flag(None, 'file for a plot of days against GPU count, or of the GPU-hours of each plan '
-                              '(default: no plot)', metavar='FILE')
+    figure: str | None = flag(None, 'file for a plot of days against GPU count (default: no plot)', metavar='FILE')
     learned: str | None = flag(None, 'file for a plot of the loss on --eval_remote against images seen, and against '
                                'dollars for runs on GPUs (default: no plot)', metavar='FILE')
     quality: str | None = flag(None, 'file for a plot of the scores from evaluate.py: FID against CLIP score, and '
@@ -202,12 +178,6 @@ class Report:
     def check(self) -> None:
         if self.compare and self.extrapolate:
             raise UserError('--extrapolate predicts speeds and --compare shows measured ones; give only one of them')
-        for images, size in self.encode:
-            if images is None:
-                raise UserError(f'--encode {size} does not say how many images; give IMAGES@{size}')
-        for name in ('compare', 'extrapolate', 'training_images', 'quality'):
-            if self.phase and getattr(self, name):
-                raise UserError(f'--{name} has no effect on plans (--phase); give only one of them')
         if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
             raise UserError(f'--csv {self.csv} would overwrite a file with records; give another file')
         suffixes_of = {'csv': ('.csv',), 'html': ('.html',), 'figure': PICTURES, 'learned': PICTURES,

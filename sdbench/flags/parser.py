@@ -28,11 +28,15 @@ from sdbench.files import read_text
 from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')
+# What this program does not train, in the words of README.md, and words in the flags with which other programs do.
+LIMITS = ('this program trains the whole UNet of Stable Diffusion 1 or 2, on centre squares, on a GPU with 24 GB or '
+          "more; for LoRA, the text encoder, SDXL or newer models, use diffusers' examples or kohya-ss/sd-scripts")
+LIMITED = ('lora', 'text_encoder', 'xl')
 SHOWN_DEFAULTS = {'None': 'none', 'True': 'on', 'False': 'off'}  # how --help shows these defaults
 
 
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
-         bare: Any = None, needs: str = '', may_change: bool = False) -> Any:
+         bare: Any = None, needs: str = '', may_change: bool = False, contains_flags: bool = False) -> Any:
     """Declare a field that is a flag.
 
     The field's type determines the values. A bool is a switch (--flag, --no-flag), a Literal allows its strings,
@@ -45,22 +49,23 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
         metavar: placeholder for the value in --help. None: the converter's metavar, or else the name of the flag.
         bare: value if the flag is given without a value; a tuple for flags with several values.
         needs: names of other flags, separated by spaces. The flag is refused unless at least one of them is given. If
-            `needs` names one flag, turning that flag off removes this one as well (see `Given`).
+            `needs` names one flag, turning that flag off turns this one off as well.
         may_change: whether a resumed run may change this flag, although its group must not change (`SAME_ON_RESUME` in
             sdbench/flags/train.py).
+        contains_flags: whether the value is flags of another command, so that it may begin with a dash.
     """
     about = {'help': help, 'converter': converter, 'metavar': metavar, 'bare': bare, 'needs': needs,
-             'may_change': may_change}
+             'may_change': may_change, 'contains_flags': contains_flags}
     return dataclasses.field(default=default, metadata=about)
 
 
-def positional(help: str) -> Any:
-    """Declare a field that is a positional argument. It is required, and a tuple takes one or more values."""
-    return dataclasses.field(metadata={'help': help, 'positional': True})
+def positional(help: str, default: Any = dataclasses.MISSING) -> Any:
+    """Declare a field that is a positional argument. A tuple takes one or more values, or none if it has a default."""
+    return dataclasses.field(default=default, metadata={'help': help, 'positional': True})
 
 
 def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = None,
-          program: str | None = None) -> Settings:
+          program: str | None = None, label: str = '') -> Settings:
     """Parse a command line and return the settings. A mistake in it prints one line and exits with status 2.
 
     Args:
@@ -69,10 +74,13 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
         description: description for --help.
         argv: the arguments. None: sys.argv.
         program: name of the command. None: the name of the script.
+        label: begins each error, such as the flag that contains these arguments.
     """
     parser = build_parser(cls, description, program)
+    parser.label = label
     try:
-        values = vars(parser.parse_args(argv, Given(cls)))
+        values = vars(parser.parse_args(argv))
+        drop_unneeded(cls, values)
         for name, value in values.items():
             if value == '' or isinstance(value, list) and '' in value:
                 given = f'--{name}' if hasattr(cls, name) else name.upper()  # positional arguments have no default
@@ -86,17 +94,21 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
     return settings
 
 
-def answer_early(cls: type, description: str) -> None:
+def answer_early(cls: type[Settings], description: str, answer: Callable[[Settings], None] | None = None) -> None:
     """Handle --help and mistakes in the flags before a command imports its libraries, which takes several seconds.
+
+    `answer` may end the process after it has done what needs no libraries.
 
     On a terminal, a line says that the imports begin. The command's `main` parses the flags again, because other
     programs call `main` with their own arguments.
     """
     begin()
-    parse(cls, description)
+    settings = parse(cls, description)
+    if answer is not None:
+        answer(settings)
     if importlib.util.find_spec('composer') is None:
         exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} does not have the required libraries; run '
-                        'source .venv/bin/activate first (make smoke creates .venv)')
+                        'source .venv/bin/activate first (make install creates .venv)')
     if sys.stderr.isatty() and os.environ.get('RANK', '0') == '0':
         print('loading the libraries', file=sys.stderr, flush=True)
 
@@ -115,6 +127,13 @@ def check(settings: Any) -> None:
             group.check(settings)
 
 
+def drop_unneeded(cls: type, values: dict[str, Any]) -> None:
+    """Remove the flags that need a flag which is turned off, such as --ema_half_life in a @FILE with --no-use_ema."""
+    for field in dataclasses.fields(cls):
+        if values.get(field.metadata.get('needs')) is False:
+            values.pop(field.name, None)
+
+
 def is_given(value: Any) -> bool:
     """Tell whether a flag whose default is off or None was given."""
     return value is not None and value is not False and value != ()
@@ -125,11 +144,13 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     program = program or Path(sys.argv[0]).name
+    containing_flags = [f'--{name}' for name, field in fields.items() if field.metadata.get('contains_flags')]
     positionals = [name.upper() for name, field in fields.items() if 'positional' in field.metadata]
     parser = Parser(program, ' '.join([program, *positionals, '[--flag VALUE ...]', '[@FILE]']), description,
-                    '@FILE reads flags from FILE. A later flag overrides an earlier one, or adds to it if it takes '
-                    'several values.',
+                    '@FILE reads flags from FILE. A later flag replaces an earlier one.',
                     formatter_class=HelpFormatter, allow_abbrev=False)
+
+    parser.containing_flags = tuple(containing_flags)
 
     # Add the fields class by class, in the order in which they are declared, which is the order in --help.
     groups = {}  # argparse's groups, by heading
@@ -137,7 +158,10 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
         for name in vars(owner).get('__annotations__', ()):
             about = fields[name].metadata
             if 'positional' in about:
-                several = {'nargs': '+'} if get_origin(hints[name]) is tuple else {}
+                several = {}
+                if get_origin(hints[name]) is tuple:
+                    is_required = fields[name].default is dataclasses.MISSING
+                    several = {'nargs': '+'} if is_required else {'nargs': '*', 'default': argparse.SUPPRESS}
                 parser.add_argument(name, metavar=name.upper(), help=about['help'], **several)
             elif 'help' in about:
                 if owner.heading not in groups:
@@ -170,7 +194,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
         types_of_items = get_args(converter)
         converter = types_of_items[0]
         if types_of_items[-1] is ...:
-            options |= {'nargs': '+' if about['bare'] is None else '*', 'action': 'extend'}
+            options['nargs'] = '+' if about['bare'] is None else '*'
         else:
             options['nargs'] = len(types_of_items)
     if about['converter'] is not None:
@@ -191,45 +215,29 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
                            default=argparse.SUPPRESS, help=f'turn --{field.name} off after a @FILE turned it on')
 
 
-class Given(argparse.Namespace):
-    """Collects the flags of a command line while argparse reads it.
-
-    Turning a flag off also removes earlier flags that need it. For example, `--no-use_ema` after
-    `@recipes/phase-1.txt` removes the `--ema_half_life` in that file.
-    """
-    __slots__ = ('_needs',)  # a slot is not in vars(), which then holds the flags alone
-
-    def __init__(self, cls: type):
-        object.__setattr__(self, '_needs', {field.name: field.metadata.get('needs') for field in
-                                            dataclasses.fields(cls)})
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if value is False:
-            for other, needed in self._needs.items():
-                if needed == name:
-                    vars(self).pop(other, None)
-
-
-def with_files(arguments: Sequence[str]) -> list[str]:
+def with_files(arguments: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
     """Replace each @FILE by the arguments in that file, and return all arguments.
 
     argparse has the same feature, but it reads a byte order mark as part of the first flag, and its errors do not name
     the file.
 
-    Raises UserError if a file cannot be read or contains an unclosed quotation mark.
+    `within` are the @FILEs that contain the arguments.
+
+    Raises UserError if a file cannot be read, contains an unclosed quotation mark or names itself.
     """
     found = []
     for argument in arguments:
         if not argument.startswith('@'):
             found.append(argument)
             continue
+        if argument in within:
+            raise UserError(f'{argument} names itself ({" ".join([*within, argument])}); remove it there')
         for number, line in enumerate(read_text(argument[1:], argument).splitlines(), start=1):
             try:
                 words = shlex.split(line, comments=True)
             except ValueError as error:
                 raise UserError(f'{argument}, line {number}: {str(error).lower()}') from None
-            found += with_files(words)
+            found += with_files(words, (*within, argument))
     return found
 
 
@@ -247,22 +255,31 @@ class Parser(argparse.ArgumentParser):
     starts a comment.
     """
 
+    label = ''  # begins each error
+    containing_flags: tuple[str, ...] = ()  # names of the flags whose values are flags of another command
+
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """Parse as argparse does. For an unknown flag, suggest the one that may have been meant.
 
         Raises UserError if a @FILE cannot be read.
         """
-        known, unknown = self.parse_known_args(with_files(sys.argv[1:] if args is None else args), namespace)
+        words = with_files(sys.argv[1:] if args is None else args)
+        for number in reversed(range(len(words) - 1)):
+            if words[number] in self.containing_flags:  # argparse takes a value that begins with a dash only after a =
+                words[number:number + 2] = [f'{words[number]}={words[number + 1]}']
+        known, unknown = self.parse_known_args(words, namespace)
         if unknown:
             name = unknown[0].partition('=')[0]
             nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
             remedy = f'did you mean {nearest[0]}?' if nearest else 'see --help'
+            if any(word in name for word in LIMITED):
+                remedy = LIMITS
             self.error(f'{name} is not a flag; {remedy}')
         return known
 
     def error(self, message: str) -> None:
         """Print one line and exit with status 2."""
-        exit_with_error(self.prog, 2, message)
+        exit_with_error(self.prog, 2, self.label + message)
 
 
 def number_between(cls: type, least: float, most: float, name: str, metavar: str = 'N') -> Callable[[str], int | float]:

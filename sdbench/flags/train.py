@@ -189,13 +189,19 @@ class Results:
         """Raise UserError if the results file cannot be written, which would otherwise only show after the run."""
         if launcher_variable('RANK'):  # only rank 0 writes it, and may be on another machine
             return
-        if self.results is None and getattr(self, 'dry_run', None) is not None:  # a forecast is then not saved
+        if getattr(self, 'dry_run', None) is not None:
+            if self.results is not None:
+                raise UserError(f'--results {self.results} is for measurements, and --dry_run forecasts, which it does '
+                                'not store; leave --results out')
             return
         path = self.results_file
         if path.lower().endswith('.csv'):
             raise UserError(f'--results {path} names a CSV file, but records are lines of JSON; give a file such as '
                             'results.jsonl')
-        place = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
+        folder = os.path.dirname(os.path.abspath(path))
+        if path != '-' and not os.path.isdir(folder):
+            raise UserError(f'--results {path}: there is no folder {folder}; create it, or give another file')
+        place = path if os.path.exists(path) else folder
         if path != '-' and (os.path.isdir(path) or not os.access(place, os.W_OK)):
             raise UserError(f'--results {path} cannot be written; give another file, or - to print the record')
 
@@ -217,10 +223,9 @@ class Cost:
     heading = 'forecast and cost'
 
     dry_run: tuple[int, ...] | None = flag(None, 'forecast memory and training speed for this many GPUs, without a '
-                                           'GPU and without training; several counts, such as 8 16 32, make a table; '
-                                           'with --results the forecasts are saved (default: off; without a count, as '
-                                           'many GPUs as there are processes)', converter=count, metavar='GPUS',
-                                           bare=(0,))
+                                           'GPU and without training; several counts, such as 8 16 32, make a table '
+                                           '(default: off; without a count, as many GPUs as there are processes)',
+                                           converter=count, metavar='GPUS', bare=(0,))
     gpus_per_node: int | None = flag(None, 'GPUs per machine in a forecast (default: 8; 4 for GB200 and L40S; 1 for '
                                      'GH200)', converter=count, metavar='GPUS', needs='dry_run')
     network_gbits: float | None = flag(None, 'network bandwidth of each machine in Gbit/s, summed over its adapters; '

@@ -7,26 +7,64 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from sdbench.costs import days_to_train
 from sdbench.errors import plural
 from sdbench.flags.times import to_batches
 from sdbench.flags.train import BATCH_SIZE, TINY_MODEL, Train
-from sdbench.records.figures import format_days
 
 FINE_TUNED = 'sd15'  # folder into which docs/training.md downloads a trained model
 # ImageNet, with 1.28 million images, is the smallest dataset on which diffusion models of this size are usually trained
 # from random weights.
 FEWEST_FROM_RANDOM = 1_000_000  # images
 FEWEST_STEPS = 10_000  # optimizer steps; with fewer, random weights do not learn to generate images
-FINE_TUNING_BATCH = 16
-# Forecast for fine-tuning SD2 base at 512 px with benchmark.py --dry_run 1 --gpu H100-80GB --batch_size 16.
-IMAGES_PER_SEC = 50.6
-CARD = 'H100 80GB'
+FEWEST_FOR_WHOLE_MODEL = 300  # images; fewer are usually trained as a LoRA
+# Compiling takes a few minutes. Training on this many images takes half an hour or more on any GPU so far, a third of
+# which the compiler saves by the forecast.
+FEWEST_COMPILED = 100_000  # images seen
+
+
+class Recipe(NamedTuple):
+    """The settings of a training that depend on each other and on the number of images in the dataset."""
+    batch_size: int
+    batches: int
+    learning_rate: str
+
+    @property
+    def images_seen(self) -> int:
+        """Return the number of images that the training sees, counting repetitions."""
+        return self.batch_size * self.batches
+
+
+def fine_tuning_recipe(samples: int) -> Recipe:
+    """Return the recipe for fine-tuning a trained model on this many images. The number of images seen decides it.
+
+    Each image is seen 50 times, as in diffusers' example for text to image, which trains 15,000 steps of 4 images on
+    1,221 images. At least 400 images are seen, as in diffusers' example for DreamBooth on five images. Above 10,000
+    images each image is seen less often, down to 10 times, as in Waifu Diffusion 1.3 (680,000 images).
+
+    The batch grows from 1 to 16 where at least 1,000 steps remain. The learning rates are those of the same two
+    examples: 5e-6 for DreamBooth with a batch of 1, and 1e-5 with a batch of 4.
+    """
+    seen = max(400, min(50 * samples, max(500_000, 10 * samples)))
+    batch_size = min(16, power_of_two(seen // 1000))
+    return Recipe(batch_size, math.ceil(seen / batch_size), '1e-5' if batch_size >= 4 else '5e-6')
+
+
+def tiny_recipe(samples: int) -> Recipe:
+    """Return the recipe for training the tiny model from random weights."""
+    batch_size = min(16, power_of_two(samples))
+    return Recipe(batch_size, max(2000, math.ceil(10 * samples / batch_size)), '1e-3')
+
+
+def random_weights_recipe(samples: int) -> Recipe:
+    """Return the recipe for training random weights: ten epochs, with 1,000 batches each for a large dataset."""
+    batch_size = min(BATCH_SIZE, max(16, power_of_two(samples // 1000)), power_of_two(samples))
+    return Recipe(batch_size, max(FEWEST_STEPS, math.ceil(10 * samples / batch_size)), '1e-4')
 
 
 def training_command(out: str, samples: int, model_name: str, pretrained: bool, flags: Sequence[str] = ()) -> str:
-    """Return the command that trains on a dataset.
+    """Return the command that trains on a dataset, on one GPU unless it trains a large model from random weights.
 
     Args:
         out: folder or URL of the dataset, for --remote.
@@ -35,54 +73,45 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
         pretrained: whether the VAE and the text encoder have trained weights.
         flags: additional flags.
     """
-    command = ['composer', 'benchmark.py', '--remote', out, '--model_name', model_name]
+    # Choose the launcher, the initial weights and the flags that suit them. One GPU needs no launcher, which would end
+    # a run 30 seconds after Ctrl-C, even while it saves a checkpoint.
+    launcher = 'python'
+    if pretrained and has_unet(model_name) and samples < FEWEST_FROM_RANDOM:
+        recipe = fine_tuning_recipe(samples)
+        chosen = ['--load_weights', model_name, '--clip_grad_norm', '1']  # both examples of diffusers clip to 1
+        if recipe.images_seen >= FEWEST_COMPILED:
+            chosen.append('--compile')
+    elif model_name == TINY_MODEL:
+        recipe = tiny_recipe(samples)
+        chosen = ['--use_ema']
+    else:
+        launcher = 'composer'
+        recipe = random_weights_recipe(samples)
+        chosen = ['--use_ema']
+
+    command = [launcher, 'benchmark.py', '--remote', out, '--model_name', model_name]
     if pretrained:
         command.append('--pretrained')
+    command += [*chosen, '--learning_rate', recipe.learning_rate, '--batch_size', str(recipe.batch_size),
+                '--max_duration', f'{recipe.batches}ba', *flags, '--caption_drop', '0.1']
 
-    # Choose initial weights, learning rate, batch size and length, which depend on each other.
-    if pretrained and has_unet(model_name) and samples < FEWEST_FROM_RANDOM:
-        batch_size, epochs = fine_tuning_length(samples)
-        command += ['--load_weights', model_name, '--learning_rate', '1e-5']  # 1e-4 quickly destroys trained weights
-    elif model_name == TINY_MODEL:
-        batch_size = min(16, power_of_two(samples))
-        epochs = epochs_of(samples, batch_size, 10, 2000)
-        command += ['--use_ema', '--learning_rate', '1e-3']
-    else:
-        # A large dataset has 1,000 batches per epoch, so ten epochs have FEWEST_STEPS.
-        batch_size = min(BATCH_SIZE, max(16, power_of_two(samples // 1000)), power_of_two(samples))
-        epochs = epochs_of(samples, batch_size, 10, FEWEST_STEPS)
-        command.append('--use_ema')
-    command += ['--batch_size', str(batch_size), '--max_duration', f'{epochs}ep', *flags, '--caption_drop', '0.1']
-
-    # Keep checkpoints, and generate images if there is a VAE that can decode them.
-    save_folder = f'{os.path.basename(out.rstrip("/"))}-checkpoints'
+    # Keep checkpoints in a folder for this dataset and model, and generate images if a trained VAE can decode them.
+    save_folder = f'{last_part(out)}-{last_part(model_name)}'
     command += ['--save_folder', save_folder, '--save_num_checkpoints_to_keep', '2', '--autoresume']
     if pretrained:
         command += ['--sample_prompts', 'prompts.txt']
     return shlex.join(command)
 
 
-def fine_tuning_length(samples: int) -> tuple[int, int]:
-    """Return the batch size and the number of epochs for fine-tuning a trained model on this many images.
-
-    Each image is seen 50 times, as in diffusers' example (train_text_to_image.py: 15,000 batches of 4 on 1,221 images).
-    Above 10,000 images this falls to 10 times, as in Waifu Diffusion 1.3 (680,000 images). A small dataset gets at
-    least 1,000 batches, as in DreamBooth, because fewer hardly change a model at this learning rate.
-    """
-    batch_size = min(FINE_TUNING_BATCH, power_of_two(samples))
-    return batch_size, epochs_of(samples, batch_size, min(50, max(10, 500_000 // samples)), 1000)
+def forecast_command(command: str, samples: int) -> str:
+    """Return a training command with the flags that forecast its time and cost, for one GPU or for eight."""
+    flags = '--dry_run 1 --gpu 4090' if samples < FEWEST_FROM_RANDOM else '--dry_run 8 --gpu H100'
+    return f'{command.replace("composer", "python", 1)} {flags}'
 
 
-def epochs_of(samples: int, batch_size: int, epochs: int, fewest_batches: int) -> int:
-    """Return `epochs`, or more if that is needed for `fewest_batches`."""
-    return max(epochs, math.ceil(fewest_batches / (samples // batch_size)))
-
-
-def fine_tuning_time(samples: int) -> str:
-    """Describe the forecast duration of fine-tuning on one GPU, such as 49 min on one H100 80GB."""
-    batch_size, epochs = fine_tuning_length(samples)
-    images = samples // batch_size * batch_size * epochs
-    return f'{format_days(days_to_train(IMAGES_PER_SEC, images), " days")} on one {CARD}'
+def last_part(path: str) -> str:
+    """Return the last part of a path, a URL or the name of a repository."""
+    return os.path.basename(path.rstrip('/'))
 
 
 def trains_random_weights(settings: Train) -> bool:

@@ -10,9 +10,9 @@ import dataclasses
 
 import numpy as np
 
-from sdbench.flags.train import Train
-from sdbench.forecast.count import CASTS, CONVOLUTIONS, FUSED, ITEMS, LAYOUTS, NORMS, POINTWISE, StepMemory
 from sdbench.forecast.speed import StepWork, Work
+from sdbench.forecast.step import CASTS, CONVOLUTIONS, FUSED, ITEMS, LAYOUTS, NORMS, POINTWISE, StepMemory
+from sdbench.setup import Setup
 
 # Fractions of the eager step's bytes per image and of its kernels that remain, by kind of operator, for norms in half
 # precision and images in channels_last. Bytes that do not depend on the number of images remain, such as weights and
@@ -30,19 +30,16 @@ ACTIVATIONS_KEPT = 0.825  # fraction of the eager activations
 RECOMPUTED_EARLY = 3.4
 
 
-def compiled(step: StepMemory, work: StepWork, settings: Train) -> tuple[StepMemory, StepWork]:
-    """Return the memory and the work of a compiled step.
+def compiled_work(work: StepWork, setup: Setup) -> StepWork:
+    """Return the work of a compiled step with this setup.
 
-    Args:
-        step: memory of the eager step with norms in half precision and images in channels_last.
-        work: work of the same eager step.
-        settings: settings of the run.
+    `work` is the work of the eager step with norms in half precision and images in channels_last.
     """
     # The work of the UNet and the VAE encoder
-    fractions = BLOCKS if settings.compile_blocks else WHOLE
-    if not settings.half_precision_norms:
+    fractions = BLOCKS if setup.compile_blocks else WHOLE
+    if not setup.half_precision_norms:
         nbytes, kernels = fractions[FUSED]
-        more_bytes, fewer_kernels = NORMS_IN_FLOAT32[bool(settings.compile_blocks)]
+        more_bytes, fewer_kernels = NORMS_IN_FLOAT32[bool(setup.compile_blocks)]
         fractions = fractions | {FUSED: (nbytes * more_bytes, kernels * fewer_kernels)}
     model = after_fusion(work.model, fractions)
     encoder = after_fusion(work.encoder, ENCODER)
@@ -50,21 +47,24 @@ def compiled(step: StepMemory, work: StepWork, settings: Train) -> tuple[StepMem
     # The all-reduce overlaps with the backward pass only if there are several graphs. A whole UNet is one graph, which
     # returns all gradients at its end, so no work remains after any bucket is full. Column 0 of buckets is bytes.
     buckets = work.buckets.copy()
-    if settings.compile_blocks:
+    if setup.compile_blocks:
         buckets[:, 1:] *= sum(model.values()) / sum(work.model.values())
     else:
         buckets[:, 1:] = 0
+    return work._replace(model=model, encoder=encoder, buckets=buckets)
 
-    # Memory. The graph of a whole UNet holds its gradients as working memory until it ends.
+
+def compiled_memory(step: StepMemory, setup: Setup) -> StepMemory:
+    """Return the memory of a compiled step with this setup, from the same eager step as `compiled_work`."""
     gradients, _, activations, working = range(len(ITEMS))
     alive = step.alive.copy()
     alive[..., activations] = np.round(alive[..., activations] * ACTIVATIONS_KEPT)
-    if not settings.compile_blocks:
-        if settings.gradient_checkpointing:
+    if not setup.compile_blocks:  # the graph of a whole UNet holds its gradients as working memory until it ends
+        if setup.gradient_checkpointing:
             alive[~step.in_encoder, :, working] = np.round(alive[~step.in_encoder, :, working] * RECOMPUTED_EARLY)
         alive[..., working] += alive[..., gradients]
         alive[..., gradients] = 0
-    return dataclasses.replace(step, alive=alive), work._replace(model=model, encoder=encoder, buckets=buckets)
+    return dataclasses.replace(step, alive=alive)
 
 
 def after_fusion(work: Work, fractions: Fractions) -> Work:

@@ -20,7 +20,6 @@ shows the operators of a CPU. Where CUDA runs more kernels than the trace shows,
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,18 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-# Kinds of work, as a dry run prints them
-PRODUCTS = 'matrix products'
-CONVOLUTIONS = 'convolutions'
-ATTENTION = 'attention'
-NORMS = 'norms'
-LAYOUTS = 'scattered reads'  # extra bytes that are read when a group norm changes the layout of a feature map
-CASTS = 'casts between precisions'
-POINTWISE = 'pointwise, sums and copies'
-OPTIMIZER = 'optimizer'
-EMA_UPDATE = 'EMA update'
-FUSED = 'fused kernels'  # everything in a compiled step that no library computes
-GRADIENT_COPIES = 'gradient sums and copies'  # sums over microbatches, and copies to and from the all-reduce buckets
+from sdbench.forecast.step import ATTENTION, CASTS, CONVOLUTIONS, ITEMS, LAYOUTS, NORMS, OPTIMIZER, POINTWISE, PRODUCTS
 
 KIND_BY_NAME = {'mm': PRODUCTS, 'addmm': PRODUCTS, 'bmm': PRODUCTS, 'baddbmm': PRODUCTS,
                 'convolution': CONVOLUTIONS, 'convolution_backward': CONVOLUTIONS,
@@ -60,7 +48,6 @@ MULTI_TENSOR_ELEMENTS = 320 * 65_536
 # reads, so the figure was fitted to two runs on an H100 (docs/forecast.md).
 BYTES_READ_PER_ELEMENT = 22
 
-ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
 TRACED_IMAGES = 1009  # a prime, see above
 
 
@@ -170,42 +157,6 @@ def copies_for_layout(feature_maps: list[torch.Tensor], layout: torch.memory_for
         if not tensor.is_contiguous(memory_format=layout):
             sizes += sizes_of([tensor, tensor])
     return sizes
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Memory in use at each operator of a step, without the weights, as a function of the microbatch.
-
-    Attributes:
-        alive: int64 (operators, 2, ITEMS), bytes that do not depend on the microbatch, and bytes per image in it.
-        in_encoder: bool (operators,), whether the operator belongs to the VAE encoder, which training on latents skips.
-        gradients: bytes of the gradients of all weights together.
-    """
-    alive: np.ndarray
-    in_encoder: np.ndarray
-    gradients: int
-
-    def peak(self, microbatch: int, accumulated: bool, latents: bool = False) -> dict[str, int]:
-        """Return the bytes by item at the operator where most memory is in use.
-
-        The items are gradients; weights that are cast to half precision; activations, which autograd keeps for the
-        backward pass; and working memory, which is everything else that operators hand to each other. With gradient
-        checkpointing, activations that are computed a second time count as working memory.
-
-        Args:
-            microbatch: number of images that go through the model together.
-            accumulated: whether the gradients of an earlier microbatch are already there. If not, gradients appear
-                while activations are freed.
-            latents: whether the images were encoded before the training. The images themselves are still counted, with
-                6 MiB each at 512 px: 3 MiB in the batch, and 3 in the copy of it that the Trainer keeps.
-        """
-        alive = self.alive[:, 0] + microbatch * self.alive[:, 1]  # fixed bytes + bytes per image, (operators, ITEMS)
-        if latents:
-            alive = alive[~self.in_encoder]
-        if accumulated:
-            alive[:, ITEMS.index('gradients')] = self.gradients
-        row = alive[alive.sum(axis=1).argmax()]
-        return dict(zip(ITEMS, row.tolist(), strict=True))
 
 
 class StepCounter(TorchDispatchMode):

@@ -7,13 +7,9 @@ different times. One trace gives memory and work for every microbatch.
 The tests compare it with torch's own MemTracker, which cannot replace it: it counts a single microbatch, and it takes
 no model with frozen weights (torch 2.7).
 """
-import dataclasses
-import functools
 import json
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,187 +19,54 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from sdbench.flags.commands import Encode
 from sdbench.flags.train import SD2_BASE, Train
-from sdbench.forecast.compiling import compiled
-from sdbench.forecast.count import (
-    EMA_UPDATE,
-    GRADIENT_COPIES,
-    OPTIMIZER,
-    TRACED_IMAGES,
-    StepCounter,
-    StepMemory,
-    multi_tensor_kernels,
-)
-from sdbench.forecast.speed import (
-    COMPILED,
-    CONSTANTS,
-    IN_A_GRAPH,
-    IN_GRAPHS,
-    TESTED,
-    BatchSplit,
-    Constants,
-    StepWork,
-    Work,
-    images_per_sec,
-    seconds_by_kind,
-)
-from sdbench.gpus import GIB, NETWORK_SHARE, Card, is_one_nvlink_domain, machines_for
+from sdbench.forecast.compiling import compiled_memory
+from sdbench.forecast.count import TRACED_IMAGES, StepCounter, multi_tensor_kernels
+from sdbench.forecast.speed import StepWork, Work
+from sdbench.forecast.step import EMA_UPDATE, GRADIENT_COPIES, OPTIMIZER, Step, StepMemory
 from sdbench.models.loading import AUTOCAST_DTYPES, find_model
-from sdbench.training.microbatch import blank_batch, largest_that_fits
+from sdbench.setup import Setup, settings_of_setup
+from sdbench.training.microbatch import blank_batch
 
-# GPU memory that the count does not include, as a fraction of the count: CUDA itself, workspaces of its libraries, and
-# fragmentation of the allocator. On milabench's H200 NVML shows 55 GiB for 49.7 counted, and 115.6 GiB for 106.2.
-UNCOUNTED_SHARE = 0.12
-COUNT_ERROR = 0.02  # largest relative error of the count on all runs on GPUs so far (test_front_page.py)
 BUCKET_BYTES = 25 * 2**20  # gradients that DistributedDataParallel collects before it sends them
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Memory and work of one GPU in a run.
+def trace(setup: Setup, build_model: Callable, build_optimizer: Callable) -> Step:
+    """Trace an eager step for the model and the optimizer that these functions build.
 
-    Attributes:
-        settings: settings of the run.
-        model: the model without memory.
-        lasting: bytes by item that do not depend on the microbatch.
-        step: memory of a step.
-        work: work of a step, including the encoding of its images.
+    Of its memory, keep the operators at which a peak can be, in the eager step and in the compiled steps that
+    compiling.py derives from it.
     """
-    settings: Train
-    model: ComposerModel
-    lasting: dict[str, int]
-    step: StepMemory
-    work: StepWork
-
-    @classmethod
-    def of(cls, settings: Train, build_model: Callable, build_optimizer: Callable) -> 'Estimate':
-        """Count the memory and the work of a GPU for the model and the optimizer that these functions build.
-
-        Runs share a trace if they differ only in settings that do not change it.
-        """
-        # Give settings that do not change the trace the same value in all runs. All fused attention, such as xformers',
-        # is counted in the same way. compiling.py derives compiled steps from one kind of eager step. The GPU count and
-        # the network matter only when a speed is calculated from the trace.
-        attention = 'math' if settings.attention == 'math' else 'sdpa'
-        traced_settings = dataclasses.replace(
-            settings, attention=attention, compile=False, compile_blocks=False, batch_size=1,
-            device_train_microbatch_size='auto', encoders=None, use_ema=True, cudnn_benchmark=False,
-            allreduce_precision='fp32', dry_run=None, num_devices=1, batches_per_epoch=None, network_gbits=None,
-            gpus_per_node=None)
-        if settings.compile:
-            traced_settings = dataclasses.replace(traced_settings, channels_last=True, half_precision_norms=True)
-        model, step, work, optimizer_state = traced(traced_settings, build_model, build_optimizer)
-
-        # Add what the other settings change.
-        if settings.compile:
-            step, work = compiled(step, work, settings)
-        if settings.use_ema:
-            work = work._replace(update=work.update | ema_update(model))
-        return cls(settings, model, lasting_bytes(settings, model, optimizer_state), step, work)
-
-    @property
-    def constants(self) -> Constants:
-        """Return the constants for the mode of --compile."""
-        return {False: CONSTANTS, IN_GRAPHS: IN_A_GRAPH}.get(self.settings.compile, COMPILED)
-
-    def needed(self, microbatch: int) -> dict[str, int]:
-        """Return the counted bytes of a GPU, by item, at the peak of a step."""
-        return self.lasting | self.step.peak(
-            microbatch, accumulated=microbatch < self.settings.device_batch_size, latents=self.settings.latents)
-
-    def taken(self, microbatch: int) -> float:
-        """Return the GiB that a run takes on a GPU, including UNCOUNTED_SHARE."""
-        return sum(self.needed(microbatch).values()) * (1 + UNCOUNTED_SHARE) / GIB
-
-    def microbatch_on(self, card: Card) -> int | None:
-        """Return the given microbatch, or the largest that fits for `auto`; None if the card has too little memory.
-
-        A given microbatch may have been measured on this GPU model, where it took less uncounted memory than
-        UNCOUNTED_SHARE. So it is refused only if the counted bytes alone do not fit.
-        """
-        given = self.settings.device_train_microbatch_size
-        if isinstance(given, int):
-            counted = sum(self.needed(given).values()) / GIB
-            return given if counted <= (1 + COUNT_ERROR) * card.gib else None
-        return largest_that_fits(self.settings.microbatch_sizes, lambda size: self.taken(size) <= card.gib)
-
-    def gpus_per_node(self, card: Card) -> int:
-        """Return how many GPUs each machine of the run has."""
-        return self.settings.gpus_per_node or card.gpus_per_node
-
-    def machines_on(self, card: Card) -> int:
-        """Return the number of machines in the run."""
-        return machines_for(self.settings.num_devices, self.gpus_per_node(card))
-
-    def needs_network(self, card: Card) -> bool:
-        """Tell whether gradients cross a network, because the interconnect of the card does not join all GPUs."""
-        return self.machines_on(card) > 1 and not is_one_nvlink_domain(card.name, self.settings.num_devices)
-
-    def network_on(self, card: Card) -> float:
-        """Return the GB/s that a gradient all-reduce reaches between machines, as in BatchSplit.
-
-        Machines that share an interconnect use their networks together.
-        """
-        if self.settings.network_gbits is None or not self.needs_network(card):
-            return math.inf
-        machines = max(1, (card.gpus_per_link or 0) // self.gpus_per_node(card))
-        return machines * self.settings.network_gbits / 8 * NETWORK_SHARE
-
-    def seconds_on(self, card: Card, microbatch: int) -> Counter:
-        """Return the seconds of a step by kind of operator; NaN on a card whose peak is not known."""
-        settings = self.settings
-        split = BatchSplit(microbatch, settings.device_batch_size, settings.num_devices, settings.allreduce_precision,
-                           self.network_on(card))
-        work = self.work._replace(encoder={}) if settings.latents else self.work
-        return seconds_by_kind(card, work, split, self.constants)
-
-    def speed_on(self, card: Card, microbatch: int) -> float:
-        """Return images/s on all GPUs together; NaN on a card whose peak is not known."""
-        return self.settings.batch_size / self.seconds_on(card, microbatch).total()
-
-    def encoding_speed_on(self, card: Card) -> float:
-        """Return images/s on all GPUs together when encode.py encodes images before a training."""
-        split = BatchSplit(Encode.batch_size, Encode.batch_size)  # one GPU, because encoding GPUs share nothing
-        return images_per_sec(card, StepWork(self.work.encoder), split, self.constants) * self.settings.num_devices
-
-    def is_tested(self, card: Card) -> bool:
-        """Tell whether a published run has tested the forecast for a run like this one on this card.
-
-        That published run had the same model, input, image size and mode of --compile, at least as many GPUs of this
-        card on at least as many machines, and at most as many images per GPU in a step. So the all-reduce and the
-        update took at least the same fraction of its time. The networks of published runs are not stated, so a network
-        that is slower than the interconnect of the card is not tested.
-        """
-        settings = self.settings
-        if settings.gradient_checkpointing or settings.attention == 'math' or settings.compile_blocks:
-            return False
-        for key, value in find_model(SD2_BASE).configs['unet'].items():
-            is_shape = key not in ('_class_name', 'sample_size')
-            if is_shape and json.dumps(self.model.unet.config.get(key)) != json.dumps(value):  # a tuple equals a list
-                return False
-        if self.network_on(card) < card.link_gigabytes_per_sec:
-            return False
-        published = TESTED.get(settings.compile, {}).get((card.name, settings.image_size, settings.latents), [])
-        return any(settings.num_devices <= devices and settings.device_batch_size >= images
-                   and self.machines_on(card) <= math.ceil(devices / card.gpus_per_node)
-                   for devices, images in published)
-
-
-@functools.cache
-def traced(settings: Train, build_model: Callable, build_optimizer: Callable
-           ) -> tuple[ComposerModel, StepMemory, StepWork, int]:
-    """Trace a step without EMA, and keep the result for later calls with the same settings.
-
-    Returns the model, which has no memory; the memory and the work of the step; and the bytes of optimizer state.
-    """
+    settings = settings_of_setup(setup)
     model = build_on_meta(settings, build_model)
     memory, work = trace_step(model, settings.precision, settings.attention)
-    optimizer = build_optimizer(model, settings)
-    update = work_of_update({OPTIMIZER: optimizer.step})
-    state = tree_leaves(list(optimizer.state.values()))
-    optimizer_state = sum(tensor.nbytes for tensor in state if isinstance(tensor, torch.Tensor))
-    return model, memory, work._replace(update=update), optimizer_state
+    peaks = memory.rows_of_peaks()
+    for compile_blocks in (False, True):
+        peaks |= compiled_memory(memory, replace(setup, compile_blocks=compile_blocks)).rows_of_peaks()
+
+    # Count an update by the fused optimizer and by the other.
+    updates = {}
+    for is_fused in (False, True):
+        optimizer = build_optimizer(model, replace(settings, fused_optimizer=is_fused))
+        update = work_of_update({OPTIMIZER: optimizer.step})
+        state = tree_leaves(list(optimizer.state.values()))
+        updates[is_fused] = update, sum(tensor.nbytes for tensor in state if isinstance(tensor, torch.Tensor))
+    return Step(memory.at(peaks), work, updates, ema_update(model), bytes_of_weights(model), is_sd2(model))
+
+
+def is_sd2(model: ComposerModel) -> bool:
+    """Tell whether the UNet has the shape of Stable Diffusion 2's."""
+    for key, value in find_model(SD2_BASE).configs['unet'].items():
+        is_shape = key not in ('_class_name', 'sample_size')
+        if is_shape and json.dumps(model.unet.config.get(key)) != json.dumps(value):  # a tuple equals a list
+            return False
+    return True
+
+
+def bytes_of_weights(model: ComposerModel) -> dict[str, int]:
+    """Return the bytes of the weights of each network, which may be on the meta device."""
+    return {name: sum(weight.nbytes for weight in getattr(model, name).parameters())
+            for name in ('unet', 'text_encoder', 'vae')}
 
 
 def ema_update(model: ComposerModel) -> Work:
@@ -220,29 +83,6 @@ def build_on_meta(settings: Train, build_model: Callable[..., ComposerModel]) ->
     count.
     """
     return build_model(settings, False, torch.device('meta'), find_model(settings.model_name))
-
-
-def lasting_bytes(settings: Train, model: ComposerModel, optimizer_state: int) -> dict[str, int]:
-    """Return the bytes per GPU that do not depend on the microbatch, by item.
-
-    Args:
-        settings: settings of the run; training on latents needs no VAE.
-        model: the model; it may be on the meta device.
-        optimizer_state: bytes of the optimizer's state.
-    """
-    def nbytes(module: torch.nn.Module) -> int:
-        return sum(parameter.nbytes for parameter in module.parameters())
-
-    unet = nbytes(model.unet)
-    needed = {'weights': unet, 'gradients': unet, 'optimizer state': optimizer_state}
-    if settings.use_ema:
-        needed['EMA weights'] = unet
-    if settings.num_devices > 1:
-        needed['gradient buckets'] = unet  # DistributedDataParallel holds a copy of the gradients
-    needed['text encoder'] = nbytes(model.text_encoder)
-    if not settings.latents:
-        needed['VAE'] = nbytes(model.vae)
-    return needed
 
 
 def trace_step(meta_model: ComposerModel, precision: str, attention: str = 'sdpa') -> tuple[StepMemory, StepWork]:

@@ -4,13 +4,12 @@ import sys
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from sdbench.errors import BadSample, DataError, UserError
 from sdbench.inputs.captions import CAPTIONS, ONE_CAPTION, from_columns
-from sdbench.inputs.images import resize
 from sdbench.inputs.shards import MOMENTS
+from sdbench.inputs.tokenizer import token_ids
 
 # An evaluation's batch also has:
 NOISE = 'noise'  # float32 (B, 8, H/8, W/8): 4 channels to sample the latents with, and 4 channels to add to the latents
@@ -35,7 +34,7 @@ def decode_sample(columns: Mapping, is_ours: bool, decode: Callable[[bytes], tor
     return {'image': decode(columns['jpg']), **captions}
 
 
-def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[str, torch.Tensor]:
+def collate(samples: list[dict], tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
     """Return a batch: `image` uint8 (B, 3, H, H) or `moments` float16 (B, 8, H/8, H/8), and `caption` int64 (B, 77).
 
     An evaluation's batch also has `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,). If samples were bad and
@@ -44,12 +43,8 @@ def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[
     if MOMENTS in samples[0]:
         batch = {MOMENTS: torch.stack([sample[MOMENTS] for sample in samples])}
     else:
-        batch = {'image': stack_images([sample['image'] for sample in samples], image_size)}
-
-    # Tokenize "!" as a word, not as padding. Set this here because pickling a tokenizer for a loader worker loses it.
-    tokenizer.encode_special_tokens = True
-    captions = tokenizer.encode_batch([sample['caption'] for sample in samples])
-    batch['caption'] = torch.tensor([caption.ids for caption in captions])
+        batch = {'image': stack_images([sample['image'] for sample in samples])}
+    batch['caption'] = torch.tensor(token_ids(tokenizer, [sample['caption'] for sample in samples]))
 
     # Pass on the noise and timesteps of an evaluation, and the list of bad samples.
     for name in (NOISE, TIMESTEP):
@@ -61,10 +56,8 @@ def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[
     return batch
 
 
-def stack_images(images: list[torch.Tensor], image_size: int) -> torch.Tensor:
-    """Stack images into uint8 (B, 3, H, H). If their sizes differ, all are resized to `image_size` first."""
-    if len({image.shape for image in images}) > 1:
-        images = [resize(image, image_size) for image in images]
+def stack_images(images: list[torch.Tensor]) -> torch.Tensor:
+    """Stack images of one size into uint8 (B, 3, H, H)."""
     # Stack in the memory layout of the decoders, (H, W, 3), which copies 6 times as fast as converting the layout here.
     return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
 
@@ -102,24 +95,19 @@ class BadSamples:
         return batch
 
 
-def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> dict[str, torch.Tensor]:
-    """Scale a batch's stored images, uint8 (B, 3, H, H), to float32 (B, 3, image_size, image_size) in [-1, 1].
+def normalize(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Scale a batch's images, uint8 (B, 3, H, H), to float32 in [-1, 1], on their device.
 
-    Without `image_size`, images keep their size. Float images are taken to be in [-1, 1] already and are only resized.
-    A batch of moments is returned unchanged. Everything stays on its device.
+    Float images are taken to be in [-1, 1] already. They and a batch of moments are returned unchanged.
 
     Raises UserError if the images are integers of another type, because their range of values is unknown.
     """
     if 'image' not in batch:
         return batch
     images = batch['image']
-    is_bytes = images.dtype == torch.uint8
-    if is_bytes:
-        images = images.to(torch.float32, memory_format=torch.contiguous_format)
-    elif not images.is_floating_point():
+    if images.is_floating_point():
+        return batch
+    if images.dtype != torch.uint8:
         raise UserError(f'images have the type {images.dtype}; give bytes (uint8), or floats in [-1, 1]')
-    if image_size is not None and images.shape[-1] != image_size:
-        images = F.interpolate(images, size=(image_size, image_size), mode='bilinear')
-    if is_bytes:
-        images = images / 127.5 - 1
-    return {**batch, 'image': images}
+    images = images.to(torch.float32, memory_format=torch.contiguous_format)
+    return {**batch, 'image': images / 127.5 - 1}

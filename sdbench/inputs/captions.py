@@ -1,6 +1,7 @@
 """Store the captions of an image in MDS columns, read them again, and choose one of them for training."""
-import random
 from collections.abc import Iterable, Mapping
+
+import numpy as np
 
 from sdbench.errors import UserError
 
@@ -48,29 +49,16 @@ def require_names(wanted: Iterable[str], index: dict, flag: str, data: str) -> N
             raise UserError(f'{flag} {name}: {data} has no captions of that name; it has {", ".join(names)}')
 
 
-def choose_caption(captions: Named, weights: Mapping[str, float], seed: int, epoch: int, index: int) -> str:
+def choose_caption(captions: Named, weights: Mapping[str, float], generator: np.random.Generator) -> str:
     """Choose one of an image's captions at random.
-
-    The choice depends only on the seed, the epoch and the sample. Therefore a resumed run chooses the same captions,
-    and so does a run with another number of ranks or loader workers.
 
     Args:
         captions: captions of the image, by name.
         weights: weight of each name, divided equally among the captions with that name. Every caption has the same
             chance if there are no weights, or if none of the image's captions has a weight.
-        seed: seed of the run.
-        epoch: epoch, counted from 0.
-        index: index of the sample in the dataset.
+        generator: random numbers for this sample in this epoch.
     """
-    # Give each caption its part of the weight of its name.
-    texts = []
-    chances = []
-    for name, texts_with_name in captions.items():
-        for text in texts_with_name:
-            texts.append(text)
-            chances.append(weights.get(name, 0) / len(texts_with_name))
-    if not any(chances):
-        chances = None  # equal chances
-
-    [caption] = random.Random(f'{seed} {epoch} {index}').choices(texts, chances)
-    return caption
+    texts = [text for texts_with_name in captions.values() for text in texts_with_name]
+    chances = np.array([weights.get(name, 0) / len(texts_with_name)
+                        for name, texts_with_name in captions.items() for _ in texts_with_name], dtype=float)
+    return texts[generator.choice(len(texts), p=chances / chances.sum() if chances.any() else None)]

@@ -41,7 +41,8 @@ def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
 
     Args:
         data: bytes of the image file.
-        image_size: height and width in pixels to which a larger square is reduced (antialiased); None keeps its size.
+        image_size: height and width H in pixels to which the square is resized; None keeps its size. Only this function
+            resizes images, so their pixels do not depend on the other images in a batch.
 
     Raises BadSample if the image does not decode.
     """
@@ -50,7 +51,7 @@ def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
     image = image[:, top:top + side, left:left + side]  # (3, side, side)
-    if image_size and side > image_size:
+    if image_size:
         image = resize(image, image_size)
     return image
 
@@ -227,5 +228,7 @@ def seek_visible_frame(image: Image.Image) -> None:
 
 
 def resize(image: torch.Tensor, image_size: int) -> torch.Tensor:
-    """Resize uint8 (3, H, H) to (3, image_size, image_size), bilinear and antialiased."""
+    """Resize uint8 (3, H, H) to (3, image_size, image_size), bilinear and antialiased. At that size it is unchanged."""
+    if image.shape[-1] == image_size:
+        return image
     return F.interpolate(image[None], size=(image_size, image_size), mode='bilinear', antialias=True)[0]

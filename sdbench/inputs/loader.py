@@ -8,9 +8,9 @@ from multiprocessing import RawArray
 from streaming import StreamingDataLoader
 from torch.utils.data import DataLoader, get_worker_info
 
+from sdbench.complete import BATCHES_PER_WORKER
+from sdbench.errors import DataError
 from sdbench.process import end_with_parent
-
-BATCHES_PER_WORKER = 2  # batches that each worker prefetches: torch's default prefetch_factor
 
 
 def begin_worker(worker: int) -> None:
@@ -45,7 +45,10 @@ class CountedCollate:
 
 
 class TimedIteration:
-    """A mixin that times only `next` of a DataLoader, without the work that Composer does around it."""
+    """A mixin that times only `next` of a DataLoader, without the work that Composer does around it.
+
+    It raises a DataError of a worker with the worker's own message. torch makes the worker's traceback the message.
+    """
     _seconds_waited = 0.0
     _batches_taken = 0
 
@@ -57,6 +60,8 @@ class TimedIteration:
                 batch = next(batches)
             except StopIteration:
                 return
+            except DataError as error:
+                raise DataError(str(error).rpartition('DataError: ')[2].strip()) from None
             finally:
                 self._seconds_waited += time.perf_counter() - start
             self._batches_taken += 1

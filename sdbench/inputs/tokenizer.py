@@ -21,7 +21,7 @@ CLIP_HASH = '39e11d223720cd722d1d0ab6b6585986bf6ed3b695bd943ca49430a10f3e8d9b'
 
 
 def build_tokenizer(name: str | None = None) -> Tokenizer:
-    """Build a tokenizer whose `encode_batch(captions)` pads or truncates each caption to 77 tokens.
+    """Build a tokenizer that pads or truncates each caption to 77 tokens; `token_ids` uses it.
 
     Args:
         name: folder or hub name of a tokenizer or a diffusers model. None: CLIP's vocabulary, which the open_clip
@@ -40,6 +40,16 @@ def build_tokenizer(name: str | None = None) -> Tokenizer:
     tokenizer.enable_truncation(CAPTION_LENGTH)
     tokenizer.enable_padding(length=CAPTION_LENGTH, **padding)
     return tokenizer
+
+
+def token_ids(tokenizer: Tokenizer, captions: list[str]) -> list[list[int]]:
+    """Return the 77 token ids of each caption. All ids in batches come from here.
+
+    "!" is a word, also for a tokenizer that pads with "!". Set this for each call, because a tokenizer that was pickled
+    for a loader worker has lost it.
+    """
+    tokenizer.encode_special_tokens = True
+    return [encoding.ids for encoding in tokenizer.encode_batch(captions)]
 
 
 def load_transformers_tokenizer(name: str):
@@ -66,8 +76,7 @@ def hash_of_tokenizer(name: str | None = None) -> str:
     if name is None:
         return CLIP_HASH
     tokenizer = build_tokenizer(name)
-    return hash_of_ids(tokenizer.get_vocab(),
-                       lambda captions: [encoded.ids for encoded in tokenizer.encode_batch(captions)])
+    return hash_of_ids(tokenizer.get_vocab(), functools.partial(token_ids, tokenizer))
 
 
 def hash_of_ids(vocabulary: Iterable[str], encode: Callable[[list[str]], list[list[int]]]) -> str:

@@ -17,15 +17,12 @@ from tokenizers import Tokenizer
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.errors import UserError, one_line
-from sdbench.flags.train import SD2_BASE, TINY_MODEL
+from sdbench.flags.train import TINY_MODEL
 from sdbench.hub import find_or_download
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, build_tokenizer
+from sdbench.models.built_in import BUILT_IN, CONFIG_FILES
 from sdbench.models.names import OLDER_NAMES, save_older_names
 
-# Configurations without weights, because random weights train as fast. Only tiny has a trained VAE.
-BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', TINY_MODEL: Path(__file__).parent / 'tiny'}
-CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'config.json',
-                'scheduler': 'scheduler_config.json'}
 # Schedulers that can sample from a model trained with DDPM. EDMEulerScheduler has continuous timesteps.
 SAMPLERS = [name for name in DDPMScheduler._compatibles if name != 'EDMEulerScheduler']
 SAMPLERS += ['DDPMParallelScheduler', 'DDIMParallelScheduler']

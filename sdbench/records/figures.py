@@ -57,7 +57,6 @@ LINES = {
     'full training': 'training on {full_images:,} images would take {full_days:,.1f} days on {gpus}, '
     '{full_hours:,.0f} GPU-hours, {full_cost}',
     'next': '{next}',
-    'for a plan': '{forecast_command}\n' + 16 * ' ' + '{plan_command}',
     # --loader_only
     'loader': '{loader_images_per_sec:r} images/s',
     # encode.py
@@ -73,7 +72,7 @@ LINES = {
 TRAINING_LINES = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval loss', 'samples', 'no EMA', 'checkpoint',
                  'next', 'images/s', 'no speed', 'wait for data')
 LOADER_LINES = ('loader', 'caution')
-ENCODING_LINES = ('encoded', 'stored', 'caution', 'skipped', 'next')
+ENCODING_LINES = ('encoded', 'no speed', 'stored', 'caution', 'skipped', 'next')
 EVALUATION_LINES = ('generated', 'model', 'not scored')  # the table of scores and cautions follow
 
 
@@ -145,6 +144,8 @@ COLUMNS = {
     'num_devices': Column('{}s', decimals=None),
     'images_per_sec': Column('images/s', is_run_figure=True),
     'images_per_sec_per_device': Column('images/s per {}', decimals=2),
+    'forecast_images_per_sec': Column('forecast'),
+    'forecast_error': Column('forecast - measured', '{} %', 0),
     'scaling_efficiency': Column('efficiency', '{} %'),
     'speed_over_first': Column('over the first', '{} x', 2),
     'data_wait_fraction': Column('wait for data', '{} %', is_run_figure=True),
@@ -183,4 +184,6 @@ def format_figure(key: str, value: float) -> str:
         value *= 100
     if key == 'days':
         return format_days(value)
+    if key == 'forecast_error':
+        return f'{round(value):+} %' if round(value) else '0 %'
     return template.format(f'{value:,.0f}' if decimals is None else rounded(value, decimals))

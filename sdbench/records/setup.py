@@ -10,7 +10,6 @@ from typing import Any
 
 from sdbench.flags.train import ENCODERS, NO_EFFECT_ON_SPEED, SAME_ON_RESUME, SWITCHES, Train
 from sdbench.gpus import is_one_nvlink_domain, machines_for
-from sdbench.records.status import FORECAST
 from sdbench.records.versions import PACKAGES
 
 VERSIONS = ['python', 'cuda', *PACKAGES]
@@ -30,7 +29,8 @@ for field in SAME_ON_RESUME:
     elif field.name not in (*LOADER_SETTINGS, *MODEL_FLAGS, *DATA_FLAGS):
         MODEL_FLAGS.append(field.name)
 MODEL_SETTINGS = [*MODEL_FLAGS, 'network']
-LEARNING_SETTINGS += ['max_duration', 'load_weights', 'remote', 'eval_remote']
+EVAL_DATA = ['eval_remote', 'eval_sha256']  # the held-out data, and the hash of their index.json
+LEARNING_SETTINGS += ['max_duration', 'load_weights', 'remote', *EVAL_DATA]
 SPEED_SETTINGS = [*LOADER_SETTINGS, *MODEL_SETTINGS, 'num_workers', *VERSIONS]
 SETTINGS = [*SPEED_SETTINGS, *LEARNING_SETTINGS]
 
@@ -64,10 +64,10 @@ for field in fields(Train):
 
 
 def has_training_result(record: dict) -> bool:
-    """Tell whether a record has a training result: a training with --max_duration, not a measurement or a forecast."""
+    """Tell whether a record has a training result: a training with --max_duration, not a measurement."""
     by_default = record.get('by_default', ())
     is_measurement = 'max_duration' in by_default or ('max_duration' not in record and 'measure_batches' in record)
-    return record['stage'] == 'train' and record['status'] != FORECAST and not is_measurement
+    return record['stage'] == 'train' and not is_measurement
 
 
 def setup_of(record: dict) -> dict[str, str]:
@@ -99,8 +99,6 @@ def setup_of(record: dict) -> dict[str, str]:
         without_effect.append('compile_blocks')
     if not has_training_result(record):
         without_effect += LEARNING_SETTINGS
-    if record['status'] == FORECAST:
-        without_effect += VERSIONS
     if record['stage'] == 'loader':
         without_effect += MODEL_SETTINGS
     return {key: '' if key in without_effect else text_of(stated.get(key)) for key in (*SETTINGS, 'num_nodes')}
@@ -112,37 +110,3 @@ def num_machines(record: dict) -> int | None:
         return machines_for(record['num_devices'], record['gpus_per_node'])
     return record.get('num_nodes')
 
-
-def forecast_command(record: dict, file: str) -> list[str]:
-    """Return the program and flags that append a forecast for the setup of a measured training to a file.
-
-    The forecast has the same microbatch and number of machines. It has no --max_duration, because plans would take the
-    number of images to train on from it.
-    """
-    record = {key: known_value(value) for key, value in record.items()}
-    setup = setup_of(record)
-    flags = ['benchmark.py', '--dry_run', str(record['num_devices']), '--gpu', record['device']]
-
-    # State the GPUs per machine if a dry run would assume another number of machines.
-    nodes = num_machines(record)
-    if nodes and machines_for(record['num_devices'], record['device']) != nodes:
-        flags += ['--gpus_per_node', str(record.get('gpus_per_node') or math.ceil(record['num_devices'] / nodes))]
-    if setup['network'] and record.get('network_gbits') is not None:
-        flags += ['--network_gbits', str(record['network_gbits'])]
-
-    # Add the flags that decide the speed, unless they have their default or were left open.
-    if setup['input'] == INPUTS[ENCODERS[True]]:
-        flags.append('--use_synth_latents')
-    for name in ('image_size', 'batch_size', *MODEL_FLAGS):
-        value = record.get(name, DEFAULTS.get(name))
-        if name == 'device_train_microbatch_size' or setup[name] == '' or value == DEFAULTS.get(name):
-            continue
-        if isinstance(value, bool):
-            flags.append(f'--{name}' if value else f'--no-{name}')
-        elif isinstance(value, list):
-            flags += [f'--{name}', *map(str, value)]
-        else:
-            flags += [f'--{name}', str(value)]
-    if record.get('device_train_microbatch_size') is not None:  # a hand-written record may not state it
-        flags += ['--device_train_microbatch_size', str(record['device_train_microbatch_size'])]
-    return [*flags, '--results', file]

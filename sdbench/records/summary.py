@@ -8,15 +8,11 @@ from sdbench.costs import days_to_train, gpu_hours, price_of
 from sdbench.errors import plural
 from sdbench.flags.times import to_batches
 from sdbench.flags.train import Train
-from sdbench.gpus import peak_of
 from sdbench.paths import sibling_path
 from sdbench.records.figures import EVALUATION_LINES, LINES, TRAINING_LINES, rounded, summary_lines, text_table
-from sdbench.records.setup import forecast_command
 from sdbench.records.status import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
-# The command for a plan that is corrected by a measurement and by the forecast for the same setup
-PLAN_COMMAND = 'python report.py docs/plan.jsonl {} @recipes/plan.txt @recipes/prices-on-demand.txt'
 
 
 def run_summary(record: dict, settings: Train) -> str:
@@ -65,12 +61,6 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
         notes['gpus'] = plural(record['num_devices'], 'GPU')
         notes['full_hours'] = full_hours
         price = price_of(record['device'], settings.dollars_per_gpu_hour)
-
-        # Print the commands that correct a plan with this measurement, if the GPU has a forecast.
-        if peak_of(record['device'], record.get('precision', 'fp32')) is not None:
-            file = 'results.jsonl' if settings.results_file == '-' else settings.results_file
-            notes['forecast_command'] = f'python {shlex.join(forecast_command(record, "plan.jsonl"))}'
-            notes['plan_command'] = PLAN_COMMAND.format(f'plan.jsonl {shlex.quote(file)}')
         notes['full_cost'] = 'no price' if math.isnan(price) else f'${full_hours * price:,.0f}'
     return notes
 

@@ -1,1 +1,1 @@
-"""Reports from records: tables of speeds, plans and scores, figures, and an HTML page."""
+"""Reports from records: tables of speeds and scores, figures, and an HTML page."""

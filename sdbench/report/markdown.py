@@ -6,6 +6,7 @@ import functools
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -28,9 +29,9 @@ USUAL_VALUES = {'stage': 'train', 'input': 'images', 'precision': 'amp_bf16', 'e
 TEXT_COLUMNS = ('run', 'device', 'settings', 'date', 'notes')  # aligned to the left
 # A table that is too wide is split into one table for each of these groups of figures.
 FIGURE_GROUPS = [
-    ('images_per_sec', 'images_per_sec_per_device', 'scaling_efficiency', 'speed_over_first', 'days',
-     'total_gpu_hours', 'cost_usd', 'notes'),
-    ('data_wait_fraction', 'microbatch', 'peak_memory_gib', 'mfu'),
+    ('images_per_sec', 'images_per_sec_per_device', 'forecast_images_per_sec', 'forecast_error', 'scaling_efficiency',
+     'speed_over_first', 'notes'),
+    ('days', 'total_gpu_hours', 'cost_usd', 'data_wait_fraction', 'microbatch', 'peak_memory_gib', 'mfu'),
     ('eval_loss', 'eval_batch', 'eval_samples', 'loss', 'trained_batches'),
 ]
 
@@ -39,17 +40,20 @@ def differing_settings(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     """Return the keys whose values differ between rows, and keys that some rows of a stage state and others do not."""
     stated = rows[list(keys)].replace('', None).nunique()  # '' means that a row does not state the setting
     in_a_stage = rows.groupby('stage')[list(keys)].nunique().max()  # here '' counts as a value
-    return [key for key in keys if stated[key] > 1 or (in_a_stage[key] > 1 and key not in VERSIONS)]
+    return [key for key in keys if stated[key] > 1 or (in_a_stage[key] > 1 and key not in (*VERSIONS, 'eval_sha256'))]
+
+
+@functools.cache
+def recipe_flags(name: str) -> dict[str, Any]:
+    """Return the flags that a recipe gives."""
+    return vars(build_parser(Train, '', 'benchmark.py').parse_args([f'@{RECIPES / name}']))
 
 
 @functools.cache
 def recipe_settings() -> dict[str, dict[str, str]]:
     """Return the settings that each named recipe gives, as text."""
-    settings = {}
-    for name in NAMED_RECIPES:
-        given = vars(build_parser(Train, '', 'benchmark.py').parse_args([f'@{RECIPES / name}']))
-        settings[name] = {key: text_of(value) for key, value in given.items() if key in SETTINGS}
-    return settings
+    return {name: {key: text_of(value) for key, value in recipe_flags(name).items() if key in SETTINGS}
+            for name in NAMED_RECIPES}
 
 
 def matching_recipe(row: pd.Series) -> str | None:
@@ -203,14 +207,22 @@ def tables_within_width(cells: pd.DataFrame, labels: Sequence[str], groups: Sequ
         if 'run' not in cells:
             cells.insert(0, 'run', [str(number) for number in range(1, len(cells) + 1)])
 
-    # Write the moved text of each row, after the number of the row.
+    # Write the moved text of each row, after the run number that the row has in the tables.
     lines = []
-    for number, texts in enumerate(zip(*moved, strict=True), start=1):
-        if any(texts):
-            lines.append(textwrap.fill(f'{number}: {"; ".join(filter(None, texts))}', WIDTH, subsequent_indent='   '))
+    if moved:
+        for number, *texts in zip(cells['run'], *moved, strict=True):
+            if any(texts):
+                text = f'{number}: {"; ".join(filter(None, texts))}'
+                lines.append(textwrap.fill(text, WIDTH, subsequent_indent='   '))
     return [*tables, '\n'.join(lines)] if lines else tables
 
 
 def table_width(table: str) -> int:
     """Return the number of characters in the longest line of a table."""
     return max(map(len, table.splitlines()))
+
+
+def describe_gpus(row: pd.Series) -> str:
+    """Return the GPUs and the input of a row as text, such as '8 x B200 on latents'."""
+    on = f' on {row["input"]}' if row['input'] else ''
+    return f'{row["num_devices"]} x {short_name(row["device"])}{on}'

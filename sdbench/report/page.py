@@ -18,10 +18,8 @@ from sdbench.gpus import short_name
 from sdbench.records.figures import COLUMNS, format_days, format_figure, heading_with_unit, rounded
 from sdbench.records.read import EVALUATION_SETTINGS, LOSS_SETTINGS, MEASURED, WITH_FIGURES
 from sdbench.records.setup import VERSIONS
-from sdbench.records.status import FORECAST
 from sdbench.records.versions import git_commit
-from sdbench.report.markdown import describe_settings, differing_settings, label_columns, usual_value
-from sdbench.report.plans import CORRECTED, FORECAST_ERROR, describe_gpus
+from sdbench.report.markdown import describe_gpus, describe_settings, differing_settings, label_columns, usual_value
 
 FIRST_FIGURES = ('num_devices', 'cost_usd', 'days', 'images_per_sec')  # a phone shows these without scrolling
 SAME_WORK = ('model_name', 'image_size', 'input')
@@ -131,24 +129,13 @@ def html_table(rows: pd.DataFrame, keys: Sequence[str], caption: str) -> Table:
         heading = heading_with_unit(key, devices)
         decimals[heading] = COLUMNS[key].decimals
         cells[heading] = values * 100 if '%' in COLUMNS[key].cell else values
-    if (rows['stage'] == 'plan').all():  # the days of each part of the plan
-        parts = pd.DataFrame(rows['record'].tolist(), rows.index).filter(regex='^days_')
-        for key in sorted(parts):
-            heading = f'{key.removeprefix("days_").replace("_", " ")} (days)'
-            decimals[heading] = COLUMNS['days'].decimals
-            cells[heading] = parts[key]
-    cells['date'] = rows['date'].str[:10] if 'date' in rows and (rows['stage'] != 'plan').all() else ''
+    cells['date'] = rows['date'].str[:10] if 'date' in rows else ''
     cells['libraries'] = [describe_settings(row, versions) for _, row in rows.iterrows()]
 
     # Remove columns that are empty in all rows.
     cells = cells.loc[:, [column.notna().any() and (column != '').any() for _, column in cells.items()]]
-    doubtful = [status not in (*WITH_FIGURES, 'plan') for status in rows['status']]
+    doubtful = [status not in WITH_FIGURES for status in rows['status']]
     return Table(caption, cells, decimals, marks, doubtful)
-
-
-def nearest_to_limits(rows: pd.DataFrame) -> pd.Index:
-    """Return the index of the plan that is nearest to the limits if no plan is within them, or else an empty index."""
-    return rows.index[rows['is_nearest']] if 'is_nearest' in rows else rows.index[:0]
 
 
 def best_marks(rows: pd.DataFrame) -> list[str]:
@@ -158,15 +145,13 @@ def best_marks(rows: pd.DataFrame) -> list[str]:
     work, the mark names the work.
     """
     marks = {row: {} for row in rows.index}  # lists of marks by the description of the work
-    for row in nearest_to_limits(rows):
-        marks[row][''] = ['nearest to the limits']
     for mark, column, keys in MARKS:
         known = rows[rows[column].notna()] if column in rows else rows[:0]
         if len(known) < 2 or (keys == SAME_WORK and (rows['stage'] == 'evaluate').all()):
             continue  # nothing to compare; an evaluated checkpoint is not better because it is earlier and so cheaper
 
-        # A setting that a row does not state has its usual value. Plans all do the same work.
-        keys = [key for key in keys if key in known] if (rows['stage'] != 'plan').all() else []
+        # A setting that a row does not state has its usual value.
+        keys = [key for key in keys if key in known]
         work = pd.DataFrame([{key: row[key] or usual_value(row, key) for key in keys} for _, row in known.iterrows()],
                             known.index)
         differing = [key for key in keys if work[key].nunique() > 1]
@@ -184,9 +169,9 @@ def best_marks(rows: pd.DataFrame) -> list[str]:
 def verdict_and_answers(rows: pd.DataFrame, table: Table) -> tuple[str, list[str]]:
     """Return one line about the best row, and sentences about other marked rows, certainty and the next step.
 
-    The best row is the first of these that exists: the plan nearest to limits that no plan meets; the training with the
-    lowest eval loss, if all losses can be compared; the row with the lowest FID, the lowest cost or the fewest days;
-    the row with the highest speed or CLIP score.
+    The best row is the first of these that exists: the training with the lowest eval loss, if all losses can be
+    compared; the row with the lowest FID, the lowest cost or the fewest days; the row with the highest speed or CLIP
+    score.
     """
     # Find the best row.
     keys = ['fid', 'cost_usd', 'days']
@@ -195,8 +180,6 @@ def verdict_and_answers(rows: pd.DataFrame, table: Table) -> tuple[str, list[str
     highest = 'images_per_sec' if 'images_per_sec' in rows else 'clip_score'
     lowest = next((key for key in keys if key in rows and rows[key].notna().any()), None)
     best = rows.loc[rows[lowest].idxmin()] if lowest else rows.loc[rows[highest].fillna(0).idxmax()]
-    for row in nearest_to_limits(rows):
-        best = rows.loc[row]
 
     # Describe its settings, and the other rows with a mark.
     marks = dict(zip(rows.index, table.marks, strict=True))
@@ -223,18 +206,13 @@ def certainty_and_next_step(best: pd.Series, key: str | None) -> list[str]:
         return [f'How certain: the loss was evaluated on --eval_remote after batch {best["eval_batch"]:,.0f}. Another '
                 'seed may change the order of trainings with similar losses.',
                 'What to do first: score images of the best trainings with evaluate.py.']
-    statuses = {part.status for part in best['parts']} if best['stage'] == 'plan' else {best['status']}
-    if statuses == {MEASURED}:
+    if best['status'] == MEASURED:
         on = ' on synthetic data' if best['dataset'] == 'synthetic' else ''
         return [f'How certain: measured{on}.', 'What to do first: check that your own data loads as fast, with '
                 'benchmark.py --loader_only --remote DATA.']
     certainty = f'How certain: {best["notes"]}.'
     first = (f'What to do first: run make smoke on a machine with this GPU ({short_name(best["device"])}), which takes '
              'minutes.')
-    if statuses & {FORECAST, CORRECTED}:
-        certainty += f' {FORECAST_ERROR}'
-        if best['stage'] == 'plan':
-            first += ' Give its results.jsonl to this report as one more file, which then corrects the forecasts.'
     return [certainty, first]
 
 

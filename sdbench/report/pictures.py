@@ -1,4 +1,4 @@
-"""Draw the figures of a report: days over GPUs, GPU-hours of plans, eval losses of trainings, and evaluation scores.
+"""Draw the figures of a report: days over GPUs, eval losses of trainings, and evaluation scores.
 
 matplotlib is imported only when there is something to draw. A function that finds nothing to draw raises UserError.
 """
@@ -15,16 +15,30 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from sdbench.costs import SECONDS_PER_DAY, Prices, days_to_train, price_of
+from sdbench.costs import Prices, days_to_train, price_of
 from sdbench.errors import UserError
+from sdbench.flags.train import SD2_BASE
 from sdbench.gpus import short_name
 from sdbench.records.figures import format_days, format_figure, rounded
-from sdbench.records.read import EVALUATION_SETTINGS, EXTRAPOLATED, LOSS_SETTINGS, MEASURED, WITH_FIGURES
-from sdbench.records.setup import SETTINGS, VERSIONS
-from sdbench.records.status import FORECAST
-from sdbench.report.markdown import describe_settings, differing_settings, line_labels, recipe_settings
-from sdbench.report.plans import CORRECTED, PlanPart, describe_gpus
-from sdbench.report.speeds import one_row_per_gpu_count
+from sdbench.records.read import (
+    EVALUATION_SETTINGS,
+    EXTRAPOLATED,
+    LOSS_SETTINGS,
+    MEASURED,
+    WITH_FIGURES,
+    speed_row,
+)
+from sdbench.records.setup import EVAL_DATA, SETTINGS, VERSIONS
+from sdbench.records.status import COMPLETE, FORECAST
+from sdbench.report.markdown import (
+    describe_gpus,
+    describe_settings,
+    differing_settings,
+    line_labels,
+    recipe_flags,
+    recipe_settings,
+)
+from sdbench.report.speeds import forecast_of, one_row_per_gpu_count
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 MARKERS = 'os^Dv<>ph*P'
@@ -35,9 +49,8 @@ TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen'
 DECIMALS = {'fid': 2, 'clip_score': 2, 'images_seen': 0, 'loss': 4, 'dollars': 2, 'guidance': 1}
 PANEL_INCHES = 4.8
 PANEL_CHARACTERS = 60  # in a line of text above or below a panel
-BIG_TEXT = 14  # points, for a figure that is shown at half its size
-HATCHES = {FORECAST: '///', CORRECTED: 'xxx', MEASURED: None}  # of the parts of a plan, by their status
 SVG = 'http://www.w3.org/2000/svg'
+FORECAST_GPUS = ('NVIDIA A100-SXM4-80GB', 'NVIDIA H100 80GB HBM3', 'NVIDIA H200', 'NVIDIA B200')
 
 
 def save(figure: Any, path: str) -> None:
@@ -91,7 +104,7 @@ def svg_of(figure: Any) -> str:
 def point_tooltip(row: pd.Series, name: str) -> str:
     """Return a tooltip with the GPUs, `name`, the speed with its range, days, dollars, status and date of a row."""
     speed = f'{rounded(row["images_per_sec"], 1)} images/s'
-    if pd.notna(row['images_per_sec_least']):
+    if pd.notna(row.get('images_per_sec_least')):
         speed += f' ({rounded(row["images_per_sec_least"], 1)} to {rounded(row["images_per_sec_most"], 1)})'
     days = format_days(row['days'], ' days') if pd.notna(row['days']) else ''
     cost = format_figure('cost_usd', row['cost_usd'])
@@ -102,9 +115,9 @@ def point_tooltip(row: pd.Series, name: str) -> str:
 def draw_days(rows: pd.DataFrame, training_images: int) -> Any:
     """Draw days over GPU counts on logarithmic axes, with a line for each setting.
 
-    Each GPU model has one color. Measured points are filled; extrapolated and forecast points are hollow. A vertical
-    line shows the range of a forecast. A red cross marks GPU counts on which a run failed or was not reliable. A dashed
-    line shows ideal scaling: twice the GPUs, half the days.
+    Each GPU model has one color. Measured points are filled, extrapolated points are hollow, and so are forecasts for
+    recipes/fastest.txt on FORECAST_GPUS. A vertical line shows the range of a forecast. A red cross marks GPU counts on
+    which a run failed or was not reliable. A dashed line shows ideal scaling: twice the GPUs, half the days.
 
     Args:
         rows: the table of trainings. Rows without days only get a cross.
@@ -118,6 +131,7 @@ def draw_days(rows: pd.DataFrame, training_images: int) -> Any:
     rows = rows[rows['days'].notna()]
     if rows.empty:
         raise UserError('no training in these records has days; for the tiny model, --training_images adds them')
+    rows = pd.concat([rows, forecast_rows(rows, training_images)])
     lines = lines_of_days(rows, training_images)
     rows = pd.concat(lines)
 
@@ -144,6 +158,33 @@ def draw_days(rows: pd.DataFrame, training_images: int) -> Any:
     return figure
 
 
+def forecast_rows(rows: pd.DataFrame, training_images: int) -> pd.DataFrame:
+    """Return rows with forecasts for recipes/fastest.txt, on FORECAST_GPUS and on the GPU counts of the rows.
+
+    Image size, batch, input and EMA are those of the first row, whose prices count. There are no rows if it does not
+    state its batch, or if it is not of Stable Diffusion 2.
+    """
+    first = rows.iloc[0]
+    own = {key: first['record'][key] for key in ('image_size', 'batch_size', 'use_ema', 'encoders')
+           if key in first['record']}
+    found = []
+    is_sd2 = 'batch_size' in own and first['model_name'] in ('', SD2_BASE)
+    for device in FORECAST_GPUS if is_sd2 else ():
+        for count in sorted(rows['num_devices'].unique()):
+            record = recipe_flags('fastest.txt') | own | {
+                'stage': 'train', 'status': COMPLETE, 'extrapolated': False, 'command': 'benchmark.py',
+                'device': device, 'num_devices': int(count)}
+            expected = forecast_of(record) if count <= own['batch_size'] else None
+            if expected:
+                least, most = expected.images_per_sec_range or (math.nan, math.nan)
+                days = days_to_train(expected.images_per_sec, training_images)
+                price = price_of(device, first['prices'])
+                found.append(speed_row(record | {'images_per_sec': expected.images_per_sec}) | {
+                    'status': FORECAST, 'setting': device, 'days': days, 'images_per_sec_least': least,
+                    'images_per_sec_most': most, 'cost_usd': days * 24 * count * price})
+    return pd.DataFrame(found, columns=None if found else ['images_per_sec_least', 'images_per_sec_most'])
+
+
 def lines_of_days(rows: pd.DataFrame, training_images: int) -> list[pd.DataFrame]:
     """Return the points of each line of days. The line that starts with the most days is first, as in the legend.
 
@@ -162,10 +203,8 @@ def lines_of_days(rows: pd.DataFrame, training_images: int) -> list[pd.DataFrame
 def explain_marks(axes: Any, rows: pd.DataFrame, doubtful: pd.DataFrame) -> None:
     """Add entries to the legend that explain filled, hollow and crossed points and the dashed lines."""
     axes.plot([], [], 'o', color='black', label='measured')
-    hollow = 'extrapolated, or forecast'
-    if rows['images_per_sec_least'].notna().any():
-        hollow += ' with its range'
-    axes.plot([], [], 'o', color='black', markerfacecolor='white', label=hollow)
+    with_range = ' with its range' if rows['images_per_sec_least'].notna().any() else ''
+    axes.plot([], [], 'o', color='black', markerfacecolor='white', label=f'extrapolated, or forecast{with_range}')
     if doubtful['setting'].isin(rows['setting']).any():
         axes.plot([], [], 'x', color='red', label='a run here failed or was not reliable')
     axes.plot([], [], '--', color='black', linewidth=0.8, label='ideal: twice the GPUs, half the days')
@@ -248,95 +287,6 @@ def draw_line_of_days(axes: Any, points: pd.DataFrame, label: str, color: str, m
                 days * speeds / points['images_per_sec_least'], color=color, linewidth=1.2, zorder=1)
 
 
-def draw_plan(plans: pd.DataFrame, keys: list[str], title: str) -> Any:
-    """Draw each plan as a stacked bar of the GPU-hours of its parts, labelled with the plan's cost.
-
-    Measured parts are filled, forecast parts are hatched, and corrected forecasts are cross-hatched.
-
-    Args:
-        plans: the table of plans.
-        keys: the settings that distinguish the plans.
-        title: title of the plans.
-
-    Raises UserError if no plan is on GPUs.
-    """
-    from matplotlib.figure import Figure
-
-    plans = plans[plans['total_gpu_hours'].notna()]
-    if plans.empty:
-        raise UserError('a plan on CPUs has no GPU-hours')
-    names = []
-    for _, plan in plans.iterrows():
-        settings = wrapped(describe_settings(plan, keys), 40)
-        names.append(f'{plan["num_devices"]} x {short_name(plan["device"])}\n{settings}'.strip())
-    figure = Figure(figsize=(10, 2.2 + 0.75 * len(plans)), layout='constrained')
-    axes = figure.subplots()
-    colors = {}  # filled by `draw_bar`
-    for position, plan in enumerate(plans.itertuples()):
-        draw_bar(axes, position, plan, colors)
-
-    # The first plan is at the top. Text is large enough to read at half the size.
-    axes.set_yticks(range(len(plans)), names, fontsize=BIG_TEXT)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set_xlabel('GPU-hours', fontsize=BIG_TEXT)
-    axes.xaxis.set_major_formatter('{x:,.0f}')
-    axes.tick_params(axis='x', labelsize=BIG_TEXT)
-    axes.spines[['top', 'right']].set_visible(False)
-    add_legend_of_plan(figure, plans, colors)
-    figure.supxlabel(wrapped(title, CAPTION_CHARACTERS * 9 // BIG_TEXT), x=0.01, ha='left', fontsize=BIG_TEXT)
-    return figure
-
-
-def draw_bar(axes: Any, position: int, plan: Any, colors: dict[str, str]) -> None:
-    """Draw a plan as a stacked bar of GPU-hours, labelled with its cost.
-
-    Args:
-        axes: the axes to draw on.
-        position: position of the bar on the vertical axis.
-        plan: row of the plan as a named tuple.
-        colors: maps '<name> <size> px' of a part to its color; new parts are added.
-    """
-    start = 0.0  # GPU-hours of the earlier parts
-    for part in plan.parts:
-        color = colors.setdefault(f'{part.name} {part.size} px', COLORS[len(colors) % len(COLORS)])
-        gpu_hours = part.days * 24 * plan.num_devices
-        hatch = HATCHES[part.status]
-        face = 'white' if hatch else color
-        bar = axes.barh(position, gpu_hours, left=start, height=0.6, color=face, edgecolor=color, hatch=hatch,
-                        linewidth=1.5)
-        set_tooltips(bar[0], [part_tooltip(plan, part)])
-        start += gpu_hours
-    cost = format_figure('cost_usd', plan.cost_usd)
-    axes.annotate(cost or 'no price', (start, position), (5, 0), textcoords='offset points', va='center',
-                  fontsize=BIG_TEXT)
-
-
-def add_legend_of_plan(figure: Any, plans: pd.DataFrame, colors: dict[str, str]) -> None:
-    """Add a legend that explains the colors of the parts of plans, and the hatches of their statuses."""
-    from matplotlib.patches import Patch
-
-    marks = [Patch(facecolor=color, label=name) for name, color in colors.items()]
-    statuses = {part.status for plan in plans.itertuples() for part in plan.parts}
-    for status, hatch in HATCHES.items():
-        if status in statuses:
-            marks.append(Patch(facecolor='white' if hatch else 'black', edgecolor='black', hatch=hatch, label=status))
-    figure.legend(handles=marks, loc='outside upper left', ncols=4, frameon=False, fontsize=BIG_TEXT)
-
-
-def part_tooltip(plan: Any, part: PlanPart) -> str:
-    """Return the tooltip: the GPUs, the part, its speed and range, days, dollars, status and date."""
-    speed, least, most = (part.images / days / SECONDS_PER_DAY
-                          for days in (part.days, part.most, part.least))  # the most days give the least speed
-    if least == most:  # a measured or corrected part has no range
-        least = most = math.nan
-    row = pd.Series({'device': plan.device, 'num_devices': plan.num_devices, 'input': plan.input, 'days': part.days,
-                     'cost_usd': part.days * 24 * plan.num_devices * plan.price, 'status': part.status,
-                     'date': part.date, 'images_per_sec': speed, 'images_per_sec_least': least,
-                     'images_per_sec_most': most})
-    return point_tooltip(row, f'{part.name} {part.size} px')
-
-
 def draw_learned(records: pd.DataFrame, prices: Prices) -> Any:
     """Draw the loss on --eval_remote over images seen, and over dollars if they are known, with a line per training.
 
@@ -351,7 +301,8 @@ def draw_learned(records: pd.DataFrame, prices: Prices) -> Any:
     """
     # Make a row for each evaluation. A training that ran in several setups has several rows with the same evaluations.
     rows = []
-    for _, training in records[records['stage'] == 'train'].drop_duplicates('training').iterrows():
+    trained = records[records['stage'] == 'train'].drop_duplicates(['training', *EVAL_DATA])
+    for _, training in trained.iterrows():
         dollars = dollars_per_image(training, prices)
         for images, loss in training['evaluations']:
             rows.append(training.to_dict() | {'images_seen': images, 'loss': loss, 'dollars': images * dollars,

@@ -9,11 +9,21 @@ from scipy.optimize import nnls
 from sdbench.costs import TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
+from sdbench.forecast.forecast import DoesNotFit, Forecast, forecast
+from sdbench.gpus import CARDS
 from sdbench.records.figures import RUN_FIGURES
-from sdbench.records.read import EXTRAPOLATED, LOSS_SETTINGS, MEASURED, RESULT_FIGURES, WITH_FIGURES
+from sdbench.records.read import (
+    EXTRAPOLATED,
+    LOSS_SETTINGS,
+    MEASURED,
+    RESULT_FIGURES,
+    UNRELIABLE,
+    WITH_FIGURES,
+    joined_notes,
+)
 from sdbench.records.setup import SETTINGS
-from sdbench.records.status import FORECAST
 from sdbench.report.markdown import describe_settings, differing_settings
+from sdbench.setup import setup_of_record
 
 # Empty figures, for a row that is not about a run, such as a prediction or a plan
 NO_RUN_FIGURES = dict.fromkeys((*RUN_FIGURES, *RESULT_FIGURES, 'microbatch'), math.nan)
@@ -24,11 +34,7 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
 
     With --compare there is a row for each training. With --learned the trainings with the lowest losses come first.
     """
-    # Of forecasts with the same settings only the newest counts: older ones may come from an older forecast model.
-    newest = records.sort_values('date', kind='stable').drop_duplicates(
-        ['status', *SETTINGS, 'num_devices', 'num_nodes'], keep='last')
-    rows = records[(records['status'] != FORECAST) | records.index.isin(newest.index)]
-    rows = rows.assign(setting=setting_numbers(rows))
+    rows = records.assign(setting=setting_numbers(records))
 
     # A microbatch that was given is already a setting. A microbatch that the search found is shown as a figure.
     is_found = rows['device_train_microbatch_size'] == ''
@@ -46,6 +52,7 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
             rows = pd.concat([rows, predicted])
         rows = rows.sort_values(['setting', 'num_devices'], kind='stable', ignore_index=True)
 
+    rows = add_forecasts(rows)
     rows, sentences_on_days = add_days_and_costs(rows, settings)
     sentences += sentences_on_days
     if settings.learned:
@@ -54,6 +61,36 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
             sentences.append('The losses were evaluated after different batches (see "eval batch"). The figure of '
                              '--learned shows all losses over the images seen.')
     return rows, sentences
+
+
+def add_forecasts(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with the forecast for their own flags, and its error if the speed of the row was measured."""
+    expected = []
+    for _, row in rows.iterrows():
+        found = forecast_of(row['record'] | {'num_devices': row['num_devices']})
+        speed = math.nan
+        if found and row['stage'] in ('train', 'encode'):
+            speed = found.images_per_sec if row['stage'] == 'train' else found.encode_images_per_sec
+        expected.append(speed)
+    rows = rows.assign(forecast_images_per_sec=expected)
+    is_measured = rows['status'].isin([MEASURED, UNRELIABLE])
+    error = rows['forecast_images_per_sec'] / rows['images_per_sec'] - 1
+    return rows.assign(forecast_error=error.where(is_measured))
+
+
+def forecast_of(record: dict) -> Forecast | None:
+    """Return the forecast for the flags and the GPU of a record.
+
+    None if no command has written the record, which then lacks flags, if its GPU or its model is not known, or if its
+    run would not fit.
+    """
+    setup = setup_of_record(record)
+    if 'command' not in record or setup.device not in CARDS:
+        return None
+    try:
+        return forecast(setup, CARDS[setup.device])
+    except (DoesNotFit, UserError, ValueError, TypeError, KeyError):  # values that no flag has, in a record by hand
+        return None
 
 
 def setting_numbers(rows: pd.DataFrame) -> pd.Series:
@@ -106,24 +143,25 @@ def merge_repeated_runs(rows: pd.DataFrame) -> pd.DataFrame:
     evaluated_training = rows['training'].where(rows['eval_loss'].notna(), -1)
     merged = []
     for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes', evaluated_training]):
-        runs = runs.sort_values('trained_batches', kind='stable', na_position='first')
+        runs = runs.sort_values(['trained_batches', 'date', 'identity'], na_position='first')
         longest = runs.iloc[[-1]]  # the row whose settings and training result are shown
         row = longest.assign(**{key: runs[key].median() for key in RUN_FIGURES})
         if len(runs) > 1:
             speeds = runs['images_per_sec']
-            row['notes'] = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
+            median = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
+            row['notes'] = joined_notes(median, *runs['notes'])
         if runs['microbatch'].nunique() > 1:  # the search did not always find the same one
             row['microbatch'] = math.nan
+            row['record'] = [longest['record'].iloc[0] | {'device_train_microbatch_size': None}]
         merged.append(row)
     return pd.concat([*merged, rows[~is_measured]])
 
 
 def ratio_to_first(rows: pd.DataFrame, key: str, group: list[str]) -> pd.Series:
-    """Return a figure divided by the figure of the first measured row in the same group, or else the first forecast."""
+    """Return a figure divided by the figure of the first measured row in the same group."""
     groups = [rows[name] for name in group]
     measured = rows[key].where(rows['status'] == MEASURED).groupby(groups).transform('first')
-    forecasts = rows[key].where(rows['status'] == FORECAST).groupby(groups).transform('first')
-    return rows[key].where(rows['status'].isin(WITH_FIGURES)) / measured.fillna(forecasts)
+    return rows[key].where(rows['status'].isin(WITH_FIGURES)) / measured
 
 
 def one_row_per_gpu_count(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
@@ -197,7 +235,8 @@ def fit_and_predict(runs: pd.DataFrame, counts: Sequence[int]) -> tuple[list[dic
             note += f'; {batch / count:.3g} images per GPU, a smaller microbatch'
         rows.append(first.to_dict() | NO_RUN_FIGURES | {
             'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
-            'status': EXTRAPOLATED, 'notes': note, 'record': first['record'] | {'extrapolated': True}})
+            'status': EXTRAPOLATED, 'notes': note,
+            'record': first['record'] | dict.fromkeys(RUN_FIGURES) | {'num_devices': count, 'extrapolated': True}})
 
     # Say how far the fit is from the measurements.
     residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
@@ -210,7 +249,7 @@ def fit_and_predict(runs: pd.DataFrame, counts: Sequence[int]) -> tuple[list[dic
 
 def score_table(evaluations: pd.DataFrame, prices: Prices) -> pd.DataFrame:
     """Return a row for each guidance scale of each evaluation, sorted by checkpoint, with the cost of the training."""
-    rows = evaluations.sort_values(['model', 'trained_batches', 'guidance'], kind='stable', ignore_index=True)
+    rows = evaluations.sort_values(['model', 'trained_batches', 'guidance', 'identity'], ignore_index=True)
     rows = rows.assign(price=[price_of(device, prices) for device in rows['device']])
     if not prices:  # use the dollars in the record of the training, if it has any
         rows['price'] = (rows['dollars'] / rows['total_gpu_hours']).fillna(rows['price'])

@@ -1,7 +1,8 @@
 """Object stores: list, read and write the files behind an address.
 
     s3://BUCKET/KEY      at S3_ENDPOINT_URL if it is set; with any credentials that boto3 finds, or unsigned
-    gs://BUCKET/KEY      with the HMAC keys GCS_KEY and GCS_SECRET, or Google's default credentials, or none
+    gs://BUCKET/KEY      with the HMAC keys GCS_KEY and GCS_SECRET, or Google's default credentials, or none; with
+                         GS_USER_PROJECT always with the default ones, because that project pays for reading
     azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY
                          at exactly that host, which may belong to another cloud (blob.core.chinacloudapi.cn);
                          with AZURE_ACCOUNT_ACCESS_KEY, or Azure's default credentials
@@ -25,7 +26,7 @@ from sdbench.stores.answers import store_error
 SETTINGS = ('S3_ENDPOINT_URL', 'S3_CANNED_ACL', 'AWS_ENDPOINT_URL', 'AWS_ENDPOINT_URL_S3', 'AWS_REGION',
             'AWS_DEFAULT_REGION', 'AWS_PROFILE', 'AWS_REQUEST_CHECKSUM_CALCULATION', 'AWS_RESPONSE_CHECKSUM_VALIDATION',
             'MOSAICML_STREAMING_AWS_REQUESTER_PAYS', 'AZURE_ACCOUNT_NAME', 'AZURE_AUTHORITY_HOST',
-            'GOOGLE_CLOUD_PROJECT')
+            'GOOGLE_CLOUD_PROJECT', 'GS_USER_PROJECT')
 TRIES = 4  # attempts per request if the error may be temporary
 TIMEOUT = 20  # seconds without a byte after which a request is tried again
 SENDING = {'tries': 8, 'timeout': 60}  # for checkpoints: a store takes long to assemble the parts of a large file
@@ -48,7 +49,8 @@ def open_store(address: str, label: str, tries: int = TRIES, timeout: float = TI
         if place.scheme == 'azure':
             from sdbench.stores.azure import AzureStore
             return AzureStore(place, tries, timeout)
-        if place.scheme == 'gs' and not {'GCS_KEY', 'GCS_SECRET'} <= os.environ.keys():
+        has_google_keys = {'GCS_KEY', 'GCS_SECRET'} <= os.environ.keys() and 'GS_USER_PROJECT' not in os.environ
+        if place.scheme == 'gs' and not has_google_keys:
             from sdbench.stores.google import GoogleStore
             return GoogleStore(place, tries, timeout)
         from sdbench.stores.s3 import S3Store

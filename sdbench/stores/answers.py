@@ -11,6 +11,8 @@ def store_error(error: BaseException, label: str) -> OSError:
     status, message = server_answer(error)
     if 'NoSuchBucket' in message or 'ContainerNotFound' in message:
         return OSError(f'{label}: there is no such bucket; check its name and S3_ENDPOINT_URL')
+    if 'requester pays' in message:
+        return OSError(f'{label}: the reader pays for this bucket; name your project in GS_USER_PROJECT ({message})')
     if status in (401, 403):
         return OSError(f'{label}: access is denied; check the name and the credentials, which may lack the permission '
                        f'({message})')

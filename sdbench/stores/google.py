@@ -13,7 +13,8 @@ class GoogleStore:
     def __init__(self, place: Address, tries: int, timeout: float):
         from google.cloud.storage.retry import DEFAULT_RETRY
         self.key = place.key
-        self.bucket = google_client(os.getpid()).bucket(place.bucket)
+        # The project that pays for reading a requester-pays bucket. GDAL reads the same variable.
+        self.bucket = google_client(os.getpid()).bucket(place.bucket, os.environ.get('GS_USER_PROJECT'))
         # Google's client limits the seconds of all attempts, not their number. Allow as many as azure.py's pauses take.
         retry = DEFAULT_RETRY.with_timeout(tries * (tries - 1) / 2)
         self.options = {'retry': retry, 'timeout': (20, timeout)}  # seconds to connect, and without a byte

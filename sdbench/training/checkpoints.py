@@ -29,6 +29,7 @@ from sdbench.errors import DataError, UserError, disk_is_full, one_line
 from sdbench.files import atomic_write, locked
 from sdbench.flags.times import is_due
 from sdbench.models.names import use_installed_names
+from sdbench.paths import is_url
 from sdbench.stores import addresses_in, download, upload
 from sdbench.training.compatibility import Mismatch
 from sdbench.training.frozen import add_missing_networks
@@ -71,7 +72,7 @@ def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
 def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
     """Lock a --save_folder until `at_the_end` is closed. Raises UserError as `locked_save_folder` does."""
     refuse_other_files(folder, autoresume)
-    if '://' in folder:
+    if is_url(folder):
         return
     at_the_end.enter_context(locked(Path(folder, LOCK_FILE), f'--save_folder {folder}', SECONDS_FOR_LOCK))
     refuse_other_files(folder, autoresume)  # again, because the run that held the lock before may have saved
@@ -101,7 +102,7 @@ def paths_in(folder: str, flag: str = '--save_folder') -> list[str]:
 
     Raises OSError, which names `flag` or the folder, if they cannot be listed.
     """
-    if '://' in folder:
+    if is_url(folder):
         return addresses_in(folder, f'{flag} {folder}')
     if not os.path.lexists(folder):
         return []
@@ -125,7 +126,7 @@ def read_text_in(folder: str, name: str) -> str | None:
 def write_text_in(folder: str, name: str, text: str) -> None:
     """Write a text file into a folder or store of checkpoints, atomically. Raises OSError if that fails."""
     path = os.path.join(folder, name)
-    if '://' not in folder:
+    if not is_url(folder):
         with atomic_write(path) as file:
             file.write(text.encode())
         return
@@ -158,7 +159,7 @@ def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
     On all ranks raises a UserError that names `flag`, if the newest checkpoint cannot be read or if the nodes see
     different files under this path. Raises OSError or DataError if the folder cannot be listed.
     """
-    if '://' in folder:
+    if is_url(folder):
         return on_rank_0(partial(newest_complete, folder, flag))
     seen = on_every_rank(partial(newest_complete, folder, flag))
     for rank, checkpoint in enumerate(seen):
@@ -178,7 +179,7 @@ def newest_complete(folder: str, flag: str) -> str | None:
         # Skip a truncated copy. A file that the disk cannot read now is different: resuming from an older checkpoint
         # would throw away days of training because of an error that may last a minute.
         try:
-            if '://' in name:
+            if is_url(name):
                 return name
             with open(name, 'rb') as file:
                 file.read(1)  # zipfile would report a read error as a truncated archive
@@ -225,7 +226,7 @@ def local_copy(name: str | None, flag: str) -> Iterator[str | None]:
 
     Raises UserError on all ranks if the checkpoint cannot be downloaded.
     """
-    if name is None or '://' not in name:
+    if name is None or not is_url(name):
         yield name
         return
 
@@ -279,7 +280,7 @@ class AtomicCheckpointSaver(Callback):
     def __init__(self, folder: str, save_interval: str, to_keep: int | None = None, checkpoint: str | None = None,
                  path: str | None = None):
         self.address = folder
-        self.is_store = '://' in folder
+        self.is_store = is_url(folder)
         self.folder = tempfile.mkdtemp() if self.is_store else folder  # where files are written, on this machine
         self.save_interval = save_interval
         self.to_keep = to_keep
@@ -288,7 +289,7 @@ class AtomicCheckpointSaver(Callback):
         self.saved: list[str] = []  # names of this training's checkpoints, the oldest first
         self._has_links = True  # until the file system has refused one
         self._sender = ThreadPoolExecutor(1)
-        self._sending: Future | None = None  # the result of `_send` for the newest checkpoint
+        self._sending: Future | None = None  # the result of `_send_or_warn` for the newest checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         return {'saved': self.saved}
@@ -366,7 +367,7 @@ class AtomicCheckpointSaver(Callback):
             unsent = self._unsent()
             if unsent is not None:
                 Path(unsent).unlink(missing_ok=True)
-            self._sending = self._sender.submit(self._send, path)
+            self._sending = self._sender.submit(self._send_or_warn, path)
             return
 
         # In a folder, let the link point to the new file. A regular file with that name is the user's, and stays. Some
@@ -387,7 +388,7 @@ class AtomicCheckpointSaver(Callback):
             os.remove(os.path.join(self.folder, self.saved.pop(0)))
 
     def _send(self, path: str) -> str | None:
-        """Send a file to the store and remove it here; if that fails, print a warning and return its path.
+        """Send a file to the store and remove it here; if that fails, return the reason.
 
         A thread calls this while the training continues. The thread starts a process for the upload, because an upload
         in a thread competes with the training for Python's global lock (GIL): while 900 MB were sent on two cores, the
@@ -404,9 +405,16 @@ class AtomicCheckpointSaver(Callback):
         if sent.returncode == 0:
             os.remove(path)
             return None
-        reason = sent.stderr.strip().rpartition('\n')[2]
-        tqdm.write(f'warning: {name} could not be sent to --save_folder {self.address} ({reason}); it is sent again at '
-                   'the end of the training, unless a newer checkpoint replaces it', file=sys.stderr)
+        return sent.stderr.strip().rpartition('\n')[2]
+
+    def _send_or_warn(self, path: str) -> str | None:
+        """Send a file as `_send` does; if that fails, print a warning and return its path."""
+        reason = self._send(path)
+        if reason is None:
+            return None
+        tqdm.write(f'warning: {os.path.basename(path)} could not be sent to --save_folder {self.address} ({reason}); '
+                   'it is sent again at the end of the training, unless a newer checkpoint replaces it',
+                   file=sys.stderr)
         return path
 
     def _unsent(self) -> str | None:
@@ -419,5 +427,7 @@ class AtomicCheckpointSaver(Callback):
         Raises DataError if it fails again. The file then stays on this machine.
         """
         unsent = self._unsent()
-        if unsent is not None and self._send(unsent) is not None:
-            raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address}: it is {unsent}')
+        reason = unsent and self._send(unsent)
+        if reason is not None:
+            raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address} ({reason}): it is '
+                            f'{unsent}')

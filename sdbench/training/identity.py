@@ -6,10 +6,12 @@ resume has the same one, and each of its records has it. Records with the same i
 import os
 import re
 import secrets
+import sys
 from typing import NamedTuple
 
 from composer import Callback
 
+from sdbench.errors import redacted
 from sdbench.flags.train import Train
 from sdbench.training.checkpoints import RUN_NAME, callback_state, load_checkpoint, write_text_in
 
@@ -20,9 +22,11 @@ class Identity(NamedTuple):
     Attributes:
         training_id: 12 random hexadecimal digits.
         beginning: the readable part of the name, in front of the id.
+        load_weights: the --load_weights that the training started from, without passwords; None for random weights.
     """
     training_id: str
     beginning: str
+    load_weights: str | None
 
     @property
     def name(self) -> str:
@@ -47,7 +51,12 @@ def identify_training(settings: Train, checkpoint: str | None) -> Identity:
         kept = callback_state(load_checkpoint(checkpoint)['state'], 'training_id')
     beginning = kept.get('beginning') or os.path.abspath(settings.save_folder or 'run')
     beginning = re.sub(r'[^\w.-]+', '-', os.path.basename(beginning.rstrip('/'))).strip('-.')
-    identity = Identity(kept.get('training_id') or secrets.token_hex(6), beginning or 'run')
+    origin = redacted(settings.load_weights) if settings.load_weights else None
+    identity = Identity(kept.get('training_id') or secrets.token_hex(6), beginning or 'run',
+                        kept.get('load_weights', origin))  # an earlier version did not keep it
+    if identity.load_weights != origin and settings.load_weights:
+        print(f'warning: --load_weights {origin} has no effect, because this resumes a training from '
+              f'{identity.load_weights or "random weights"}', file=sys.stderr)
     if settings.save_folder and not kept:
         write_text_in(settings.save_folder, RUN_NAME, f'{identity.name}\n')
     return identity
@@ -63,4 +72,5 @@ class IdentityKeeper(Callback):
         return self.identity._asdict()
 
     def figures(self, all_ranks: bool) -> dict:
-        return {'training_id': self.identity.training_id}
+        """Return the id and the origin of the training, also if a resume was given another --load_weights."""
+        return {'training_id': self.identity.training_id, 'load_weights': self.identity.load_weights}

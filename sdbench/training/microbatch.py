@@ -4,11 +4,10 @@ Composer's own search (`device_train_microbatch_size='auto'`) runs inside traini
 backward pass, DDP is stuck in the middle of an all-reduce, and while it searches, the ranks synchronize at every
 microbatch. The trials here run outside of DDP, so a failed one leaves nothing behind.
 """
-import bisect
 import dataclasses
 import gc
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,65 +16,18 @@ from composer.core import get_precision_context
 from composer.utils import dist, get_device
 
 from sdbench.errors import UserError, is_out_of_memory, plural
-from sdbench.flags.train import ENCODERS, Train
+from sdbench.flags.train import Train
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
+from sdbench.microbatches import changes_that_take_less, largest_that_fits, memory_advice
+from sdbench.setup import Setup, setup_of_settings
 from sdbench.training.ranks import print_on_rank_0
 
 RESERVED_FRACTION = 1 / 32  # of GPU memory, kept free for the fragmentation of a long run and for NCCL's channels
-SMALLER_MICROBATCH = 'a smaller --device_train_microbatch_size'  # a key of `changes_that_take_less`
 
 # CUDA's libraries raise these errors if there is no memory for their handles and workspaces, and kernels with 32-bit
 # indices raise them for too many elements. With a single image the cause is something else, so they are raised.
 TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse32BitIndexMath'
-
-
-def changes_that_take_less(settings: Train) -> dict[str, Train]:
-    """Return the settings with each change that saves memory, keyed by a description of the change.
-
-    Changes that the user has already made are skipped. The first two make a step slower, but train the same model.
-    """
-    half = settings.image_size // 16 * 8
-    changes = {}
-    if settings.device_train_microbatch_size != 'auto':
-        changes[SMALLER_MICROBATCH] = {'device_train_microbatch_size': 1}
-    changes['--gradient_checkpointing'] = {'gradient_checkpointing': True}
-    changes['without --use_ema'] = {'use_ema': False}
-    if half >= 64:
-        changes[f'--image_size {half}'] = {'image_size': half}
-    changes['latents (encode.py)'] = {'encoders': ENCODERS[True]}  # must be last: `run_as` cannot bring the VAE back
-    changed = {change: dataclasses.replace(settings, **flags) for change, flags in changes.items()}
-    return {change: other for change, other in changed.items() if other != settings}
-
-
-def memory_advice(fits_with: dict[str, bool]) -> str:
-    """Return advice for a GPU with too little memory.
-
-    Args:
-        fits_with: for each key of `changes_that_take_less`, whether that change alone is enough.
-    """
-    enough = [change for change, fits in fits_with.items() if fits]
-    if enough:
-        return f'each of these alone is enough: {"; ".join(enough)}'
-    if fits_with:
-        return f'none of these alone is enough: {"; ".join(fits_with)}; combine them, or use a GPU with more memory'
-    return 'use a GPU with more memory'
-
-
-def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the largest size for which `fits` is true, by binary search; None if not even the smallest size fits.
-
-    Both the search on a GPU and a dry run use this. The smallest size, one image, is tried first, because CUDA's
-    libraries then allocate their handles and workspaces while there is still memory.
-
-    Args:
-        sizes: the candidates, in ascending order.
-        fits: tells whether a size fits. It is called at most once for each size.
-    """
-    if not fits(sizes[0]):
-        return None
-    too_large = bisect.bisect_left(sizes, True, lo=1, key=lambda size: not fits(size))
-    return sizes[too_large - 1]
 
 
 def with_found_microbatch(settings: Train, model: ComposerModel,
@@ -98,37 +50,37 @@ def with_found_microbatch(settings: Train, model: ComposerModel,
         return settings
     get_device().module_to_device(model)
 
-    def fits_on_all(settings: Train, size: int) -> bool:
-        copies = int(settings.use_ema) + int(settings.num_devices > 1)  # the EMA weights, and the buckets of DDP
+    def fits_on_all(use_ema: bool, size: int) -> bool:
+        copies = int(use_ema) + int(settings.num_devices > 1)  # the EMA weights, and the buckets of DDP
         fits_here = fits(model, size, settings.precision, copies, build_optimizer)
         return all(dist.all_gather_object(fits_here))
 
     with torch.compiler.set_stance('force_eager'):
-        largest = largest_that_fits(settings.microbatch_sizes, partial(fits_on_all, settings))
+        largest = largest_that_fits(settings.microbatch_sizes, partial(fits_on_all, settings.use_ema))
         if largest is None:
             # Find out which changes would help. They may alter the model, because the run ends here.
             fits_with = {}
-            for change, changed in changes_that_take_less(settings).items():
+            for change, changed in changes_that_take_less(setup_of_settings(settings)).items():
                 run_as(model, changed)
-                fits_with[change] = fits_on_all(changed, 1)
+                fits_with[change] = fits_on_all(changed.use_ema, 1)
             raise UserError(f'not even one image of --image_size {settings.image_size} fits into the memory of this '
                             f'device; {memory_advice(fits_with)}')
     print_on_rank_0(f'microbatch: {plural(largest, "image")}, the largest that fits in GPU memory')
     return dataclasses.replace(settings, device_train_microbatch_size=largest)
 
 
-def run_as(model: ComposerModel, settings: Train) -> None:
-    """Change a model to the image size, the gradient checkpointing and the latents of other settings.
+def run_as(model: ComposerModel, setup: Setup) -> None:
+    """Change a model to the image size, the gradient checkpointing and the latents of a setup.
 
     This cannot be undone: on latents the model loses its VAE.
     """
-    model.latent_size = model.latent_size * settings.image_size // model.image_size
-    model.image_size = settings.image_size
-    if settings.gradient_checkpointing:
+    model.latent_size = model.latent_size * setup.image_size // model.image_size
+    model.image_size = setup.image_size
+    if setup.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
     else:
         model.unet.disable_gradient_checkpointing()
-    if settings.latents:
+    if setup.latents:
         model.vae = None
 
 

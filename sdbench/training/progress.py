@@ -8,6 +8,8 @@ from composer.utils import dist
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from sdbench.errors import redacted
+from sdbench.inputs.shards import index_hash
 from sdbench.process import progress_bar
 from sdbench.training.compatibility import SameRun, was_trained_on
 from sdbench.training.spending import Spending
@@ -64,22 +66,45 @@ def is_held_out(state: State, samples: Dataset) -> bool:
 
 
 class HeldOutLoss(Callback):
-    """Prints the loss on held-out samples at each evaluation on rank 0, and keeps the evaluations for the record."""
+    """Prints the loss on held-out samples at each evaluation on rank 0, and keeps the evaluations for the record.
 
-    def __init__(self):
-        self.found = {'evaluations': [], 'eval_loss': None, 'eval_batch': None, 'eval_samples': None,
-                      'eval_held_out': None}
+    Losses on different data do not compare. If a resumed training is evaluated on other data, another curve begins, and
+    the record has the earlier curves as `other_evaluations`.
+
+    Args:
+        eval_remote: the dataset as --eval_remote names it, for the record. None in another program.
+    """
+
+    def __init__(self, eval_remote: str | None = None):
+        self.eval_remote = redacted(eval_remote) if eval_remote else None
+        self.curves: list[dict] = []  # the keys of the record for each dataset; the last one was evaluated last
+
+    def evaluated_batch(self, index: dict) -> int | None:
+        """Return the batch of the newest evaluation on the dataset with this index.json; None if there is none."""
+        for curve in self.curves:
+            if curve['eval_sha256'] == index_hash(index):
+                return curve['eval_batch']
+        return None
 
     def eval_end(self, state: State, logger) -> None:
+        # Find the curve of these data. It becomes the last one. A dataset of another program has no index.json.
+        samples = state.dataloader.dataset
+        index = getattr(samples, 'index', None)
+        data = {'eval_remote': self.eval_remote, 'eval_sha256': index_hash(index) if isinstance(index, dict) else None}
+        evaluations = []
+        for curve in self.curves:
+            if curve['eval_sha256'] == data['eval_sha256']:
+                evaluations = curve['evaluations']
+        self.curves = [curve for curve in self.curves if curve['eval_sha256'] != data['eval_sha256']]
+
         # Keep the result on all ranks, because each makes the record. A loss that is not finite becomes None (JSON).
         loss = float(state.eval_metrics[state.dataloader_label][METRIC].compute())  # over the samples of all ranks
         batch = state.timestamp.batch.value
-        samples = state.dataloader.dataset
         is_known = is_held_out(state, samples)
         kept = loss if math.isfinite(loss) else None
-        self.found['evaluations'].append([state.timestamp.sample.value, kept])
-        self.found |= {'eval_loss': kept, 'eval_batch': batch, 'eval_samples': len(samples),
-                       'eval_held_out': is_known}
+        self.curves.append(data | {
+            'evaluations': [*evaluations, [state.timestamp.sample.value, kept]], 'eval_loss': kept, 'eval_batch': batch,
+            'eval_samples': len(samples), 'eval_held_out': is_known})
 
         # Print above the progress bar.
         which = 'the held-out samples'
@@ -89,10 +114,18 @@ class HeldOutLoss(Callback):
             tqdm.write(f'batch {batch}: loss {loss:.4g} on {which}', file=sys.stderr)
 
     def state_dict(self) -> dict:
-        return self.found  # the record of a resumed training includes earlier evaluations
+        return {'curves': self.curves}  # the record of a resumed training includes earlier evaluations
 
     def load_state_dict(self, state: dict) -> None:
-        self.found = self.found | state
+        """Take over the curves. Earlier versions kept one, and not on which data; `state` is empty before those."""
+        if state.get('evaluations'):
+            self.curves = [{'eval_remote': None, 'eval_sha256': None} | state]
+        else:
+            self.curves = [*state.get('curves', ())]
 
     def figures(self, all_ranks: bool) -> dict:
-        return self.found
+        """Return the newest curve with its data, which replaces the flag --eval_remote, and the other curves."""
+        nothing = {'evaluations': [], 'eval_loss': None, 'eval_batch': None, 'eval_samples': None,
+                   'eval_held_out': None, 'eval_sha256': None}
+        *others, newest = self.curves or [nothing]
+        return newest | {'other_evaluations': others}

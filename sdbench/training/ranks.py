@@ -1,4 +1,4 @@
-"""Start, synchronize and end the ranks of a run, including the end after Ctrl-C or SIGTERM."""
+"""Start, synchronize and end the ranks of a run, including the end after Ctrl-C, SIGTERM or SIGHUP."""
 import os
 import signal
 import sys
@@ -12,9 +12,9 @@ from composer.loggers import Logger
 from composer.utils import dist, get_device
 
 from sdbench.errors import DataError, UserError, one_line
-from sdbench.process import cpu_cores
+from sdbench.process import cpu_cores, handle_signals
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ENDING = (b'\na signal came: the run ends after this batch; a launcher kills it after 30 seconds, and a second Ctrl-C '
           b'kills it now\n')
 
@@ -25,7 +25,8 @@ def join_ranks(timeout: int) -> None:
     Args:
         timeout: seconds to wait for all ranks, now and in each collective operation.
 
-    Raises UserError if two ranks would share a GPU, or if some ranks do not join within `timeout`.
+    Raises UserError if two ranks would share a GPU, if SLURM has started several tasks without ranks, or if some ranks
+    do not join within `timeout`.
     """
     # Count GPUs before anything uses one, because the use of a missing GPU fails with an obscure error.
     processes = dist.get_local_world_size()
@@ -34,6 +35,12 @@ def join_ranks(timeout: int) -> None:
         raise UserError(f'composer -n {processes} is more than the GPUs of this machine; use -n {gpus}')
     device = get_device()  # a side effect is that Composer enables TF32, also on a single GPU
     if dist.get_world_size() == 1:
+        # `srun` sets the number of tasks of its step. In a shell of `srun --pty`, only one of them runs commands.
+        tasks = os.environ.get('SLURM_STEP_NUM_TASKS', '1')
+        if tasks != '1' and 'RANK' not in os.environ and 'SLURM_PTY_PORT' not in os.environ:
+            raise UserError(f'SLURM has started {tasks} tasks, but no launcher has set RANK, so each of them would be '
+                            'a run on 1 device; start one launcher per machine, as the script in docs/operations.md: '
+                            "srun --ntasks-per-node=1 bash -c 'composer -n $GPUS ... benchmark.py ...'")
         return
 
     # Join the process group. On a CPU, ranks that each use all cores are 10 times slower.
@@ -103,7 +110,7 @@ def on_every_rank(function: Callable[[], Any]) -> list[Any]:
 
 
 class GracefulStop(Callback):
-    """Ends the training on all ranks after the current batch, if any rank receives SIGINT or SIGTERM or calls `end`.
+    """Ends the training on all ranks after the current batch, if any rank receives one of SIGNALS or calls `end`.
 
     It must come before the callbacks that save. It is also a context manager: it handles signals from the start of the
     training until the context ends, so work inside the context can be finished after a signal. A second Ctrl-C ends the
@@ -129,7 +136,7 @@ class GracefulStop(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if not self._handlers_before:
-            self._handlers_before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._handlers_before = handle_signals(SIGNALS, self._note)
         self.batch_end(state, logger)  # a program may call `fit` once more after the signal
 
     def _note(self, number: int, frame) -> None:

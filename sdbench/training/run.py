@@ -20,14 +20,16 @@ from sdbench.files import parse_json
 from sdbench.flags.times import is_due, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.flags.training_command import caution_about_steps
+from sdbench.inputs.captions import CAPTIONS
 from sdbench.measuring.clock import TRACE_WARMUP, TRACED_BATCHES
+from sdbench.microbatches import changes_that_take_less
 from sdbench.models.loading import weight_files
 from sdbench.process import launcher_variable
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
+from sdbench.setup import setup_of_settings
 from sdbench.training.checkpoints import RECORD, callback_state, load_checkpoint, read_text_in, write_text_in
-from sdbench.training.microbatch import changes_that_take_less
 from sdbench.training.progress import HeldOutLoss, is_held_out
 from sdbench.training.ranks import GracefulStop, on_rank_0, print_on_rank_0
 from sdbench.training.sampling import Sampling
@@ -160,8 +162,9 @@ def evaluate_and_generate_if_due(settings: Train, trainer: Trainer) -> None:
     for callback in state.callbacks:
         if isinstance(callback, Spending) and callback.was_spent and batch < to_batches(settings.max_duration):
             return
-        if isinstance(callback, HeldOutLoss):
-            evaluated = callback.found['eval_batch']
+        if isinstance(callback, HeldOutLoss) and state.evaluators:
+            [evaluator] = state.evaluators
+            evaluated = callback.evaluated_batch(evaluator.dataloader.dataloader.dataset.index)
     if batch > 0 and state.evaluators and batch != evaluated:
         if is_due(batch, settings.eval_interval, settings.max_duration):
             trainer.eval()
@@ -173,7 +176,7 @@ def evaluate_and_generate_if_due(settings: Train, trainer: Trainer) -> None:
 def less_memory(settings: Train) -> str:
     """Return advice for a training that ran out of memory. It skips changes that the user has already made."""
     advice = 'use a GPU with more memory'
-    changes = changes_that_take_less(settings)
+    changes = changes_that_take_less(setup_of_settings(settings))
     if changes:
         advice = f'use {", or ".join(changes)}; --dry_run with the same flags says which of these fit'
     return f'--device_train_microbatch_size {settings.device_train_microbatch_size} is too large; {advice}'
@@ -220,7 +223,7 @@ def training_record(settings: Train, model: ComposerModel, data: DataSpec, train
         'trained_epochs': batches // settings.batches_per_epoch,
         'tflops_per_image': sum(model.flops_per_image.values()) / 1e12,
         'gpus_per_node': dist.get_local_world_size(),
-        'captions': getattr(data.dataloader.dataset, 'captions', None),
+        'captions': getattr(data.dataloader.dataset, 'index', {}).get(CAPTIONS),  # random images have no index
         **outcome,
     }
 
@@ -285,5 +288,8 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
                             'harmless.')
         sys.exit(130 if dist.get_local_rank() == 0 else 0)
     if record['status'] == FAILED:
-        failed_batch = trainer.state.timestamp.batch.value + 1
-        raise DataError(f'the run failed at batch {failed_batch}: {record["error"]}')
+        batches = record['trained_batches']
+        place = f'at batch {batches + 1}'
+        if batches >= to_batches(settings.max_duration):
+            place = f'after its last batch, {batches}'
+        raise DataError(f'the run failed {place}: {record["error"]}')

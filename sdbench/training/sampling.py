@@ -18,6 +18,7 @@ from sdbench.errors import UserError, one_line
 from sdbench.files import atomic_write, read_text
 from sdbench.flags.times import is_due
 from sdbench.flags.train import Train
+from sdbench.inputs.tokenizer import token_ids
 from sdbench.measuring.clock import Stopwatch
 from sdbench.models.generation import STEPS, build_pipeline, decode, guidance_for, seeded, with_captions
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer, build_vae
@@ -72,8 +73,7 @@ class Sampling(Callback):
         if dist.get_global_rank() == 0:
             device = next(self.model.unet.parameters()).device
             tokenizer = build_fitting_tokenizer(self.settings.tokenizer, self.files)
-            captions = tokenizer.encode_batch(['', *self.prompts])
-            tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
+            tokens = torch.tensor(token_ids(tokenizer, ['', *self.prompts]), device=device)  # (1 + prompts, 77)
             self._empty, self._tokens = tokens[0], tokens[1:]
             self._vae = self.model.vae
             if self._vae is None:

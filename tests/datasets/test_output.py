@@ -1,9 +1,12 @@
 """A dataset is claimed once, written part by part and joined, and files of other people are not touched."""
+import dataclasses
 import json
 import os
 import shlex
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sdbench.datasets.output import Output, PartWriter
 from sdbench.errors import UserError
@@ -13,7 +16,10 @@ from sdbench.flags.training_command import (
     FEWEST_FROM_RANDOM,
     FINE_TUNED,
     caution_about_steps,
-    fine_tuning_time,
+    fine_tuning_recipe,
+    forecast_command,
+    random_weights_recipe,
+    tiny_recipe,
     training_command,
 )
 from sdbench.paths import CLAIM
@@ -67,15 +73,15 @@ def test_an_out_without_samples_accepts_other_settings_and_one_with_a_sample_doe
 
 
 @pytest.mark.parametrize('samples, model_name, pretrained, expected', [
-    (7, 'sd', True, {'batch_size': 4, 'max_duration': '1000ep', 'load_weights': 'sd', 'learning_rate': 1e-5,
-                     'use_ema': False}),
-    (3_000, 'sd', True, {'batch_size': 16, 'max_duration': '50ep', 'load_weights': 'sd'}),
-    (999_999, 'sd', True, {'batch_size': 16, 'max_duration': '10ep', 'load_weights': 'sd'}),
-    (133, 'tiny', True, {'max_duration': '250ep', 'load_weights': None, 'learning_rate': 1e-3, 'use_ema': True}),
-    (133, 'own', True, {'max_duration': '1250ep', 'load_weights': None, 'learning_rate': 1e-4}),
-    (133, 'sd', False, {'batch_size': 16, 'max_duration': '1250ep', 'load_weights': None, 'use_ema': True,
+    (7, 'sd', True, {'batch_size': 1, 'max_duration': '400ba', 'load_weights': 'sd', 'learning_rate': 5e-6,
+                     'use_ema': False, 'compile': False}),
+    (3_000, 'sd', True, {'batch_size': 16, 'max_duration': '9375ba', 'load_weights': 'sd', 'learning_rate': 1e-5,
+                         'compile': True, 'clip_grad_norm': 1}),
+    (133, 'tiny', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-3, 'use_ema': True}),
+    (133, 'own', True, {'max_duration': '10000ba', 'load_weights': None, 'learning_rate': 1e-4}),
+    (133, 'sd', False, {'batch_size': 16, 'max_duration': '10000ba', 'load_weights': None, 'use_ema': True,
                         'sample_prompts': None}),
-    (1_000_000, 'sd', True, {'batch_size': 512, 'max_duration': '10ep', 'load_weights': None, 'use_ema': True}),
+    (1_000_000, 'sd', True, {'batch_size': 512, 'load_weights': None, 'use_ema': True}),
     (3_000_000, 'sd', True, {'batch_size': 2048, 'learning_rate': 1e-4})])
 def test_the_training_command_fits_the_number_of_samples(samples, model_name, pretrained, expected):
     os.makedirs('own/unet')  # a model without weights of its UNet
@@ -85,14 +91,46 @@ def test_the_training_command_fits_the_number_of_samples(samples, model_name, pr
         assert getattr(settings, flag) == value, flag
 
 
+@given(samples=st.integers(1, FEWEST_FROM_RANDOM), more=st.integers(0, 1000))
+def test_fine_tuning_sees_each_image_often_enough_and_not_too_often(samples, more):
+    recipe = fine_tuning_recipe(samples)
+    seen = recipe.images_seen
+    assert seen >= 400
+    assert seen < max(400, 50 * samples) + 16  # the last batch may be filled up
+    assert seen >= 10 * samples
+    if samples <= 24:
+        assert recipe.batch_size == 1
+        assert seen <= 1200
+    assert fine_tuning_recipe(samples + more).images_seen >= seen
+
+
+@pytest.mark.parametrize('recipe_for', [fine_tuning_recipe, tiny_recipe, random_weights_recipe])
+@given(samples=st.integers(1, 10 ** 10))
+def test_every_recipe_has_a_batch_that_the_dataset_fills_and_ten_epochs(recipe_for, samples):
+    recipe = recipe_for(samples)
+    assert 1 <= recipe.batch_size <= min(samples, 2048)
+    assert 2048 % recipe.batch_size == 0  # so it divides among the GPUs of a machine
+    assert recipe.images_seen >= 10 * samples
+    assert recipe.batches >= 1
+
+
+@given(samples=st.integers(1, 10 ** 8), out=st.sampled_from(['a/photos-mds', 's3://bucket/photos-mds/']))
+def test_what_is_forecast_is_the_training_and_each_model_has_its_own_folder(samples, out):
+    commands = [training_command(out, samples, model, True) for model in ('sd15', 'tiny')]
+    runs = [parse(Train, '', shlex.split(command)[2:], 'benchmark.py') for command in commands]
+    assert len({run.save_folder for run in runs}) == 2
+    for run, command in zip(runs, commands, strict=True):
+        _, _, *argv = shlex.split(forecast_command(command, samples))
+        forecast = parse(Train, '', argv, 'benchmark.py')
+        assert dataclasses.replace(forecast, dry_run=None, gpu=()) == run
+
+
 def test_the_page_shows_the_commands_that_convert_prints():
     page = (ROOT / 'docs/training.md').read_text().replace('\\\n', ' ')
-    shown = [shlex.split(line) for line in page.splitlines() if line.startswith('composer ')]
+    shown = [shlex.split(line) for line in page.splitlines() if ' benchmark.py ' in line]
     for samples in (3_000, 2_000_000):
         assert shlex.split(training_command('photos-mds', samples, FINE_TUNED, True)) in shown
-    text = ' '.join(page.split())
-    assert f'Below about {FEWEST_FROM_RANDOM:,} images you fine-tune' in text
-    assert f'roughly {fine_tuning_time(3_000).replace("min", "minutes")}' in text
+    assert f'Below about {FEWEST_FROM_RANDOM:,} images you fine-tune' in ' '.join(page.split())
 
 
 def settings(*flags: str) -> Train:

@@ -91,6 +91,11 @@ def test_a_bad_row_is_skipped_with_its_number(tmp_path):
            'and img2dataset makes tars of addresses)'}
 
 
+def test_a_list_of_images_in_a_row_is_reported_without_its_bytes(tmp_path, capsys):
+    path = write_parquet(tmp_path / 'x.parquet', {'image': [[shaded(1), shaded(2)]], 'text': ['two']})
+    assert 'no image: the row has a list instead of its bytes' in one_error_line([path, 'out'], capsys, convert.main)
+
+
 def test_a_truncated_or_corrupt_file_is_damaged_and_its_good_rows_are_kept(tmp_path, capsys):
     path = hub_file(tmp_path / 'in/x.parquet', rows_of_group=10)
     content = path.read_bytes()
@@ -126,7 +131,7 @@ def test_a_file_without_rows_or_without_the_columns_is_skipped_with_the_reason(t
 def test_a_flag_chooses_between_two_caption_columns_and_another_choice_needs_another_out(tmp_path, capsys):
     path = write_parquet(tmp_path / 'x.parquet', {'image': IMAGES, 'text': CAPTIONS, 'caption': CAPTIONS})
     argv = [str(path), 'out']
-    words = 'x.parquet has the columns caption and text; name one of them with --caption_column'
+    words = 'x.parquet has the columns text and caption; name one of them with --caption_column'
     assert words in one_error_line(argv, capsys, convert.main)
     assert convert.main([*argv, '--caption_column', 'text']) == 0
     words = "was begun with caption_column ['text'], and this command has ['caption']"

@@ -106,6 +106,9 @@ def test_tars_in_a_store_are_found_and_all_other_files_have_a_reason(s3):
             for line in find_files(['s3://bucket/tars']).skipped} == {
         'tars/.tmp/2.tar': 'hidden', 'tars/3.jpg': 'not a tar or Parquet', **dict.fromkeys(odd, 'unusable key'),
         'tars/x.tar.gz': 'not an image, a caption, a tar or Parquet'}
+    s3.put('.x[1]/3.tar', b'1')
+    assert names('s3://bucket/.x[1]') == names('s3://bucket/.x*/*.tar') == ['.x[1]/3.tar']
+    assert names('s3://bucket/tars/.tmp/') == names('s3://bucket/tars/.t?p/*') == ['tars/.tmp/2.tar']
     with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
         find_files(['s3://bucket/nothing'])
     s3.refusals = [(403, 'AccessDenied')] * 2
@@ -114,11 +117,13 @@ def test_tars_in_a_store_are_found_and_all_other_files_have_a_reason(s3):
 
 
 def test_a_changed_file_changes_its_part_even_at_the_same_size(tmp_path, s3):
-    def identities() -> list[list]:
-        return [file.identity() for file in find_files([str(tmp_path), 's3://bucket/tars']).files]
+    folder = tmp_path / 'in'
 
-    make(tmp_path, 'x.tar', 'a.jpg', 'a.TXT', 'b.jpg')
-    (tmp_path / 'metadata.csv').write_text('file_name,text\nb.jpg,one\n')
+    def identities() -> list[list]:
+        return [file.identity() for file in find_files([str(folder), 's3://bucket/tars']).files]
+
+    make(folder, 'x.tar', 'a.jpg', 'a.TXT', 'b.jpg')
+    (folder / 'metadata.csv').write_text('file_name,text\nb.jpg,one\n')
     s3.put('tars/0.tar', b'1')
     before = identities()
     assert identities() == before
@@ -127,8 +132,8 @@ def test_a_changed_file_changes_its_part_even_at_the_same_size(tmp_path, s3):
         if name == 'tars/0.tar':
             s3.put(name, content.encode())
         else:
-            (tmp_path / name).write_text(content)
-            os.utime(tmp_path / name, (1, 1))  # as if in another second
+            (folder / name).write_text(content)
+            os.utime(folder / name, (1, 1))  # as if in another second
         after = identities()
         assert sum(one != other for one, other in zip(before, after, strict=True)) == 1, name
         before = after

@@ -32,7 +32,7 @@ SECRET = 'c2VjcmV0LWtleQ=='
 def no_credentials(monkeypatch, tmp_path):
     """Remove all credentials except the ones that a test sets, and do not ask the metadata server of a cloud."""
     for name in list(os.environ):
-        if re.match('AWS_|S3_|GCS_|GOOGLE_|CLOUDSDK_|AZURE_|MOSAICML_STREAMING_', name):
+        if re.match('AWS_|S3_|GCS_|GS_|GOOGLE_|CLOUDSDK_|AZURE_|MOSAICML_STREAMING_', name):
             monkeypatch.delenv(name)
     monkeypatch.setenv('AWS_EC2_METADATA_DISABLED', 'true')
     monkeypatch.setenv('NO_GCE_CHECK', 'true')
@@ -81,7 +81,11 @@ def test_google_is_read_and_written_with_hmac_keys(monkeypatch):
         assert all('Credential=GOOG1/' in headers['Authorization'] for _, headers in server.requests)
 
 
-def test_a_public_bucket_of_google_is_read_without_credentials(monkeypatch):
+@pytest.mark.parametrize('payer', [None, 'my-project'])
+def test_a_bucket_of_google_is_read_without_keys_and_for_the_project_that_pays(monkeypatch, payer):
+    if payer:  # it needs Google's own client, not the one for HMAC keys
+        for name, value in (('GS_USER_PROJECT', payer), ('GCS_KEY', 'GOOG1'), ('GCS_SECRET', SECRET)):
+            monkeypatch.setenv(name, value)
     requests = []
 
     def public_bucket(environ: dict, start_response) -> Iterable[bytes]:
@@ -100,6 +104,7 @@ def test_a_public_bucket_of_google_is_read_without_credentials(monkeypatch):
         download('gs://bucket/a/b', 'copy', '--remote')
     assert Path('copy').read_bytes() == b'1'
     assert not any('Authorization' in request.headers for request in requests)
+    assert {request.args.get('userProject') for request in requests} == {payer}
 
 
 def at_endpoint(client: Client, url: str) -> Client:

@@ -58,7 +58,7 @@ SIZED = '--dry_run 1 --batch_size 5'
      {'max_duration': '40ba', 'measure_batches': None, 'measures': False}),
     ('--dry_run 8 --use_ema', {'num_devices': 8, 'use_synth_data': True, 'precision': 'amp_bf16'}),
     ('--dry_run', {'num_devices': 1}),
-    ('--use_synth_data --save_folder s3://bucket/cats/run1', {'sample_folder': 's3/bucket/cats/run1-samples'}),
+    ('--use_synth_data --save_folder s3://bucket/cats/run1', {'sample_folder': 'run1-samples'}),
     (SIZED, {'training_images': TRAINING_IMAGES}),
     (f'{SIZED} --max_duration 2000ba', {'training_images': 10_000}),
     (f'{SIZED} --max_duration 3ep --remote SHARDS', {'training_images': 3 * 20}),  # of 24 samples
@@ -106,12 +106,13 @@ def test_ranks_whose_hosts_differ_train_as_the_first_would(shards, monkeypatch):
     assert trained[0] == trained[1]
 
 
-def test_a_dry_run_needs_a_place_for_records_only_where_one_is_named(tmp_path):
+def test_a_dry_run_stores_nothing(tmp_path, capsys):
     (tmp_path / 'results.jsonl').mkdir()
     assert settings_of('--dry_run', '8').results is None
-    for flags in (['--use_synth_data'], ['--dry_run', '8', '--results', 'results.jsonl']):
+    for flags in (['--use_synth_data'], ['--dry_run', '8', '--results', 'others.jsonl']):
         with pytest.raises(SystemExit):
             settings_of(*flags)
+    assert '--results others.jsonl is for measurements' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('error, status, line', [

@@ -1,31 +1,30 @@
 """--dry_run: its forecasts agree with published and measured runs, and it needs only the flags."""
-import functools
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from composer import ComposerModel
 
 import benchmark
 from ema import ShadowModel, compute_ema
-from sdbench.forecast.trace import Estimate, build_on_meta, work_of_update
+from sdbench.forecast.forecast import bytes_needed, forecast, gib_taken, network_rate
+from sdbench.forecast.trace import build_on_meta, ema_update, trace, trace_step, work_of_update
 from sdbench.gpus import CARDS, GIB
-from tests.runs import SMALLEST, check_keys, refusal, settings_of
+from sdbench.setup import Setup, setup_of_settings
+from tests.runs import SMALLEST, refusal, settings_of
 
 H100 = CARDS['NVIDIA H100 80GB HBM3']
 
 
-@pytest.mark.long
 def test_an_h200_took_a_tenth_more_memory_than_the_count_and_less_than_the_count_with_its_margin():
     """milabench ran on one GPU with all images in a single microbatch, the encoders in bf16 and without EMA."""
     for images, taken in ((80, 115.6), (32, 55)):  # GiB by NVML
-        run = Estimate.of(settings_of('--dry_run', '1', '--batch_size', images), benchmark.build_model,
-                          benchmark.build_optimizer)
-        assert sum(run.needed(images).values()) / GIB == pytest.approx(taken / 1.1, rel=0.02)
-        assert 1 < run.taken(images) / taken < 1.05
+        setup = Setup(batch_size=images).with_defaults()
+        assert sum(bytes_needed(setup, images).values()) / GIB == pytest.approx(taken / 1.1, rel=0.02)
+        assert 1 < gib_taken(setup, images) / taken < 1.05
 
 
 SMALL = ['--batch_size', '64', '--image_size', '32', '--use_ema', '--training_images', '8640000000000']
@@ -35,7 +34,7 @@ def test_an_index_is_enough_and_one_screen_has_every_card_the_cheapest_first(sha
     (tmp_path / 'index.json').write_bytes(Path(shards, 'index.json').read_bytes())
     forecasts = benchmark.main(['--dry_run', '8', *SMALL, '--model_name', smallest_model, '--remote', '.', '--gpu',
                                 'A100', '--dollars_per_gpu_hour', '3', 'A100-40GB=1'])
-    assert [path.name for path in tmp_path.iterdir()] == ['index.json']  # without --results no record is written
+    assert [path.name for path in tmp_path.iterdir()] == ['index.json']  # nothing is stored
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
     assert len(lines) <= 40
@@ -43,16 +42,15 @@ def test_an_index_is_enough_and_one_screen_has_every_card_the_cheapest_first(sha
     start = lines.index('') + 1
     assert start <= 5  # after the description of the run and of the forecast
     assert lines[start].split() == ['8', 'GPUs', 'microbatch', 'GiB', 'taken', 'images/s', 'days', 'dollars']
-    check_keys(forecasts[0], 'benchmark.py')
-    by_name = {forecast['device']: forecast for forecast in forecasts}
+    by_name = {forecast.card.name: forecast for forecast in forecasts}
     costs = []
     for line in lines[start + 1:start + 5]:
         name, microbatch, taken, speed, days, dollars = re.split('  +', line)
         forecast = by_name[CARDS.get(f'NVIDIA {name}').name]
-        assert int(microbatch) == forecast['device_train_microbatch_size'] == 8
-        assert float(taken) == pytest.approx(forecast['peak_memory_gib'], abs=0.05)
-        assert number(speed) == pytest.approx(forecast['images_per_sec'], rel=0.01)
-        assert number(days) == pytest.approx(1e8 / forecast['images_per_sec'], rel=0.01)
+        assert int(microbatch) == forecast.setup.microbatch == 8
+        assert float(taken) == pytest.approx(forecast.gib, abs=0.05)
+        assert number(speed) == pytest.approx(forecast.images_per_sec, rel=0.01)
+        assert number(days) == pytest.approx(1e8 / forecast.images_per_sec, rel=0.01)
         price = 1 if '40GB' in name else 3
         assert number(dollars) == pytest.approx(number(days) * 8 * 24 * price, rel=0.01)
         costs.append(number(dollars))
@@ -62,28 +60,22 @@ def test_an_index_is_enough_and_one_screen_has_every_card_the_cheapest_first(sha
     assert '$1 per GPU-hour for A100 40GB and A100 PCIE 40GB' in text
     assert '$3 for A100 80GB and A100 80GB PCIe' in text
     [epochs] = re.findall(r'8,640,000,000,000 images \(([\d,]+) epochs\)', text)
-    assert number(epochs) * forecasts[0]['batches_per_epoch'] == 8_640_000_000_000 / 64
+    samples = sum(shard['samples'] for shard in json.loads(Path('index.json').read_text())['shards'])
+    assert number(epochs) * max(1, samples // 64) == 8_640_000_000_000 / 64
 
     # The speed of encoding all images once comes last.
     [line] = [line for line in lines if line.startswith('Encoding all images once')]
-    fastest = max(forecast['encode_images_per_sec'] for forecast in forecasts)
+    fastest = max(forecast.encode_images_per_sec for forecast in forecasts)
     assert number(line.split()[-2]) <= fastest * 1.01
-    assert all(forecast['encode_images_per_sec'] > forecast['images_per_sec'] for forecast in forecasts)
+    assert all(forecast.encode_images_per_sec > forecast.images_per_sec for forecast in forecasts)
 
 
 def number(text: str) -> float:
     return float(text.replace(',', ''))
 
 
-@functools.cache
-def outline(model_name: str) -> ComposerModel:
-    settings = settings_of('--dry_run', '--model_name', model_name)
-    return build_on_meta(settings, benchmark.build_model)
-
-
-def untraced(*flags: str) -> Estimate:
-    settings = settings_of('--dry_run', *flags)
-    return Estimate(settings, outline(settings.model_name), {}, None, None)
+def setup_of(*flags: str) -> Setup:
+    return setup_of_settings(settings_of('--dry_run', *flags))
 
 
 IN_A_GRAPH = ['--compile', 'reduce-overhead', '--batch_size', '512', '--device_train_microbatch_size', '64']
@@ -108,7 +100,7 @@ IN_A_GRAPH = ['--compile', 'reduce-overhead', '--batch_size', '512', '--device_t
     ('NVIDIA H100 80GB HBM3', ['8', '--model_name', 'tiny'], False),
 ])
 def test_a_range_is_printed_only_for_setups_that_published_runs_tested(card, flags, tested):
-    assert untraced(*flags).is_tested(CARDS[card]) is tested
+    assert forecast(setup_of(*flags), CARDS[card]).is_tested is tested
 
 
 @pytest.mark.parametrize('card, flags, machines, rate', [
@@ -120,9 +112,9 @@ def test_a_range_is_printed_only_for_setups_that_published_runs_tested(card, fla
     ('NVIDIA GB200', ['64', '--network_gbits', '100'], 16, math.inf),           # one rack
     ('NVIDIA GB200', ['128', '--network_gbits', '100'], 32, 18 * 12.5 * 0.92)])  # the networks of 18 machines per rack
 def test_gradients_cross_the_network_only_between_gpus_that_no_interconnect_joins(card, flags, machines, rate):
-    run = untraced(*flags)
-    assert run.machines_on(CARDS[card]) == machines
-    assert run.network_on(CARDS[card]) == pytest.approx(rate)
+    setup = replace(setup_of(*flags), device=card)
+    assert setup.machines == machines
+    assert network_rate(setup, CARDS[card]) == pytest.approx(rate)
 
 
 def test_several_gpu_counts_make_a_table_for_each_card(smallest_model, capfd):
@@ -132,53 +124,50 @@ def test_several_gpu_counts_make_a_table_for_each_card(smallest_model, capfd):
     lines = capfd.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
     for name, device in (('H100 80GB HBM3', H100.name), ('B200', 'NVIDIA B200')):
-        records = [record for record in forecasts if record['device'] == device]
-        assert [record['num_devices'] for record in records] == [2, 16, 64]
-        assert [(record['num_nodes'], record['network_gbits']) for record in records] == [(1, 10), (2, 10), (8, 10)]
+        records = [found for found in forecasts if found.card.name == device]
+        assert [record.setup.num_devices for record in records] == [2, 16, 64]
+        assert [(record.machines, record.setup.network_gbits) for record in records] == [(1, 10), (2, 10), (8, 10)]
         [start] = [number for number, line in enumerate(lines) if line.startswith(name)]
         assert lines[start].split()[-9:] == ['images/s', 'each', 'efficiency', 'days', 'GPU-hours', 'dollars',
                                              'microbatch', 'GiB', 'taken']
         for record, line in zip(records, lines[start + 1:start + 4], strict=True):
             _, speed, each, efficiency, days, hours, _, microbatch, _ = re.split('  +', line)
-            assert number(speed) == pytest.approx(record['images_per_sec'], rel=0.01)
-            assert number(each) == pytest.approx(record['images_per_sec'] / record['num_devices'], rel=0.01)
-            expected = number(each) / (records[0]['images_per_sec'] / 2)
+            assert number(speed) == pytest.approx(record.images_per_sec, rel=0.01)
+            assert number(each) == pytest.approx(record.images_per_sec / record.setup.num_devices, rel=0.01)
+            expected = number(each) / (records[0].images_per_sec / 2)
             assert number(efficiency.rstrip('%')) / 100 == pytest.approx(expected, rel=0.02)
-            assert number(days) == pytest.approx(1e8 / record['images_per_sec'], rel=0.01)
-            assert number(hours) == pytest.approx(number(days) * 24 * record['num_devices'], rel=0.02)
-            assert int(microbatch) == 64 // record['num_devices']
+            assert number(days) == pytest.approx(1e8 / record.images_per_sec, rel=0.01)
+            assert number(hours) == pytest.approx(number(days) * 24 * record.setup.num_devices, rel=0.02)
+            assert int(microbatch) == 64 // record.setup.num_devices
 
 
 def test_memory_and_work_of_an_update_are_those_of_the_optimizer_that_the_program_builds(smallest_model):
     def build_sgd(model, settings):
         return torch.optim.SGD(model.unet.parameters(), lr=0.1, momentum=0.9)
 
-    settings = settings_of('--dry_run', '1', *SMALL, '--model_name', smallest_model)
-    adamw = Estimate.of(settings, benchmark.build_model, benchmark.build_optimizer)
-    sgd = Estimate.of(settings, benchmark.build_model, build_sgd)
-    assert sgd.needed(1)['optimizer state'] == sgd.needed(1)['weights']  # one moment, where AdamW has two
-    assert adamw.needed(1)['optimizer state'] == pytest.approx(2 * adamw.needed(1)['weights'], rel=0.01)
-    moved = [run.work.update['optimizer'][2] for run in (adamw, sgd)]
-    assert moved[1] < moved[0]
+    setup = setup_of('1', *SMALL, '--model_name', smallest_model)
+    adamw, sgd = (trace(setup, benchmark.build_model, build) for build in (benchmark.build_optimizer, build_sgd))
+    (adamw_work, adamw_state), (sgd_work, sgd_state) = adamw.updates[True], sgd.updates[True]
+    assert sgd_state == sgd.nbytes['unet']  # one moment, where AdamW has two
+    assert adamw_state == pytest.approx(2 * adamw.nbytes['unet'], rel=0.01)
+    assert sgd_work['optimizer'][2] < adamw_work['optimizer'][2]
 
 
 def test_the_work_of_an_ema_update_agrees_with_a_trace_of_the_real_one(smallest_model):
-    run = Estimate.of(settings_of('--dry_run', '1', *SMALL, '--model_name', smallest_model), benchmark.build_model,
-                      benchmark.build_optimizer)
-    shadow = ShadowModel(run.model.unet)
-    traced = work_of_update({'EMA update': lambda: compute_ema(run.model.unet, shadow, 0.999)})
-    assert run.work.update['EMA update'].tolist() == traced['EMA update'].tolist()
+    settings = settings_of('--dry_run', '1', *SMALL, '--model_name', smallest_model)
+    model = build_on_meta(settings, benchmark.build_model)
+    trace_step(model, settings.precision)
+    shadow = ShadowModel(model.unet)
+    traced = work_of_update({'EMA update': lambda: compute_ema(model.unet, shadow, 0.999)})
+    assert ema_update(model)['EMA update'].tolist() == traced['EMA update'].tolist()
 
 
 @pytest.mark.parametrize('precision', ['amp_bf16', 'fp32'])
-def test_a_card_without_a_known_peak_has_a_forecast_of_its_memory_alone(smallest_model, tmp_path, capfd, precision):
-    results = tmp_path / 'results.jsonl'
+def test_a_card_without_a_known_peak_has_a_forecast_of_its_memory_alone(smallest_model, capfd, precision):
     forecasts = benchmark.main(['--dry_run', '1', *SMALL, '--model_name', smallest_model, '--gpu', 'L40S', 'T4',
-                                '--precision', precision, '--device_train_microbatch_size', '2', '--results',
-                                str(results)])
-    kept = [json.loads(line) for line in results.read_text().splitlines()] if forecasts else []
-    assert [record['device'] for record in forecasts] == (['NVIDIA L40S'] if precision == 'amp_bf16' else [])
-    assert kept == forecasts
+                                '--precision', precision, '--device_train_microbatch_size', '2'])
+    fast = [found.card.name for found in forecasts if not math.isnan(found.images_per_sec)]
+    assert fast == (['NVIDIA L40S'] if precision == 'amp_bf16' else [])
     printed = capfd.readouterr().out
     [of_t4] = [line for line in printed.splitlines() if line.startswith('Tesla T4')]
     _, microbatch, taken, *others = re.split('  +', of_t4)
@@ -192,7 +181,7 @@ def test_a_card_without_a_known_peak_has_a_forecast_of_its_memory_alone(smallest
 
 def test_without_gpu_every_known_card_has_a_forecast(smallest_model):
     forecasts = benchmark.main(['--dry_run', '1', *SMALL, '--model_name', smallest_model, '--precision', 'amp_fp16'])
-    assert {forecast['device'] for forecast in forecasts} == set(CARDS)
+    assert {found.card.name for found in forecasts} == set(CARDS)
 
 
 def test_a_run_too_large_for_every_card_is_refused_with_the_changes_that_would_help(capfd):
@@ -216,13 +205,12 @@ def test_a_compiled_run_is_forecast_faster_and_smaller_and_has_the_same_table_of
     printed = capfd.readouterr().out
     assert 'fused kernels' in printed
     assert len([line for line in printed.splitlines() if re.match('--|without|latents', line)]) == len(changes) == 4
-    assert compiled['compile'] is True
-    assert compiled['images_per_sec_least'] is None  # no published run tests this mode
-    assert compiled['images_per_sec'] > eager['images_per_sec']
-    assert compiled['peak_memory_gib'] < eager['peak_memory_gib']
+    assert compiled.setup.compile is True
+    assert not compiled.is_tested  # no published run tests this mode
+    assert compiled.images_per_sec > eager.images_per_sec
+    assert compiled.gib < eager.gib
 
 
-@pytest.mark.long
 def test_the_largest_published_encoding_took_at_most_15_percent_longer_than_forecast():
     """mosaicml/diffusion encoded 790 million images at 256 and at 512 px, and their captions, in 3,784 A100-hours.
 
@@ -230,7 +218,7 @@ def test_the_largest_published_encoding_took_at_most_15_percent_longer_than_fore
     """
     a100 = CARDS['NVIDIA A100-SXM4-40GB']
     seconds = 45.1e9 / (0.5 * a100.tflops * 1e12)
-    for size in ('256', '512'):
-        settings = settings_of('--dry_run', '1', '--encoder_precision', 'fp16', '--image_size', size)
-        seconds += 1 / Estimate.of(settings, benchmark.build_model, benchmark.build_optimizer).encoding_speed_on(a100)
+    for size in (256, 512):
+        setup = Setup(encoder_precision='fp16', image_size=size, batch_size=1)
+        seconds += 1 / forecast(setup, a100).encode_images_per_sec
     assert 1 < 3784 / (790e6 * seconds / 3600) < 1.15

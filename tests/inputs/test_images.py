@@ -164,7 +164,7 @@ def test_heic_photos_are_converted_upright_even_if_pillow_heif_is_installed_late
         assert convert.main(argv) == 0
     assert convert.main(argv) == 0
     assert capsys.readouterr().err.count('converting 1 file in 1 of 1 part\n') == 2
-    sample = StreamingLAIONDataset(str(tmp_path / 'out'), batch_size=1).sample(0)
+    sample = StreamingLAIONDataset(str(tmp_path / 'out'), image_size=64, batch_size=1).sample(0)
     reference = pixels(picture(3, 96, 64).crop((16, 0, 80, 64)))
     assert np.abs(sample['image'].numpy().astype(int) - reference).mean() < 4  # HEIC reduces the colour resolution
 

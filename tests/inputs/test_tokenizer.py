@@ -2,12 +2,12 @@
 import pickle
 from pathlib import Path
 
-import torch
 from transformers import CLIPTokenizer
 
+from data import StreamingLAIONDataset
 from sdbench.datasets.converter import clean_caption
-from sdbench.inputs.batches import collate
-from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer
+from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer, token_ids
+from tests.samples import good, write_shards
 
 
 def write_tokenizer(folder: Path, pad_token: str) -> str:
@@ -32,7 +32,11 @@ def test_token_ids_and_fixed_letters_equal_open_clips_for_unusual_captions():
 def test_the_padding_token_in_a_caption_is_a_word_even_after_the_tokenizer_is_pickled(tmp_path):
     captions = ['wow! a cat', 'stop !!', 'a <|endoftext|> b']
     of_clip = [encoding.ids for encoding in build_tokenizer().encode_batch(captions)]
-    of_folder = build_tokenizer(write_tokenizer(tmp_path, '!'))
-    assert [encoding.ids for encoding in of_folder.encode_batch(captions)] == of_clip
-    samples = [{'image': torch.zeros(3, 8, 8, dtype=torch.uint8), 'caption': caption} for caption in captions]
-    assert collate(samples, pickle.loads(pickle.dumps(of_folder)), 8)['caption'].tolist() == of_clip
+    folder = write_tokenizer(tmp_path, '!')
+    for tokenizer in (build_tokenizer(folder), pickle.loads(pickle.dumps(build_tokenizer(folder)))):
+        assert token_ids(tokenizer, captions) == of_clip
+    samples = [good(0) | {'caption': caption} for caption in captions]
+    dataset = StreamingLAIONDataset(write_shards(tmp_path / 'shards', samples), tokenizer_name_or_path=folder,
+                                    image_size=8, batch_size=1)
+    dataset.tokenizer = pickle.loads(pickle.dumps(dataset.tokenizer))  # as a spawned worker of torch's loader gets it
+    assert [dataset[number]['caption'].tolist() for number in range(3)] == of_clip

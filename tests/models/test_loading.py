@@ -14,9 +14,10 @@ from transformers import AutoTokenizer, CLIPTextModel
 
 from benchmark import StableDiffusion, build_data
 from sdbench.complete import index_of_data
+from sdbench.flags.train import SD2_BASE
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.generation import load_pipeline
-from sdbench.models.loading import SD2_BASE, build_text_encoder, build_vae, find_model
+from sdbench.models.loading import build_text_encoder, build_vae, find_model
 from tests.runs import SMALLEST, TINY, settings_of
 from tests.samples import picture
 

@@ -165,18 +165,6 @@ def test_the_cost_is_for_stable_diffusion_2_by_default_and_missing_on_a_cpu():
     assert cost('--model_name', 'tiny') == cost(device_type='cpu') == ''
 
 
-def test_a_measurement_on_a_gpu_prints_the_commands_that_correct_a_plan_with_it(tmp_path):
-    command = "benchmark.py --wandb_name 'a b' --max_duration 300ba --caption_weights key=2"
-    text = run_summary(measured(device='NVIDIA H100 PCIe', command=command, num_nodes=2, use_ema=True,
-                                precision='amp_fp16'),
-                       settings_of('--use_synth_data', '--results', f'{tmp_path}/my results'))
-    forecast, plan = text.splitlines()[-2:]
-    assert forecast == ("for a plan      python benchmark.py --dry_run 2 --gpu 'NVIDIA H100 PCIe' --gpus_per_node 1 "
-                        '--precision amp_fp16 --use_ema --device_train_microbatch_size 4 --results plan.jsonl')
-    assert plan.split()[:4] == ['python', 'report.py', 'docs/plan.jsonl', 'plan.jsonl']
-    assert plan.endswith(f"'{tmp_path}/my results' @recipes/plan.txt @recipes/prices-on-demand.txt")
-
-
 def test_a_trace_holds_three_batches_across_epochs_and_its_run_is_not_reliable(tmp_path, shards, results, capfd):
     """Epochs have three batches. A run resumes in the middle of an epoch, and traces the last three of its five."""
     argv = ['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--save_folder', 'kept',

@@ -1,5 +1,6 @@
 """A killed run resumes exactly from its newest complete checkpoint, and loading a checkpoint never runs code."""
 import errno
+import io
 import json
 import os
 import shutil
@@ -119,11 +120,25 @@ def test_a_failed_upload_is_a_warning_and_the_next_checkpoint_replaces_it_and_th
     assert 'warning: ep0-ba2-rank0.pt could not be sent to --save_folder s3://bucket/runs/1' in capfd.readouterr().err
     line = failed([*resumed, '5ba'], results, capfd, [ReadOnlyUntil(s3, batch=None)])
     assert json.loads(results.read_text().splitlines()[-1])['first_batch'] == 4
-    assert 'the last checkpoint could not be sent to --save_folder s3://bucket/runs/1' in line
+    assert 'the run failed after its last batch, 5: the last checkpoint could not be sent to --save_folder s3:' in line
     path = Path(line.split()[-1])
     assert path.name == 'ep0-ba5-rank0.pt'
     assert load_checkpoint(path)['state']['timestamp']['Timestamp']['batch'] == 5
     assert [other.name for other in path.parent.iterdir()] == [path.name]
+
+
+def test_a_full_quota_is_a_full_disk(monkeypatch, results, capfd):
+    class FileOverQuota(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    def save(content, file):
+        torch_save(content, FileOverQuota())
+
+    torch_save = torch.save
+    monkeypatch.setattr(torch, 'save', save)
+    argv = ['--use_synth_data', *TINY, '--save_folder', 'kept', '--max_duration', '2ba']
+    assert 'a disk is full: for --save_folder kept' in failed(argv, results, capfd)
 
 
 def test_an_error_about_a_full_temporary_disk_names_tmpdir(server, s3, tmp_path, tmp_path_factory, results):
@@ -317,6 +332,7 @@ def test_a_resume_allows_caption_weights_of_another_scale_but_not_other_probabil
     main([*argv, '--max_duration', '1ba', '--caption_weights', 'short=0.1', 'long=0.3'])
     resumed = main([*argv, '--max_duration', '2ba', '--caption_weights', 'long=6', 'short=2'])
     assert resumed['first_batch'] == 1
+    assert resumed['captions'] == {'short': 24, 'long': 48}
     line = one_error_line([*argv, '--max_duration', '3ba', '--caption_weights', 'long=6', 'short=3'], capfd)
     assert 'does not fit this run (--caption_weights was' in line
 

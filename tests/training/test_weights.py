@@ -54,6 +54,10 @@ def test_a_second_phase_starts_from_the_weights_and_the_ema_and_everything_else_
     assert at_start['optimizer'] == 0
     assert record['first_batch'] == 0
     assert record['load_weights'] == str(first_phase)
+    resumed = main(['--remote', shards, *TINY, '--image_size', '32', '--device_train_microbatch_size', '2', '--use_ema',
+                    '--ema_half_life', '1000ba', '--load_weights', 'another', '--save_folder', str(kept),
+                    '--autoresume', '--max_duration', '3ba', '--num_workers', '0'])
+    assert resumed['load_weights'] == str(first_phase)  # where the training began
     after_one = load_checkpoint(checkpoints_in(str(kept))[0])['state']
     assert after_one['timestamp']['Timestamp']['batch'] == 1
     weights, ema_after = unet_and_ema(after_one)

@@ -1,0 +1,350 @@
+"""The whole answer of plan.py: title, verdict, table, notes and first steps, from which text, CSV and HTML are made."""
+import csv
+import datetime
+import math
+import shlex
+import textwrap
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from sdbench.errors import plural
+from sdbench.forecast.speed import LARGEST_ERROR
+from sdbench.gpus import NETWORK_SHARE
+from sdbench.plan.measured import MEASURED_ERROR, UNSEEN_ERROR
+from sdbench.plan.parts import ENCODE, FORECAST, Impossible, Part, Plan, Range
+from sdbench.plan.search import RECIPE, Training
+from sdbench.plan.verdict import (
+    PROBABLY_WITHIN,
+    WITHIN,
+    Limit,
+    best_and_ties,
+    distances,
+    figure_to_compare,
+    lowest_speed,
+    nearest,
+    standing,
+    verdict,
+)
+from sdbench.records.figures import WIDTH, rounded, text_table
+
+RANGE_REASONS = {
+    MEASURED_ERROR: 'it was measured, and the same GPUs and code differ by 2 to 4 % between MLPerf submitters',
+    LARGEST_ERROR: 'published and measured runs like it differed by no more from their forecasts',
+    UNSEEN_ERROR: 'no measurement is near, and published forecasts of this kind were off by up to 28 % on GPUs that '
+                  'their authors had not measured'}
+MEASURED_STEPS = 100  # of each phase, in the commands that measure a plan
+WARMUP_STEPS = 3
+MOST_CHANGED = 4  # plans for which a change of the arithmetic is shown in any case
+SMALLEST_CHANGE = 0.005  # fraction of the days below which a change is not worth a line
+MINUTES_TO_START = 5  # of a measurement: it starts and compiles
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one call of plan.py.
+
+    Attributes:
+        training: the training that is planned.
+        outcomes: for all GPUs that were asked for, a plan or why there is none.
+        limits: the limits for dollars and days.
+        changes: for each plan, the plan with each single change of its arithmetic, by what makes the change.
+        corrections: sentences about measurements that correct nothing.
+        training_flags: flags of --training_flags.
+        command: words of the command line, without the records.
+        records: files with measurements.
+        today: date on which the ages of prices are counted.
+    """
+    training: Training
+    outcomes: list[Plan | Impossible]
+    limits: list[Limit]
+    changes: dict[Plan, dict[str, Plan]]
+    corrections: list[str]
+    training_flags: str
+    command: list[str]
+    records: Sequence[str]
+    today: datetime.date
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """Return the plans with the lowest cost first, and those without a price after them by their days."""
+        plans = [outcome for outcome in self.outcomes if isinstance(outcome, Plan)]
+        return sorted(plans, key=lambda plan: (math.isnan(plan.dollars.likely), plan.dollars.likely, plan.days.likely)
+                      if plan.price else (True, 0, plan.days.likely))
+
+    @property
+    def title(self) -> str:
+        """Return the training as one sentence. Every plan has these phases and these images."""
+        phases = []
+        for phase in self.training.phases:
+            epochs = rounded(phase.images / phase.different_images)
+            phases.append(f'{plural(phase.steps, "step")} at {phase.size} px ({phase.images:,} images, {epochs} epochs '
+                          f'of {phase.different_images:,} different images)')
+        ema = 'with EMA' if self.training.base.use_ema else 'WITHOUT EMA'
+        return (f'Train {self.training.base.model_name} {ema}: {", then ".join(phases)}; batch '
+                f'{self.training.base.batch_size:,}.')
+
+    @property
+    def verdict(self) -> list[str]:
+        return verdict(self.plans, self.limits)
+
+    @property
+    def best(self) -> list[Plan]:
+        """Return the plans to measure first: the best one, with one that cannot be told apart from it."""
+        plans = [plan for plan in self.plans if standing(plan, self.limits) in (WITHIN, PROBABLY_WITHIN)]
+        if plans:
+            return best_and_ties(plans, figure_to_compare(plans))[:2]
+        closest = nearest(self.plans, self.limits)
+        return [closest] if closest else self.plans[:1]
+
+    def cells(self, plan: Plan) -> dict[str, str]:
+        """Return the cells of a plan in the table, by heading; '' for a cost without a price."""
+        has_price = plan.price is not None
+        return {'GPUs': plan.name, 'days': brackets(plan.days, 2), 'GPU-hours': f'{plan.gpu_hours.likely:,.0f}',
+                'GPU cost': f'${plan.gpu_dollars.likely:,.0f}' if has_price else '',
+                'whole cost': f'${brackets(plan.dollars, 0)}' if has_price else '',
+                'per GPU-hour': plan.price.describe(self.today) if has_price else 'no price'}
+
+    @property
+    def notes(self) -> list[str]:
+        """Return the sentences below the table."""
+        notes = [*self.standings(), *self.impossible(), *self.ranges(), *self.flags(),
+                 *self.arithmetic()]
+        notes += self.corrections
+        notes += [self.storage(), *self.assumptions()]
+        return [note for note in notes if note]
+
+    def standings(self) -> list[str]:
+        """Return a sentence for each way to stand to the limits, with the distance of each plan."""
+        if not self.limits:
+            return []
+        groups = {}
+        for plan in self.plans:
+            groups.setdefault(standing(plan, self.limits), []).append(f'{plan.name}, {distances(plan, self.limits)}')
+        return [f'{name[:1].upper()}{name[1:]}: {"; ".join(plans)}.' for name, plans in groups.items()]
+
+    def impossible(self) -> list[str]:
+        """Return sentences about the GPUs without a plan and without a price."""
+        by_reason = {}
+        for outcome in self.outcomes:
+            if isinstance(outcome, Impossible):
+                by_reason.setdefault((outcome.reason, outcome.remedy), []).append(outcome.name)
+        sentences = [f'Impossible: {", ".join(names)}, because {reason}. This would help: {remedy}.'
+                     for (reason, remedy), names in by_reason.items()]
+        unpriced = [plan for plan in self.plans if plan.price is None]
+        if unpriced:
+            which = 'any of them' if len(unpriced) == len(self.plans) else self.names(unpriced)
+            sentences.append(f'No price is known for {which}. Give --dollars_per_gpu_hour NAME=DOLLARS, '
+                             'or NAME=0 for your own GPUs.')
+        return sentences
+
+    def names(self, plans: Collection[Plan]) -> str:
+        """Return the names of some plans as text, or of the others if most plans are among them."""
+        others = [plan.name for plan in self.plans if plan not in plans]
+        if not others:
+            return 'all'
+        if len(others) < len(plans) / 3:
+            return f'all except {", ".join(others)}'
+        return ', '.join(plan.name for plan in plans)
+
+    def ranges(self) -> list[str]:
+        """Return sentences that say why each range is as wide as it is, and what was never measured."""
+        by_error = {}
+        missing = {}
+        for plan in self.plans:
+            for part in plan.parts:
+                by_error.setdefault(part.speed.error, []).append((plan, part))
+                for what in part.speed.missing:
+                    missing.setdefault(what, {})[plan] = None
+        sentences = [f'Range of {100 * error:.0f} %, because {RANGE_REASONS[error]}: {self.describe_parts(parts)}.'
+                     for error, parts in by_error.items()]
+        if missing:
+            texts = [f'{what} ({self.names(plans)})' for what, plans in missing.items()]
+            sentences.append(f'Never measured with this program: {"; ".join(texts)}.')
+        by_ratio = {}
+        for plan in self.plans:
+            for part in plan.parts:
+                if part.speed.source != FORECAST:
+                    by_ratio.setdefault((part.speed.source, part.speed.ratio), []).append((plan, part))
+        sentences += [f'{source.capitalize()}, {ratio:.2f} of the forecast speed: {self.describe_parts(parts)}.'
+                      for (source, ratio), parts in by_ratio.items()]
+        return sentences
+
+    def describe_parts(self, chosen: list[tuple[Plan, Part]]) -> str:
+        """Return some parts of plans as text: a plan of which all parts are there is named without its parts."""
+        if len(chosen) == sum(len(plan.parts) for plan in self.plans):
+            return 'all'
+        parts_of = {}
+        for plan, part in chosen:
+            parts_of.setdefault(plan, []).append(part.name)
+        return '; '.join(plan.name if len(parts) == len(plan.parts) else f'{plan.name}, {" and ".join(parts)}'
+                         for plan, parts in parts_of.items())
+
+    def flags(self) -> list[str]:
+        """Return the flags of each plan."""
+        by_flags = {}
+        for plan in self.plans:
+            of_phases = dict.fromkeys(switches(part) for part in plan.training)
+            text = ', then '.join(flags or 'no other flags' for flags in of_phases)
+            by_flags.setdefault(text, []).append(plan)
+        base = ' '.join(filter(None, [RECIPE, self.training_flags]))
+        texts = [f'{text} for {self.names(plans)}' for text, plans in by_flags.items()]
+        return [f'Flags, after {base}: {"; ".join(texts)}.'] if texts else []
+
+    def arithmetic(self) -> list[str]:
+        """Return a sentence for each change of the arithmetic, with the days that it would give.
+
+        It names the first plans, and every plan whose standing to the limits would change.
+        """
+        by_way = {}
+        for number, plan in enumerate(self.plans):
+            for how, changed in self.changes[plan].items():
+                matters = standing(plan, self.limits) != standing(replace(changed, price=plan.price), self.limits)
+                is_shown = number < MOST_CHANGED and abs(plan.days.likely / changed.days.likely - 1) >= SMALLEST_CHANGE
+                if matters or is_shown:
+                    days = f'{changed.days.likely:.2f} instead of {plan.days.likely:.2f} days'
+                    by_way.setdefault(how, []).append(f'{plan.name} {days}')
+        return [f'{how}: {", ".join(texts)}.' for how, texts in by_way.items()]
+
+    def storage(self) -> str:
+        """Return a sentence about storage and traffic of the first plan."""
+        if not self.plans:
+            return ''
+        storage = self.plans[0].storage
+        return (f'Storage of {self.plans[0].name}: {rounded(storage.images_tb)} TB of images, '
+                f'{rounded(storage.latents_tb)} TB of latents and {rounded(storage.checkpoints_tb)} TB of checkpoints '
+                f'at ${storage.dollars_per_tb_month:g} per TB and month (--dollars_per_tb_month). Traffic: '
+                f'{rounded(storage.read_tb)} TB read at ${storage.dollars_per_tb_read:g} per TB '
+                '(--dollars_per_tb_read).')
+
+    def assumptions(self) -> list[str]:
+        """Return sentences about what is assumed or not included."""
+        sentences = []
+        crossing = [plan for plan in self.plans if plan.machines > 1]
+        if crossing:
+            gbits = self.training.base.network_gbits
+            speed = 'are assumed to have a network as fast as the interconnect of their GPUs (--network_gbits)'
+            if gbits is not None:
+                speed = f'have {gbits:g} Gbit/s each, of which the forecast uses {100 * NETWORK_SHARE:.0f} %'
+            machines = ', '.join(f'{plan.machines} for {plan.name}' for plan in crossing)
+            sentences.append(f'Machines ({machines}) {speed}.')
+        preemptions = self.training.preemptions
+        if preemptions:
+            sentences.append(f'Each machine is preempted every {preemptions.hours:g} hours on average. Each time, 15 '
+                             'minutes pass until the work goes on, and a training repeats half of a save interval of '
+                             f'{preemptions.batches} steps.')
+        sentences.append('Not included: waiting for data, evaluations and failures.')
+        return sentences
+
+    @property
+    def first_steps(self) -> list[tuple[str, list[str]]]:
+        """Return what to do first: for each plan to measure, a sentence and the commands for its flags."""
+        steps = []
+        for plan in self.best:
+            seconds = sum((MEASURED_STEPS + WARMUP_STEPS) * part.setup.batch_size / part.speed.images_per_sec
+                          for part in plan.training)
+            minutes = MINUTES_TO_START * len(plan.training) + seconds / 60
+            cost = ''
+            if plan.price:
+                cost = f' and ${minutes / 60 * plan.num_devices * plan.price.dollars:,.2f}'
+            place = f'{plan.name} from {plan.price.provider}' if plan.price else plan.name
+            sentence = f'Measure {MEASURED_STEPS} steps of each phase on {place}: about {minutes:.0f} minutes{cost}.'
+            needed = lowest_speed(plan, self.limits)
+            if needed is not None:
+                speeds = ' and '.join(f'{rounded(part.speed.images_per_sec * needed)} images/s at '
+                                      f'{part.setup.image_size} px' for part in plan.training)
+                rounded_up = math.ceil(100 * needed) / 100
+                sentence += f' The plan holds with at least {rounded_up:.2f} of its speeds: {speeds}.'
+            commands = [measuring_command(plan, part, self.training_flags) for part in plan.training]
+            steps.append((sentence, commands))
+        if steps:
+            words = ['python', 'plan.py', *self.records, *([] if 'results.jsonl' in self.records else
+                                                           ['results.jsonl']), *self.command]
+            steps.append(('Then ask again with the measurements:', [shlex.join(words)]))
+        return steps
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row of unrounded figures for each of the GPUs that were asked for."""
+        rows = []
+        for outcome in [*self.plans, *(each for each in self.outcomes if isinstance(each, Impossible))]:
+            row = {'gpus': outcome.num_devices, 'gpu': outcome.card.name}
+            if isinstance(outcome, Impossible):
+                rows.append(row | {'standing': 'impossible', 'reason': outcome.reason, 'remedy': outcome.remedy})
+                continue
+            row['standing'] = standing(outcome, self.limits) if self.limits else ''
+            for figure in ('days', 'gpu_hours', 'gpu_dollars', 'storage_dollars', 'dollars'):
+                value = getattr(outcome, figure)
+                row |= {figure: value.likely, f'{figure}_least': value.least, f'{figure}_most': value.most}
+            if outcome.price:
+                row |= {'dollars_per_gpu_hour': outcome.price.dollars, 'provider': outcome.price.provider,
+                        'price_date': outcome.price.date or '', 'price_is_old': outcome.price.is_old(self.today)}
+            for number, part in enumerate(outcome.parts, start=1):
+                row |= {f'part_{number}': part.name, f'part_{number}_images': part.images,
+                        f'part_{number}_images_per_sec': part.speed.images_per_sec,
+                        f'part_{number}_days': part.days.likely, f'part_{number}_source': part.speed.source,
+                        f'part_{number}_range': part.speed.error, f'part_{number}_flags': switches(part)}
+            rows.append(row)
+        return rows
+
+    def write_csv(self, path: str) -> None:
+        rows = self.rows()
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        with open(path, 'w', newline='', encoding='utf-8') as file:
+            writer = csv.DictWriter(file, columns, restval='')
+            writer.writeheader()
+            writer.writerows({key: '' if value != value else value for key, value in row.items()} for row in rows)
+
+    @property
+    def text(self) -> str:
+        """Return the answer for a terminal."""
+        blocks = [filled(self.title), *map(filled, self.verdict)]
+        for has_price in (True, False):
+            rows = [self.cells(plan) for plan in self.plans if (plan.price is not None) == has_price]
+            if rows:
+                blocks.append(text_table(rows, ['GPUs', 'per GPU-hour']))
+        blocks.append('\n'.join(map(filled, self.notes)))
+        for sentence, commands in self.first_steps:
+            blocks.append('\n'.join([filled(sentence), *(shell_lines(command) for command in commands)]))
+        return '\n\n'.join(blocks)
+
+
+def brackets(value: Range, decimals: int) -> str:
+    """Return a figure with its range, such as '25.47 (19.90 to 32.60)'."""
+    return f'{value.likely:,.{decimals}f} ({value.least:,.{decimals}f} to {value.most:,.{decimals}f})'
+
+
+def switches(part: Part) -> str:
+    """Return the flags that the search has chosen for a part that trains; '' if the recipe has all of them."""
+    if part.kind == ENCODE:
+        return '--compile' if part.setup.compile else ''
+    setup = part.setup
+    flags = ['--use_synth_latents' if setup.latents else '--use_synth_data']
+    if not setup.compile:
+        flags.append('--no-compile')
+    if setup.gradient_checkpointing:
+        flags.append('--gradient_checkpointing')
+    return ' '.join(flags)
+
+
+def measuring_command(plan: Plan, part: Part, training_flags: str) -> str:
+    """Return the command that measures a phase of a plan, on all of its machines."""
+    launcher = 'composer'
+    if plan.machines > 1:
+        each = math.ceil(plan.num_devices / plan.machines)
+        launcher += (f' -n {each} --world_size {plan.num_devices} --node_rank $N --base_rank $(({each} * N)) '
+                     '--master_addr $HOST --master_port 29500')
+    network = f'--network_gbits {part.setup.network_gbits:g}' if plan.machines > 1 and part.setup.network_gbits else ''
+    words = [launcher, 'benchmark.py', RECIPE, training_flags, switches(part),
+             f'--image_size {part.setup.image_size} --measure_batches {MEASURED_STEPS}', network]
+    return ' '.join(filter(None, words))
+
+
+def filled(sentence: str) -> str:
+    return textwrap.fill(sentence, WIDTH, break_on_hyphens=False)
+
+
+def shell_lines(command: str) -> str:
+    """Return a shell command in lines of at most WIDTH characters."""
+    lines = textwrap.wrap(command, WIDTH - 6, break_on_hyphens=False, break_long_words=False)
+    return ' \\\n        '.join([f'    {lines[0]}', *lines[1:]])

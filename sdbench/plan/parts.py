@@ -1,0 +1,190 @@
+"""A plan is a list of parts: each part has its work and its speed, and every figure of the plan follows from the parts.
+
+Titles, prices, table cells, tooltips, CSV and HTML are made from these objects alone, so they cannot disagree. Nothing
+here needs torch.
+"""
+import math
+from dataclasses import dataclass, replace
+
+from sdbench.costs import SECONDS_PER_DAY
+from sdbench.gpus import Card, short_name
+from sdbench.plan.prices import Price, Storage
+from sdbench.setup import Setup
+
+RESTART_HOURS = 0.25  # from a preemption until training goes on: new machine, libraries, checkpoint, compilation
+ENCODE, TRAIN = 'encode', 'train'  # kinds of parts
+FORECAST, CORRECTED, MEASURED = 'forecast', 'corrected forecast', 'measured'  # sources of a speed
+
+
+@dataclass(frozen=True)
+class Range:
+    """A figure with its range: the least, the likely and the most. NaN if the figure is not known."""
+    least: float
+    likely: float
+    most: float
+
+    def __add__(self, other: 'Range') -> 'Range':
+        return Range(self.least + other.least, self.likely + other.likely, self.most + other.most)
+
+    def __mul__(self, factor: float) -> 'Range':
+        return Range(self.least * factor, self.likely * factor, self.most * factor)
+
+    def overlaps(self, other: 'Range') -> bool:
+        """Tell whether two ranges have a value in common."""
+        return self.least <= other.most and other.least <= self.most
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of a part.
+
+    Attributes:
+        images_per_sec: likely speed of all GPUs together.
+        error: relative error in either direction: the speed may be this much higher or lower.
+        source: FORECAST, CORRECTED or MEASURED.
+        ratio: measured speed / forecast speed, by which the forecast was multiplied; 1 for FORECAST.
+        missing: what of this part was never measured, such as 'this GPU'.
+    """
+    images_per_sec: float
+    error: float
+    source: str = FORECAST
+    ratio: float = 1.0
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Preemptions:
+    """How often the machines of a plan are preempted, and what each preemption costs.
+
+    Attributes:
+        hours: mean hours between two preemptions of one machine.
+        batches: training steps between two checkpoints.
+    """
+    hours: float
+    batches: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a plan: the encoding of images once, or the training at one image size.
+
+    Attributes:
+        kind: ENCODE or TRAIN.
+        images: images that are encoded, or trained on with repeats.
+        setup: the setup that decides the speed.
+        machines: machines that work on the part.
+        speed: the speed with its range.
+        preemptions: None if the machines are not preempted.
+    """
+    kind: str
+    images: int
+    setup: Setup
+    machines: int
+    speed: Speed
+    preemptions: Preemptions | None = None
+
+    @property
+    def name(self) -> str:
+        return f'{self.kind} {self.setup.image_size} px'
+
+    @property
+    def days(self) -> Range:
+        """Return the days that the part takes. The highest speed gives the fewest days."""
+        speed = self.speed.images_per_sec
+        error = 1 + self.speed.error
+        return Range(self.days_at(speed * error), self.days_at(speed), self.days_at(speed / error))
+
+    def days_at(self, images_per_sec: float) -> float:
+        """Return the days at a speed, including what preemptions cost; infinite if a preemption comes before a save.
+
+        Each preemption costs a restart, and a training also repeats half of the work between two checkpoints.
+        """
+        days = self.images / images_per_sec / SECONDS_PER_DAY
+        if self.preemptions is None:
+            return days
+        lost = RESTART_HOURS
+        if self.kind == TRAIN:
+            lost += self.preemptions.batches * self.setup.batch_size / 2 / images_per_sec / 3600
+        period = self.preemptions.hours / self.machines  # hours: the preemption of any machine stops all of them
+        return days * period / (period - lost) if lost < period else math.inf
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training takes on some GPUs.
+
+    Attributes:
+        card: the GPU model.
+        num_devices: GPU count.
+        parts: the parts in the order of the work.
+        price: price of a GPU-hour; None if no price applies to this GPU.
+        storage: what the training stores and reads.
+    """
+    card: Card
+    num_devices: int
+    parts: tuple[Part, ...]
+    price: Price | None
+    storage: Storage
+
+    @property
+    def name(self) -> str:
+        return f'{self.num_devices} x {short_name(self.card.name)}'
+
+    @property
+    def machines(self) -> int:
+        return self.parts[-1].machines
+
+    @property
+    def days(self) -> Range:
+        return sum((part.days for part in self.parts), Range(0, 0, 0))
+
+    @property
+    def gpu_hours(self) -> Range:
+        return self.days * (24 * self.num_devices)
+
+    @property
+    def gpu_dollars(self) -> Range:
+        """Return the cost of the GPUs; NaN without a price."""
+        return self.gpu_hours * (math.nan if self.price is None else self.price.dollars)
+
+    @property
+    def storage_dollars(self) -> Range:
+        """Return the cost of storage for the days of the plan, and of traffic."""
+        days = self.days
+        return Range(*(self.storage.dollars(each) for each in (days.least, days.likely, days.most)))
+
+    @property
+    def dollars(self) -> Range:
+        """Return the whole cost; NaN without a price."""
+        return self.gpu_dollars + self.storage_dollars
+
+    @property
+    def training(self) -> tuple[Part, ...]:
+        """Return the parts that train, one for each phase."""
+        return tuple(part for part in self.parts if part.kind == TRAIN)
+
+    def at_speed(self, factor: float) -> 'Plan':
+        """Return the plan with every speed multiplied by `factor`."""
+        parts = [replace(part, speed=replace(part.speed, images_per_sec=part.speed.images_per_sec * factor))
+                 for part in self.parts]
+        return replace(self, parts=tuple(parts))
+
+
+@dataclass(frozen=True)
+class Impossible:
+    """GPUs on which the training cannot run, or not in finite time.
+
+    Attributes:
+        card: the GPU model.
+        num_devices: GPU count.
+        reason: why not.
+        remedy: what would help.
+    """
+    card: Card
+    num_devices: int
+    reason: str
+    remedy: str
+
+    @property
+    def name(self) -> str:
+        return f'{self.num_devices} x {short_name(self.card.name)}'

@@ -1,0 +1,65 @@
+"""Draw the days and the dollars of plans as intervals, with lines at the limits."""
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from sdbench.errors import UserError
+from sdbench.plan.parts import Plan
+from sdbench.plan.verdict import Limit, with_range
+from sdbench.report.pictures import set_tooltips
+
+MOST_PLANS = 10  # in the picture, the cheapest first
+WIDTH_INCHES = 5.0  # a telephone shows it at its own size, so the text stays readable
+FONT_SIZE = 9
+NAME_CHARACTERS = 20  # in a line of the name of a plan
+COLOR, LIMIT_COLOR = '#1f6fb4', '#c03a2b'
+HEADINGS = {'days': 'days', 'dollars': 'dollars, with storage'}
+
+
+def draw_intervals(plans: Sequence[Plan], limits: Sequence[Limit]) -> Any:
+    """Draw a panel for days, and one for dollars if a plan has a price. Raises UserError if there is no plan."""
+    from matplotlib.figure import Figure
+
+    plans = plans[:MOST_PLANS]
+    if not plans:
+        raise UserError('no plan is possible, so there is nothing to draw')
+    panels = {'days': list(plans)}
+    priced = [plan for plan in plans if plan.dollars.likely > 0]
+    if priced:
+        panels['dollars'] = priced
+    heights = [2.5 + len(shown) for shown in panels.values()]  # in rows, with the axis and the limit
+    figure = Figure(figsize=(WIDTH_INCHES, 0.27 * sum(heights)), layout='constrained')
+    axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for (name, shown), panel in zip(panels.items(), axes, strict=True):
+        draw_panel(panel, name, shown, [limit for limit in limits if limit.figure == name])
+    return figure
+
+
+def draw_panel(axes: Any, figure: str, plans: Sequence[Plan], limits: Sequence[Limit]) -> None:
+    """Draw the days or dollars of plans, the first at the top, and a line for the limit."""
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+    for position, plan in enumerate(plans):
+        value = getattr(plan, figure)
+        axes.plot([value.least, value.most], [position] * 2, color=COLOR, linewidth=5, alpha=0.45,
+                  solid_capstyle='round')
+        point, = axes.plot([value.likely], [position], 'o', color=COLOR)
+        set_tooltips(point, [f'{plan.name}\n{with_range(plan, figure)}'])
+    for limit in limits:
+        axes.axvline(limit.most, color=LIMIT_COLOR, linewidth=1.5)
+        axes.annotate(limit.name, (limit.most, 1), (0, 2), xycoords=('data', 'axes fraction'), ha='center',
+                      textcoords='offset points', color=LIMIT_COLOR, fontsize=FONT_SIZE)
+
+    # Plans differ by factors, so the axis is logarithmic, with ticks at 1, 2 and 5 times powers of ten.
+    axes.set_xscale('log')
+    axes.xaxis.set_major_formatter(StrMethodFormatter('{x:,.0f}'))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_xlim()
+    ticks = [step * 10 ** power for power in range(-2, 8) for step in (1, 2, 5) if low <= step * 10 ** power <= high]
+    axes.set_xticks(ticks[::2] if len(ticks) > 5 else ticks)
+    axes.tick_params(labelsize=FONT_SIZE)
+    axes.set_yticks(range(len(plans)), [textwrap.fill(plan.name, NAME_CHARACTERS) for plan in plans])
+    axes.set_ylim(len(plans) - 0.4, -0.6)
+    axes.set_xlabel(HEADINGS[figure], fontsize=FONT_SIZE)
+    axes.grid(axis='x', alpha=0.3)
+    axes.spines[['top', 'right']].set_visible(False)

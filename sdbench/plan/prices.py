@@ -1,0 +1,133 @@
+"""What a plan pays: prices of GPU-hours from a file, storage and traffic. Nothing here needs torch."""
+import csv
+import datetime
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sdbench.costs import Prices, card_names_for, price_applies
+from sdbench.errors import UserError
+from sdbench.files import read_text
+from sdbench.gpus import Card, unknown_gpu
+
+ON_DEMAND, SPOT = 'on demand', 'spot'
+COLUMNS = ('gpu', 'dollars_per_gpu_hour', 'provider', 'gpus_per_machine', 'kind', 'date', 'source')
+OLD_DAYS = 90  # a list price that is older is marked
+YOUR_PRICE = 'your price'  # provider of a price that a flag gives
+DAYS_PER_MONTH = 365.25 / 12
+# Sizes for storage and traffic. JPEGs of 256 and 512 pixels took 17 and 80 KB.
+JPEG_BYTES_PER_PIXEL = 0.3
+LATENT_BYTES_PER_PIXEL = 0.25  # mean and log variance of 4 channels in float16 for each 8 x 8 pixels
+CHECKPOINT_TB = 0.015  # one checkpoint of Stable Diffusion 2 with EMA
+
+
+@dataclass(frozen=True)
+class Price:
+    """A price per GPU-hour.
+
+    Attributes:
+        gpu: name of the GPU, as --gpu takes it; None for every GPU.
+        dollars: dollars per GPU-hour.
+        provider: who rents it out.
+        gpus_per_machine: GPUs in the machine that has this price; None for any machine.
+        kind: ON_DEMAND or SPOT; '' for both.
+        date: when the price was listed; None if its source does not say.
+        source: where it was read.
+    """
+    gpu: str | None
+    dollars: float
+    provider: str
+    gpus_per_machine: int | None = None
+    kind: str = ''
+    date: datetime.date | None = None
+    source: str = ''
+
+    def is_old(self, today: datetime.date) -> bool:
+        """Tell whether the price must be checked: it is older than OLD_DAYS, or a list price without a date."""
+        if self.date is None:
+            return self.provider != YOUR_PRICE
+        return (today - self.date).days > OLD_DAYS
+
+    def describe(self, today: datetime.date) -> str:
+        """Return the price with its provider and date, such as '$2.95 Nebius 2026-05-18, old'."""
+        words = [f'${self.dollars:.2f}', self.provider, self.date.isoformat() if self.date else '']
+        if self.provider != YOUR_PRICE and self.date is None:
+            words.append('no date')
+        elif self.is_old(today):
+            words[-1] += ', old'
+        return ' '.join(filter(None, words))
+
+
+def read_prices(path: str, kind: str, given: Prices) -> list[Price]:
+    """Return the prices of one kind in a CSV file, followed by the prices that --dollars_per_gpu_hour gives.
+
+    Raises UserError, with the file and the line, for a file that is not a price list.
+    """
+    prices = []
+    reader = csv.DictReader(io.StringIO(read_text(path, f'--prices {path}')), restval='')
+    missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+    if missing:
+        raise UserError(f'--prices {path} has no column {" and no column ".join(missing)}; a price list has the '
+                        f'columns {",".join(COLUMNS)}')
+    for row in reader:
+        try:
+            if row['kind'] not in (ON_DEMAND, SPOT):
+                raise ValueError(f'kind {row["kind"]!r} is neither {ON_DEMAND!r} nor {SPOT!r}')
+            dollars = float(row['dollars_per_gpu_hour'])
+            if not 0 <= dollars < math.inf:
+                raise ValueError(f'{row["dollars_per_gpu_hour"]} is not a price')
+            date = datetime.date.fromisoformat(row['date']) if row['date'] else None
+            machine = int(row['gpus_per_machine']) if row['gpus_per_machine'] else None
+        except ValueError as error:
+            raise UserError(f'--prices {path}, line {reader.line_num}: {error}; fix that line') from None
+        if row['kind'] == kind:
+            prices.append(Price(row['gpu'], dollars, row['provider'], machine, row['kind'], date, row['source']))
+
+    for name, dollars in given:
+        if name and not card_names_for(name):
+            raise UserError(f'--dollars_per_gpu_hour {name}={dollars:g}: {unknown_gpu(name)}')
+        prices.append(Price(name, dollars, YOUR_PRICE))
+    return prices
+
+
+def price_for(card: Card, gpus_per_machine: int, prices: Sequence[Price]) -> Price | None:
+    """Return the last price for a GPU in machines of at least this size; None if there is none."""
+    for price in reversed(prices):
+        is_for_card = price.gpu is None or price_applies(price.gpu, card.name)
+        if is_for_card and (price.gpus_per_machine is None or price.gpus_per_machine >= gpus_per_machine):
+            return price
+    return None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a training keeps in an object store and reads from it.
+
+    Attributes:
+        images_tb: TB of images.
+        latents_tb: TB of latents.
+        checkpoints_tb: TB of checkpoints, all of which an object store keeps.
+        read_tb: TB that the encoding and the training read, if no cache holds a whole epoch.
+        dollars_per_tb_month: price of storage.
+        dollars_per_tb_read: price of traffic.
+    """
+    images_tb: float
+    latents_tb: float
+    checkpoints_tb: float
+    read_tb: float
+    dollars_per_tb_month: float
+    dollars_per_tb_read: float
+
+    @property
+    def tb(self) -> float:
+        return self.images_tb + self.latents_tb + self.checkpoints_tb
+
+    def dollars(self, days: float) -> float:
+        """Return the cost of storing everything for some days, and of reading."""
+        return self.tb * self.dollars_per_tb_month * days / DAYS_PER_MONTH + self.read_tb * self.dollars_per_tb_read
+
+
+def terabytes(images: int, size: int, bytes_per_pixel: float) -> float:
+    """Return the TB of images or latents of a size in pixels."""
+    return images * size ** 2 * bytes_per_pixel / 1e12

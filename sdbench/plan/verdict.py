@@ -1,0 +1,151 @@
+"""Compare plans with limits and with each other, but not more precisely than their ranges allow."""
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sdbench.plan.parts import Plan, Range
+from sdbench.records.figures import rounded
+
+# How a plan stands to the limits. The likely figures decide between within and outside, so a wider range makes a
+# statement less certain, and never turns 'outside' into 'within'.
+WITHIN, PROBABLY_WITHIN = 'within', 'probably within'
+PROBABLY_OUTSIDE, OUTSIDE = 'probably outside', 'outside'
+NO_PRICE = 'no price'
+SMALLEST_FACTOR = 0.01  # lowest fraction of the forecast speed for which a plan is tried
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit for the `dollars` or the `days` of a plan."""
+    figure: str
+    most: float
+
+    @property
+    def name(self) -> str:
+        if self.figure == 'dollars':
+            return f'${rounded(self.most)}'
+        return '1 day' if self.most == 1 else f'{self.most:g} days'
+
+    def of(self, plan: Plan) -> Range:
+        """Return the figure of a plan as a fraction of the limit."""
+        return getattr(plan, self.figure) * (1 / self.most)
+
+
+def standing(plan: Plan, limits: Sequence[Limit]) -> str:
+    """Return how a plan stands to the limits: WITHIN, PROBABLY_WITHIN, PROBABLY_OUTSIDE, OUTSIDE or NO_PRICE."""
+    fractions = [limit.of(plan) for limit in limits]
+    if any(fraction.least > 1 for fraction in fractions):
+        return OUTSIDE
+    if any(fraction.likely > 1 for fraction in fractions):
+        return PROBABLY_OUTSIDE
+    if any(math.isnan(fraction.likely) for fraction in fractions):
+        return NO_PRICE
+    return PROBABLY_WITHIN if any(fraction.most > 1 for fraction in fractions) else WITHIN
+
+
+def distances(plan: Plan, limits: Sequence[Limit]) -> str:
+    """Return the fraction of each limit that a plan takes, such as '108 % of 42 days (85 to 139 %)'."""
+    texts = []
+    for limit in limits:
+        share = limit.of(plan) * 100
+        if math.isnan(share.likely):
+            texts.append(f'no price to compare with {limit.name}')
+            continue
+        remedy = ''
+        affordable = (limit.most - plan.storage_dollars.likely) / plan.gpu_hours.likely
+        if limit.figure == 'dollars' and share.likely > 100 and affordable > 0:
+            remedy = f'; ${affordable:.2f} per GPU-hour would be within'
+        texts.append(f'{share.likely:.0f} % of {limit.name} ({share.least:.0f} to {share.most:.0f} %{remedy})')
+    return ' and '.join(texts)
+
+
+def nearest(plans: Sequence[Plan], limits: Sequence[Limit]) -> Plan | None:
+    """Return the plan that exceeds its limits least; None if no plan can be compared with them."""
+    fractions = {number: max(limit.of(plan).likely for limit in limits) for number, plan in enumerate(plans)
+                 if standing(plan, limits) != NO_PRICE}
+    return plans[min(fractions, key=fractions.get)] if fractions else None
+
+
+def figure_to_compare(plans: Sequence[Plan]) -> str:
+    """Return the figure by which plans are compared: their dollars, or their days if no plan has a price."""
+    return 'days' if all(math.isnan(plan.dollars.likely) for plan in plans) else 'dollars'
+
+
+def best_and_ties(plans: Sequence[Plan], figure: str) -> list[Plan]:
+    """Return the plan with the lowest figure, and then the others whose ranges overlap with its range."""
+    known = [plan for plan in plans if not math.isnan(getattr(plan, figure).likely)]
+    known.sort(key=lambda plan: getattr(plan, figure).likely)
+    return [plan for plan in known if getattr(plan, figure).overlaps(getattr(known[0], figure))]
+
+
+def lowest_speed(plan: Plan, limits: Sequence[Limit]) -> float | None:
+    """Return the fraction of its speeds with which a plan just keeps the limits; None if no speed below 1 does.
+
+    Days and dollars fall with the speed, so bisection finds the fraction.
+    """
+    def keeps(factor: float) -> bool:
+        slower = plan.at_speed(factor)
+        return all(limit.of(slower).likely <= 1 for limit in limits)
+
+    if not limits or not keeps(1.0):
+        return None
+    low, high = SMALLEST_FACTOR, 1.0
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if keeps(middle) else (middle, high)
+    return high
+
+
+def verdict(plans: Sequence[Plan], limits: Sequence[Limit]) -> list[str]:
+    """Return the verdict as sentences, the answer first."""
+    if not plans:
+        return ['This training fits on none of these GPUs.']
+    standings = {plan: standing(plan, limits) for plan in plans}
+    inside = [plan for plan in plans if standings[plan] in (WITHIN, PROBABLY_WITHIN)]
+    within = ' and '.join(limit.name for limit in limits)
+    if not inside:
+        closest = nearest(plans, limits)
+        if closest is None:
+            return [f'No plan has a price, so none can be compared with {within}: give --dollars_per_gpu_hour.']
+        sentences = [f'No plan is within {within} by its forecast. The nearest is {closest.name}: '
+                     f'{distances(closest, limits)}.']
+        if standings[closest] == PROBABLY_OUTSIDE:
+            sentences.append('The fast end of its range is within the limits, so a measurement may change this answer.')
+        return sentences
+
+    # Name the plan that costs least, or those that cannot be told apart, and then the fastest.
+    figure = figure_to_compare(inside)
+    sentences = comparison(inside, figure, within)
+    if figure == 'dollars':
+        sentences += comparison(inside, 'days', '')
+    if limits and all(standings[plan] == PROBABLY_WITHIN for plan in inside):
+        sentences.append('None of them is within the limits at the slow end of its range.')
+    return sentences
+
+
+def comparison(plans: Sequence[Plan], figure: str, within: str) -> list[str]:
+    """Return sentences that name the best of some plans in a figure, or those whose ranges overlap with its range."""
+    tied = best_and_ties(plans, figure)
+    best = {'dollars': 'cheapest', 'days': 'fastest'}[figure]
+    where = f' within {within}' if within else ''
+    if len(tied) == 1:
+        return [f'{best.capitalize()}{where}: {tied[0].name}, {with_range(tied[0], figure)}.']
+    names = and_list([plan.name for plan in tied])
+    ranges = '; '.join(f'{plan.name} {with_range(plan, figure)}' for plan in tied)
+    measure = 'measure both of them' if len(tied) == 2 else 'measure two of them'
+    by = {'dollars': 'by cost', 'days': 'by days'}[figure]
+    return [f'{names} cannot be told apart {by}{where}: {measure}.', f'Their ranges overlap: {ranges}.']
+
+
+def with_range(plan: Plan, figure: str) -> str:
+    """Return the dollars or the days of a plan with their range, such as '25.5 days (19.9 to 32.6)'."""
+    value = getattr(plan, figure)
+    if figure == 'dollars':
+        return f'${value.likely:,.0f} ({value.least:,.0f} to {value.most:,.0f})'
+    return f'{value.likely:.2f} days ({value.least:.2f} to {value.most:.2f})'
+
+
+def and_list(names: Sequence[str]) -> str:
+    """Return names as a list in words: 'A', 'A and B', 'A, B and C'."""
+    *first, last = names
+    return f'{", ".join(first)} and {last}' if first else last

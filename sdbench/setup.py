@@ -1,0 +1,137 @@
+"""Describe what decides the speed of a training step: the GPUs, the model, and the switches. Nothing here needs torch.
+
+Flags and records are read into a Setup, and a forecast is calculated from it.
+"""
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, Train
+from sdbench.gpus import is_one_nvlink_domain, machines_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What decides the speed of a training step. A value is None where it is not known.
+
+    Attributes:
+        device: torch's name of the GPU or the CPU.
+        num_devices: devices in all machines.
+        gpus_per_node: devices in each machine; None also for the machines that this GPU is usually sold in.
+        network_gbits: bandwidth of the network of each machine, in Gbit/s.
+        model_name: the model, as --model_name names it.
+        image_size: height and width of the images in pixels.
+        latents: whether the training reads latents, so that no VAE encoder runs in it.
+        batch_size: images in a step, summed over all devices.
+        microbatch: images per forward and backward pass on each device; None also for the largest that fits.
+        precision: amp_bf16, amp_fp16 or fp32.
+        encoder_precision: bf16, fp16 or fp32.
+        compile: whether torch.compile compiles the model, or the mode in which it does.
+        ema_start: the time at which the EMA starts; None also for the start of the run.
+        clip_grad_norm: the largest gradient norm; None also without clipping.
+
+    The other attributes are the switches of the same names in sdbench/flags/train.py.
+    """
+    device: str | None = None
+    num_devices: int | None = None
+    gpus_per_node: int | None = None
+    network_gbits: float | None = None
+    model_name: str | None = None
+    image_size: int | None = None
+    latents: bool | None = None
+    batch_size: int | None = None
+    microbatch: int | None = None
+    precision: str | None = None
+    encoder_precision: str | None = None
+    channels_last: bool | None = None
+    compile: bool | str | None = None
+    compile_blocks: bool | None = None
+    attention: str | None = None
+    gradient_checkpointing: bool | None = None
+    fused_optimizer: bool | None = None
+    half_precision_norms: bool | None = None
+    cudnn_benchmark: bool | None = None
+    allreduce_precision: str | None = None
+    use_ema: bool | None = None
+    ema_start: str | None = None
+    clip_grad_norm: float | None = None
+
+    @property
+    def machines(self) -> int | None:
+        """Return the number of machines, rounded up; None if the number of devices is not known."""
+        if self.num_devices is None:
+            return None
+        return machines_for(self.num_devices, self.gpus_per_node or self.device or '')
+
+    @property
+    def needs_network(self) -> bool:
+        """Tell whether gradients cross a network, because the interconnect of the GPU does not join all of them."""
+        return (self.machines or 1) > 1 and not is_one_nvlink_domain(self.device, self.num_devices)
+
+    @property
+    def device_batch_size(self) -> int:
+        """Return the images per device in a step, of a setup with defaults."""
+        return self.batch_size // self.num_devices
+
+    def with_defaults(self) -> 'Setup':
+        """Return the setup with the default of each flag for what is not known, so that it can be forecast.
+
+        The device and the microbatch stay None: the forecast is for a given GPU, and takes the largest microbatch that
+        fits. So does the network, which is then assumed to be as fast as the interconnect of the GPUs.
+        """
+        known = DEFAULTS | {name: value for name, value in vars(self).items() if value is not None}
+        several = known['num_devices'] > 1
+        known.setdefault('encoder_precision', ENCODER_PRECISIONS[known['precision']])
+        known.setdefault('channels_last', bool(known['compile']))
+        known.setdefault('compile_blocks', several and known['compile'] not in (False, 'reduce-overhead'))
+        return Setup(**known)
+
+
+NAMES = tuple(field.name for field in fields(Setup))
+FLAGS = {name: {'microbatch': 'device_train_microbatch_size'}.get(name, name) for name in NAMES}  # by attribute
+# The default of each flag that has one, for a dry run where it depends on the machine.
+DEFAULTS = {field.name: field.default for field in fields(Train) if field.name in NAMES and field.default is not None}
+DEFAULTS |= {'num_devices': 1, 'latents': False, 'precision': 'amp_bf16'}
+
+
+def setup_of_settings(settings: Train) -> Setup:
+    """Return the setup of a run with these flags. What the flags leave open is None, unless complete.py filled it in.
+
+    The device is None: flags do not name the GPU of a run.
+    """
+    return setup_of_record(vars(settings) | {'device': None})
+
+
+def setup_of_record(record: dict[str, Any]) -> Setup:
+    """Return the setup of a record.
+
+    A record that a command wrote states every flag, so it had the default of each flag that it lacks. A record that
+    somebody wrote by hand may state no more than the device and the speed.
+    """
+    known = {name: record.get(flag) for name, flag in FLAGS.items()}
+    known = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in known.items()}
+    if 'command' in record and record.get('stage') == 'train':
+        for name, default in DEFAULTS.items():
+            if FLAGS[name] not in record and name not in ('num_devices', 'latents', 'precision'):
+                known[name] = default
+    if known['microbatch'] == 'auto':  # of a run that ended before the search did
+        known['microbatch'] = None
+
+    # The names of the encoders in the training loop tell what it reads.
+    is_latents = {name: latents for latents, name in ENCODERS.items()}
+    known['latents'] = is_latents.get(record.get('encoders'))
+    if known['latents'] is None and record.get('use_synth_latents'):
+        known['latents'] = True
+
+    # Measurements state the number of machines. Ignore it where it is the usual one for this GPU.
+    nodes, devices = record.get('num_nodes'), known['num_devices']
+    if not known['gpus_per_node'] and nodes and devices and machines_for(devices, known['device'] or '') != nodes:
+        known['gpus_per_node'] = math.ceil(devices / nodes)
+    return Setup(**known)
+
+
+def settings_of_setup(setup: Setup) -> Train:
+    """Return the completed settings of a run with this setup, which must have defaults."""
+    values = {FLAGS[name]: getattr(setup, name) for name in NAMES if name not in ('device', 'latents', 'microbatch')}
+    return Train(**values, encoders=ENCODERS[setup.latents], dry_run=(setup.num_devices,),
+                 device_train_microbatch_size=setup.microbatch or 'auto')

@@ -1,0 +1,98 @@
+"""A test or validation split of SOURCE is never mixed into the training data without a word."""
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import convert
+from sdbench.datasets.splits import KEYWORDS, group_by_split
+from tests.runs import one_error_line
+from tests.samples import encoded, picture, read_back, shaded, skipped, write_parquet, write_tar
+
+
+def write_splits(folder: Path, layout: str) -> Path:
+    """Write 3 training, 2 validation samples and 1 test sample, in one of the layouts that datasets have."""
+    number = 0
+    for split, count in (('train', 3), ('validation', 2), ('test', 1)):
+        samples = {f'{number + index:04}': shaded(number + index) for index in range(count)}
+        number += count
+        if layout == 'parquet':
+            write_parquet(folder / f'data/{split}-00000-of-00001.parquet',
+                          {'image': list(samples.values()), 'text': [split] * count})
+            continue
+        files = {f'{key}.jpg': image for key, image in samples.items()}
+        files |= {f'{key}.txt': split.encode() for key in samples}
+        if layout == 'tars':
+            write_tar(folder / f'{split}/0.tar', files)
+            continue
+        for name, content in files.items():
+            path = folder / {'folders': f'images/{split.title()}/{name}', 'names': f'COCO_{split}2014_{name}'}[layout]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize('layout', ['parquet', 'tars', 'folders', 'names'])
+def test_a_split_must_be_chosen_and_the_others_are_logged(tmp_path, capsys, layout):
+    folder = write_splits(tmp_path / 'in', layout)
+    line = one_error_line([folder, 'out'], capsys, convert.main)
+    for words in ('train (such as ', 'validation (such as ', 'test (such as ', '--split train', '--split all'):
+        assert words in line
+    assert not (tmp_path / 'out').exists()
+    for split, count in (('train', 3), ('validation', 2), ('test', 1)):
+        assert convert.main([str(folder), split, '--split', split]) == 0
+        assert [text for _, text in read_back(tmp_path / split)] == [split] * count
+        assert {line['reason'] for line in skipped(tmp_path / split)} == {f'other split: it is not of --split {split}'}
+    assert convert.main([str(folder), 'out', '--split', 'all']) == 0
+    assert len(read_back(tmp_path / 'out')) == 6
+    assert not (tmp_path / 'out/skipped.jsonl').exists()
+
+
+def test_only_the_names_from_a_source_on_count():
+    paths = ['/home/tests/test/photos/a.jpg', 's3://bucket/tars/0.tar', '/home/tests/test/more/1/b.jpg']
+    sources = ['/home/tests/test/photos', 's3://bucket/tars', '/home/tests/test/m*']
+    assert list(group_by_split(paths, sources)) == ['train']
+    assert list(group_by_split(['/x/train/a.jpg', '/x/test/b.jpg'], ['/x/train', '/x/test'])) == ['train', 'test']
+
+
+def test_a_source_of_one_split_needs_no_flag(tmp_path, capsys):
+    folder = write_splits(tmp_path / 'in', 'folders')
+    assert convert.main([f'{folder}/images/Test', 'out']) == 0
+    assert [text for _, text in read_back(tmp_path / 'out')] == ['test']
+    assert '--split test: SOURCE holds only files of train; give another split' in one_error_line(
+        [f'{folder}/images/Validation', 'other', '--split', 'test'], capsys, convert.main)
+
+
+def test_a_tar_with_several_splits_is_refused_and_the_same_out_takes_the_flag(tmp_path, capsys):
+    files = {f'{split}/0.{suffix}': content for split, image in (('train', shaded(1)), ('val', shaded(2)))
+             for suffix, content in (('jpg', image), ('txt', split.encode()))}
+    write_tar(tmp_path / 'in/0.tar', {'0.jpg': encoded(picture(0)), '0.txt': b'0'})
+    write_tar(tmp_path / 'in/1.tar', files)
+    with pytest.raises(SystemExit, match='1'):
+        convert.main(['in', 'out', '--num_workers', '1', '--size_limit', '1kb'])
+    assert '1.tar holds several splits of a dataset: 1 of train (such as train/0), 1 of validation' in (
+        capsys.readouterr().err)
+    assert convert.main(['in', 'out', '--num_workers', '1', '--size_limit', '1kb', '--split', 'all']) == 0
+    assert [text for _, text in read_back(tmp_path / 'out')] == ['0', 'train', 'val']
+
+
+SEPARATORS = '-._ 0123456789'
+NO_WORDS = st.text(st.sampled_from('bcf/'), min_size=1)
+
+
+@given(st.sampled_from([(keyword, split) for split, keywords in KEYWORDS.items() for keyword in keywords]),
+       st.sampled_from(['', *SEPARATORS]), st.sampled_from(['', *SEPARATORS]), NO_WORDS)
+def test_a_keyword_between_separators_in_a_folder_or_a_file_names_the_split(keyword, before, after, text):
+    word, split = keyword
+    for name in (f'x/{text}{before}{word.upper()}{after}/a.jpg', f'x/{before}{word}{after}.jpg'):
+        is_word = text.endswith('/') or before or 'a.jpg' not in name
+        assert list(group_by_split([name, 'y/b.jpg'])) == sorted({split, 'train'} if is_word else {'train'},
+                                                                  key=list(KEYWORDS).index)
+        assert list(group_by_split([f'{word}/{name}', f'{word}/a.jpg'])) == list(group_by_split([name, 'a.jpg']))
+
+
+@pytest.mark.parametrize('names', [['attest/a.jpg', 'contest.jpg', 'b.jpg'], ['train-01.jpg', 'bus-01.jpg'],
+                                   ['trainval/a.jpg', 'valley/b.jpg', 'devil.jpg'], ['/test/a.jpg', '/test/b.jpg']])
+def test_other_words_and_pictures_of_trains_are_no_split(names):
+    assert list(group_by_split(names)) == ['train']

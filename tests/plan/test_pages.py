@@ -1,0 +1,127 @@
+"""README.md and docs/planning.md have the figures that plan.py gives, and Chromium shows its sheet as it should be."""
+import contextlib
+import datetime
+import io
+import math
+import re
+import shlex
+
+import pytest
+
+import plan
+from sdbench.flags.plan import SD2_IMAGES
+from sdbench.forecast.forecast import forecast
+from sdbench.gpus import CARDS
+from sdbench.plan.parts import TRAIN
+from sdbench.setup import Setup
+from tests.browser import CHROMIUM, browser
+from tests.runs import ROOT
+from tests.test_report import tables
+
+README = (ROOT / 'README.md').read_text().partition('## What Stable Diffusion 2 costs')[2]
+PAGE = (ROOT / 'docs/planning.md').read_text()
+TODAY = datetime.date(2026, 11, 28)  # when the pages were written
+COSTS = re.search(r"^(python plan.py --gpu '8 B200'.*) --html plan.html", README, re.MULTILINE)[1]
+EXAMPLE = re.search(r"^python plan.py --gpu '8 H100-80GB' .*?[^\\]$", PAGE, re.MULTILINE | re.DOTALL)[0]
+H100 = CARDS['NVIDIA H100 80GB HBM3']
+
+
+def answer_to(command: str, *flags: str):
+    """Return the answer to a command of a page, and its text."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        answer = plan.main([*shlex.split(command.replace('\\\n', ' '))[2:], *flags], TODAY)
+    return {one.name: one for one in answer.plans}, text.getvalue()
+
+
+def sentences(page: str) -> str:
+    return ' '.join(page.split())
+
+
+def test_the_costs_in_the_readme_agree_with_the_command_below_them():
+    plans, text = answer_to(COSTS)
+    on_spot, _ = answer_to(COSTS, '--spot')
+    rows = tables(README)[0]
+    assert len(rows) == len(plans)
+    for row in rows:
+        one, spot = plans[f'8 x {row["8 GPUs"]}'], on_spot[f'8 x {row["8 GPUs"]}']
+        days, gpu_dollars, dollars = one.days, one.gpu_dollars.likely, one.dollars.likely
+        assert row['days'] == f'{days.likely:.2f} ({days.least:.2f} to {days.most:.2f})'
+        assert row['GPU-hours'] == f'{one.gpu_hours.likely:,.0f}'
+        assert (row['GPUs on demand'], row['with storage']) == (f'${gpu_dollars:,.0f}', f'${dollars:,.0f}')
+        assert row['days, spot'] == f'{spot.days.likely:.2f}'
+        spot_dollars = spot.gpu_dollars.likely
+        assert row['GPUs, spot'] == ('-' if math.isnan(spot_dollars) else f'${spot_dollars:,.0f}')
+    assert '8 x B200, 8 x H100 80GB and 8 x H200 cannot be told apart by cost' in text
+
+
+def test_the_first_hour_in_the_readme_is_what_the_plan_says_to_do_first():
+    command = re.search('^python plan.py results.jsonl .*$', README, re.MULTILINE)[0].replace('results.jsonl ', '')
+    _, text = answer_to(command)
+    minutes, needed = re.search('about ([0-9]+) minutes.*at least ([0-9.]+) of', sentences(text)).groups()
+    assert f'about {minutes} minutes. With a budget of $18,000 you need at least {needed} of' in sentences(README)
+    for measuring in re.findall('^composer .*$', README.partition('In your first hour')[2], re.MULTILINE)[:2]:
+        assert measuring in text
+
+
+def test_the_first_sentence_and_the_example_of_the_page_on_planning_are_up_to_date():
+    plans, _ = answer_to(COSTS)
+    b200, h100 = plans['8 x B200'], plans['8 x H100 80GB']
+    first, second = (f'{one.days.likely:.2f} days and ${one.gpu_dollars.likely:,.0f} on' for one in (b200, h100))
+    assert f'{first} 8 B200, or {second} 8 H100.' in sentences(PAGE)
+    assert (f'storage adds ${b200.storage_dollars.likely:,.0f} and ${h100.storage_dollars.likely:,.0f}'
+            in sentences(PAGE))
+    _, text = answer_to(EXAMPLE)
+    [shown] = re.findall('^```\n(Train .*?)^```', PAGE, re.MULTILINE | re.DOTALL)
+    assert text.startswith(shown.strip())
+    for promised in ('Impossible: 8 x RTX 4090', 'Outside: 16 x L40S', 'With --allreduce_precision bf16', 'plan holds'):
+        assert promised in text
+    slower, _ = answer_to(EXAMPLE, '--network_gbits', '50')
+    assert f'16 L40S need {slower["16 x L40S"].days.likely:.2f} days' in sentences(PAGE)
+
+
+def test_plans_without_the_compiler_agree_with_the_pages():
+    plans, _ = answer_to(COSTS, '--training_flags', '--no-compile')
+    h100, a100 = plans['8 x H100 80GB'], plans['8 x A100 80GB']
+    trained = sum(part.days.likely for part in a100.parts if part.kind == TRAIN)
+    of_h100 = f'{h100.days.likely:.2f} days and ${h100.gpu_dollars.likely:,.0f}'
+    assert f'Without the compiler, 8 H100 take {of_h100}.' in sentences(README)
+    assert (f'8 H100 take {of_h100}, and 8 A100 80GB take {a100.days.likely:.2f} days, of which training takes '
+            f'{trained:.2f}.') in sentences(PAGE)
+
+
+def test_the_table_of_networks_agrees_with_forecasts():
+    [rows] = [table for table in tables(PAGE) if 'defaults, 400 Gbit/s' in table[0]]
+    recipes = {'defaults': Setup(use_ema=True),
+               'fastest.txt': Setup(use_ema=True, compile=True, half_precision_norms=True, cudnn_benchmark=True)}
+    for heading in list(rows[0])[1:-1]:
+        recipe, gbits = re.match('(.*), ([0-9,]+) Gbit/s', heading).groups()
+        speeds = {}
+        for row in rows:
+            setup = Setup(**{**vars(recipes[recipe]), 'num_devices': int(row['GPUs']),
+                             'network_gbits': float(gbits.replace(',', ''))})
+            speeds[setup.num_devices] = forecast(setup, H100).images_per_sec
+            efficiency = speeds[setup.num_devices] / speeds[8] * 8 / setup.num_devices
+            expected = f'{speeds[setup.num_devices]:,.0f}'
+            assert row[heading] == (expected if setup.num_devices == 8 else f'{expected}, {100 * efficiency:.0f} %')
+
+
+def test_the_number_of_images_by_default_is_the_one_on_the_page():
+    first, second = (f'{images // 10 ** 6} million' for images in SD2_IMAGES)
+    assert f'trained Stable Diffusion 2 again on {first} images, {second} of which' in sentences(PAGE)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(CHROMIUM is None, reason='needs Chromium: apt-get install chromium')
+def test_in_chromium_nothing_of_the_sheet_is_cut_on_a_telephone_and_it_requests_nothing(tmp_path):
+    pytest.importorskip('websockets', reason='needs websockets: pip install websockets')
+    path = tmp_path / 'plan.html'
+    answer_to('python plan.py --max_days 20', '--html', str(path))
+    with browser(tmp_path / 'profile') as tab:
+        for width in (390, 1280):
+            tab.call('Emulation.setDeviceMetricsOverride', width=width, height=800, deviceScaleFactor=1, mobile=False)
+            tab.call('Page.navigate', url=path.as_uri())
+            tab.run('new Promise(done => document.readyState == "complete" ? done() : onload = done)')
+            assert tab.run('document.documentElement.scrollWidth') <= width
+        assert set(tab.requests()) == {path.as_uri()}
+        assert tab.console() == []

@@ -1,0 +1,351 @@
+"""plan.py: every plan adds up, says how sure it is, and is the same in text, CSV and HTML.
+
+Most tests use a simple forecast of their own, which any GPU count and switch changes, so they are quick and know the
+right answer.
+"""
+import csv
+import datetime
+import html
+import itertools
+import json
+import math
+import re
+import statistics
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import plan
+from sdbench.flags.train import ENCODERS, divisors
+from sdbench.forecast.forecast import DoesNotFit, Forecast
+from sdbench.gpus import CARDS, Card, peak_of
+from sdbench.plan import measured
+from sdbench.plan.parts import ENCODE, TRAIN, Impossible, Part, Plan, Preemptions, Range, Speed
+from sdbench.plan.prices import Price, Storage, price_for, read_prices
+from sdbench.plan.verdict import OUTSIDE, PROBABLY_OUTSIDE, WITHIN, Limit, best_and_ties, lowest_speed, standing
+from sdbench.setup import Setup
+
+TODAY = datetime.date(2026, 7, 1)
+H100, H200, B200 = (CARDS[f'NVIDIA {name}'] for name in ('H100 80GB HBM3', 'H200', 'B200'))
+FREE = Storage(0, 0, 0, 0, 0, 0)
+
+
+def simple_forecast(setup: Setup, card: Card) -> Forecast:
+    """Return a forecast by the peak of the GPU. A step needs 20 GiB, and 1 GiB more for each image."""
+    setup = replace(setup, device=card.name).with_defaults()
+    gib = 12 if setup.gradient_checkpointing else 20
+    if card.gib < gib:
+        raise DoesNotFit(1, gib, card)
+    sizes = divisors(setup.device_batch_size)
+    largest = max(size for size in sizes if size == 1 or size * (gib / 20) < card.gib - gib)
+    microbatch = setup.microbatch or largest
+    work = (setup.image_size / 512) ** 2 * (1 if setup.latents else 2) * (0.6 if setup.compile else 1)
+    work *= (1.3 if setup.gradient_checkpointing else 1) * (1 + 1 / microbatch)
+    if setup.machines > 1:
+        work *= 1 + 50 / (setup.network_gbits or 1000) / (2 if setup.allreduce_precision == 'bf16' else 1)
+    peak = peak_of(card.name, setup.precision) or math.nan
+    speed = setup.num_devices * peak / 10 / work
+    setup = replace(setup, microbatch=microbatch)
+    return Forecast(setup, card, gib, speed, Counter(), 4 * speed, False)
+
+
+@pytest.fixture(autouse=True)
+def simple_forecasts(monkeypatch):
+    monkeypatch.setattr(measured, 'forecast', simple_forecast)
+
+
+def answer_to(*argv):
+    return plan.main([str(word) for word in argv], TODAY)
+
+
+def record_of(part: Part, card: Card, factor: float = 1.0, **others) -> dict:
+    """Return the record of a run with the setup of a part, at `factor` times the speed of its forecast."""
+    setup = simple_forecast(part.setup, card).setup
+    speed = simple_forecast(part.setup, card)
+    record = {key: value for key, value in vars(setup).items() if key not in ('latents', 'microbatch')}
+    record |= {'stage': part.kind, 'status': 'complete', 'command': 'benchmark.py', 'num_nodes': part.machines,
+               'device': card.name, 'encoders': ENCODERS[setup.latents]}
+    record['device_train_microbatch_size'] = setup.microbatch
+    record['images_per_sec'] = factor * (speed.images_per_sec if part.kind == TRAIN else speed.encode_images_per_sec)
+    return record | others
+
+
+def write_records(path, *records) -> str:
+    path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+    return str(path)
+
+
+CARD_NAMES = st.sampled_from(sorted(CARDS))
+GPUS = st.lists(st.tuples(st.sampled_from([1, 4, 8, 12, 16, 64, 100]), CARD_NAMES), min_size=1, max_size=4, unique=True)
+CASES = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
+                 phases=[Phase.explicit, Phase.generate])
+
+
+@given(gpus=GPUS, images=st.integers(1, 10 ** 9), steps=st.integers(1, 10 ** 6), dollars=st.floats(1e2, 1e6),
+       days=st.floats(1, 1e3), price=st.floats(0, 20), is_spot=st.booleans())
+@CASES
+def test_every_gpu_is_in_the_answer_whose_text_csv_and_html_agree(tmp_path, capsys, gpus, images, steps, dollars, days,
+                                                                  price, is_spot):
+    wanted = [f'{count} {name}' for count, name in gpus]
+    flags = ['--spot'] if is_spot else []
+    answer = answer_to('--gpu', *wanted, '--images', images, '--schedule', f'{steps}@256', f'{steps}@512',
+                       '--max_dollars', dollars, '--max_days', days, '--dollars_per_gpu_hour', f'H200={price}', *flags,
+                       '--csv', tmp_path / 'plan.csv', '--html', tmp_path / 'plan.html')
+    text = ' '.join(capsys.readouterr().out.split())
+    page = ' '.join(html.unescape(re.sub('<[^>]+>', ' ', (tmp_path / 'plan.html').read_text())).split())
+    rows = list(csv.DictReader((tmp_path / 'plan.csv').open()))
+    assert len(answer.outcomes) == len(rows) == len(wanted)
+    assert {f'{row["gpus"]} {row["gpu"]}' for row in rows} == {*wanted}
+    for outcome in answer.outcomes:
+        [row] = [row for row in rows if (row['gpus'], row['gpu']) == (str(outcome.num_devices), outcome.card.name)]
+        assert outcome.name in text and outcome.name in page
+        if isinstance(outcome, Impossible):
+            assert outcome.reason in text and outcome.reason in page and outcome.reason == row['reason']
+            assert outcome.remedy in text and outcome.remedy in page
+            continue
+
+        # The table has the same figures as the plan.
+        for cell in answer.cells(outcome).values():
+            assert cell in text and cell in page
+        assert float(row['days']) == pytest.approx(outcome.days.likely)
+        assert float(row['dollars'] or 'nan') == pytest.approx(outcome.dollars.likely, nan_ok=True)
+        assert f'{outcome.days.likely:,.2f} (' in text
+    assert all(' '.join(sentence.split()) in text and sentence in page for sentence in answer.verdict)
+    assert f'of {images:,} different images' in text
+
+
+@given(gpus=GPUS, images=st.lists(st.integers(1, 10 ** 9), min_size=2, max_size=2), price=st.floats(0, 20),
+       steps=st.integers(1, 10 ** 6), hours=st.one_of(st.none(), st.floats(50, 1000)))
+@CASES
+def test_parts_add_up_and_the_stated_images_are_those_that_are_priced(gpus, images, price, steps, hours):
+    flags = [] if hours is None else ['--hours_between_preemptions', hours, '--save_interval', '10ba']
+    answer = answer_to('--gpu', *(f'{count} {name}' for count, name in gpus), '--images', *images, '--schedule',
+                       f'{steps}@256', '20@512', '--dollars_per_gpu_hour', price, *flags)
+    for one in answer.plans:
+        assert one.days.likely == pytest.approx(sum(part.days.likely for part in one.parts))
+        hours_of_gpus = sum(part.days.likely for part in one.parts) * 24 * one.num_devices
+        assert one.gpu_hours.likely == pytest.approx(hours_of_gpus)
+        assert one.dollars.likely == pytest.approx(hours_of_gpus * price + one.storage_dollars.likely)
+        assert [part.images for part in one.training] == [steps * 2048, 20 * 2048]
+        for part in one.parts:
+            of_phase = images[[256, 512].index(part.setup.image_size)]
+            assert part.kind == TRAIN or part.images == of_phase
+            assert f'of {of_phase:,} different images' in answer.title
+            ideal = part.images / part.speed.images_per_sec / 86_400
+            assert part.days.likely >= ideal * (1 - 1e-9) if hours else part.days.likely == pytest.approx(ideal)
+            assert part.days.least <= part.days.likely <= part.days.most
+        on_latents = {part.setup.image_size for part in one.training if part.setup.latents}
+        assert on_latents == {part.setup.image_size for part in one.parts if part.kind == ENCODE}
+
+
+def test_of_the_switches_that_train_alike_the_fastest_that_fit_are_chosen_and_the_ema_stays(capsys):
+    answer = answer_to('--gpu', '8 H100 80GB HBM3', '8 4080', '8 3090', '--images', 10 ** 6)
+    for one in answer.plans:
+        for part in one.training:
+            assert part.setup.use_ema and part.setup.allreduce_precision == 'fp32'
+            ways = []
+            for latents, compile, checkpointing in itertools.product((True, False), repeat=3):
+                setup = replace(part.setup, latents=latents, compile=compile, gradient_checkpointing=checkpointing,
+                                compile_blocks=None, channels_last=None, microbatch=None)
+                try:
+                    found = simple_forecast(setup, one.card)
+                except DoesNotFit:
+                    continue
+                ways.append(part.images / found.images_per_sec + latents * 10 ** 6 / found.encode_images_per_sec)
+            encodings = [other for other in one.parts if other.kind == ENCODE
+                         and other.setup.image_size == part.setup.image_size]
+            assert part.days.likely + sum(other.days.likely for other in encodings) == pytest.approx(
+                min(ways) / 86_400)
+    # A GPU with 15.6 GiB trains with gradient checkpointing, and the flags of each plan are printed.
+    text = ' '.join(capsys.readouterr().out.split())
+    assert '--use_synth_latents --gradient_checkpointing for 8 x RTX 4080' in text
+
+
+def test_flags_that_the_user_gives_are_fixed_and_named(capsys):
+    answer = answer_to('--gpu', 'H200', '--training_flags', '--no-compile --use_synth_data --batch_size 1024')
+    [one] = answer.plans
+    assert {(part.kind, part.setup.compile, part.setup.batch_size) for part in one.parts} == {(TRAIN, False, 1024)}
+    assert [part.images for part in one.training] == [550_000 * 1024, 850_000 * 1024]
+    assert '@recipes/fastest.txt --use_ema --no-compile --use_synth_data --batch_size 1024' in capsys.readouterr().out
+
+
+def test_what_a_flag_gives_later_replaces_what_it_gave_before(tmp_path):
+    (tmp_path / 'flags.txt').write_text('--images 790000000 300000000 --gpu "8 H200" "8 B200" --max_days 3\n')
+    file = f'@{tmp_path}/flags.txt'
+    earlier = answer_to(file, '--images', 1000, '--gpu', '4 L40S', '--max_days', 9)
+    alone = answer_to('--images', 1000, '--gpu', '4 L40S', '--max_days', 9)
+    assert earlier.title == alone.title and earlier.outcomes == alone.outcomes and earlier.limits == alone.limits
+
+
+@given(card=CARD_NAMES, count=st.sampled_from([1, 8, 16]), network=st.sampled_from([None, 100.0]))
+@CASES
+def test_a_measurement_that_equals_its_forecast_changes_nothing_but_the_range(tmp_path, card, count, network):
+    argv = ['--gpu', f'{count} {card}', '--images', 10 ** 6, *(['--network_gbits', network] if network else [])]
+    for one in answer_to(*argv).plans:
+        path = write_records(tmp_path / 'r.jsonl', *(record_of(part, one.card) for part in one.parts))
+        [other] = answer_to(path, *argv).plans
+        assert other.days.likely == pytest.approx(one.days.likely)
+        assert other.dollars.likely == pytest.approx(one.dollars.likely, nan_ok=True)
+        assert {part.speed.error for part in other.parts} == {measured.MEASURED_ERROR}
+        assert one.days.least < other.days.least and other.days.most < one.days.most
+
+
+@given(factors=st.lists(st.floats(0.5, 2), min_size=1, max_size=3))
+@CASES
+def test_forecasts_are_multiplied_by_the_median_of_measured_over_forecast(tmp_path, factors):
+    argv = ['--gpu', '8 H200', '8 H100 80GB HBM3', '--images', 10 ** 6, '--training_flags', '--compile']
+    before = {one.card: one for one in answer_to(*argv).plans}
+    part = before[H200].training[0]
+    records = [record_of(replace(part, setup=replace(part.setup, num_devices=count, image_size=size)), H200, factor,
+                         date=f'2026-01-0{number}')
+               for number, (factor, count, size) in enumerate(zip(factors, (1, 2, 4), (64, 128, 256), strict=False), 1)]
+    after = {one.card: one for one in answer_to(write_records(tmp_path / 'r.jsonl', *records), *argv).plans}
+    for one, other in zip(before[H200].training, after[H200].training, strict=True):
+        expected = statistics.median(factors) * one.speed.images_per_sec
+        assert other.speed.images_per_sec == pytest.approx(expected)
+
+    # Neither other GPUs nor encodings are corrected, and save intervals and preemptions stay.
+    assert after[H100].days == before[H100].days
+    assert [part.speed for part in after[H200].parts if part.kind == ENCODE] == [
+        part.speed for part in before[H200].parts if part.kind == ENCODE]
+
+
+def test_an_encoding_is_corrected_by_encodings_and_a_run_that_waited_for_data_corrects_nothing(tmp_path, capsys):
+    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
+    [before] = answer_to(*argv).plans
+    encode, *_ = before.parts
+    [after] = answer_to(write_records(tmp_path / 'r.jsonl', record_of(encode, H200, 0.5)), *argv).plans
+    assert [new.speed.images_per_sec / old.speed.images_per_sec for new, old in
+            zip(after.parts, before.parts, strict=True)] == pytest.approx(
+                [0.5 if part.kind == ENCODE else 1 for part in before.parts])
+    capsys.readouterr()
+    waited = write_records(tmp_path / 'r.jsonl', *(record_of(part, H200, 0.5, data_wait_fraction=0.5)
+                                                   for part in before.training))
+    [after] = answer_to(waited, *argv).plans
+    assert after.days.likely == before.days.likely
+    text = ' '.join(capsys.readouterr().out.split())
+    assert 'corrects nothing, because it waited for its data 50 % of the time' in text
+
+
+def test_a_measured_plan_keeps_its_save_interval_and_its_preemptions(tmp_path):
+    argv = ['--gpu', '8 H200', '--hours_between_preemptions', 6, '--save_interval', '400ba', '--images', 10 ** 6]
+    [before] = answer_to(*argv).plans
+    [after] = answer_to(write_records(tmp_path / 'r.jsonl', *(record_of(part, H200) for part in before.training)),
+                        *argv).plans
+    assert {part.preemptions for part in after.parts} == {Preemptions(6, 400)}
+    assert after.days.likely == pytest.approx(before.days.likely)
+
+
+def test_a_preemption_costs_a_restart_and_half_a_save_interval():
+    """500 steps of 2,048 images at 100 images/s are 2.84 hours; of every 6 hours, 0.25 + 2.84 / 2 are lost."""
+    setup = Setup(image_size=512, batch_size=2048)
+    part = Part(TRAIN, 8_640_000, setup, 1, Speed(100, 0), Preemptions(6, 500))
+    lost = 0.25 + 500 * 2048 / 2 / 100 / 3600
+    assert part.days.likely == pytest.approx(1 / (1 - lost / 6))
+    assert replace(part, kind=ENCODE).days.likely == pytest.approx(1 / (1 - 0.25 / 6))
+    assert replace(part, machines=2).days.likely == pytest.approx(1 / (1 - lost / 3))
+    assert math.isinf(replace(part, preemptions=Preemptions(1, 500)).days.likely)
+
+
+def one_plan(days: float, error: float, price: float | None = 1.0, card: Card = H100) -> Plan:
+    speed = Speed(1 / days / 86_400 * 1e9, error)
+    part = Part(TRAIN, 10 ** 9, Setup(image_size=512, batch_size=1), 1, speed)
+    return Plan(card, 1, (part,), None if price is None else Price(None, price, 'x'), FREE)
+
+
+@given(days=st.floats(1, 100), error=st.floats(0, 1), wider=st.floats(0, 1), most=st.floats(1, 100))
+@CASES
+def test_a_wider_range_never_turns_outside_into_within(days, error, wider, most):
+    limits = [Limit('days', most), Limit('dollars', 24 * most)]
+    before, after = (standing(one_plan(days, width), limits) for width in (error, error + wider))
+    is_inside = {WITHIN: True, 'probably within': True, PROBABLY_OUTSIDE: False, OUTSIDE: False}
+    assert is_inside[before] == is_inside[after]
+    if days != pytest.approx(most):
+        assert is_inside[before] == (days < most)
+    certain = (WITHIN, OUTSIDE)
+    assert after not in certain or before in certain
+
+
+@given(days=st.floats(1, 100), most=st.floats(1, 100), hours=st.floats(5, 50))
+@CASES
+def test_at_the_slowest_speed_that_is_stated_a_plan_just_keeps_its_limit(days, most, hours):
+    one = one_plan(days, 0.1)
+    one = replace(one, parts=(replace(one.parts[0], preemptions=Preemptions(hours, 1)),))
+    factor = lowest_speed(one, [Limit('days', most)])
+    if one.days.likely > most:
+        assert factor is None
+    elif factor > 0.0101:
+        assert one.at_speed(factor).days.likely == pytest.approx(most)
+
+
+def test_plans_whose_ranges_overlap_are_a_tie_and_the_verdict_says_so(capsys):
+    plans = [one_plan(10, 0.1), one_plan(11.9, 0.1, card=H200), one_plan(12.2, 0.1, card=B200)]
+    assert best_and_ties(plans, 'days') == plans[:2]
+    flags = ['--dollars_per_gpu_hour', 'H100=1', 'H200=1', 'B200=2.3']
+    answer = answer_to('--gpu', '8 H100 80GB HBM3', '8 H200', '8 B200', *flags)
+    assert answer.verdict[0].endswith(' cannot be told apart by cost: measure two of them.')
+    assert all(name in answer.verdict[0] for name in ('8 x H200', '8 x H100 80GB', '8 x B200'))
+    answer = answer_to('--gpu', '8 B200', '8 A10', '--dollars_per_gpu_hour', 1)
+    assert answer.verdict[0].startswith('Cheapest: 8 x B200')
+
+
+def test_the_last_price_for_a_machine_with_enough_gpus_counts_and_old_ones_are_marked(tmp_path):
+    header = 'gpu,dollars_per_gpu_hour,provider,gpus_per_machine,kind,date,source\n'
+    (tmp_path / 'p.csv').write_text(header + 'H200,3,A,8,on demand,2026-04-02,x\nH200,1,B,1,on demand,2026-06-30,x\n'
+                                    'NVIDIA-H200,2,C,8,spot,,x\n')
+    prices = read_prices(str(tmp_path / 'p.csv'), 'on demand', ())
+    assert price_for(H200, 1, prices).provider == 'B'
+    assert price_for(H200, 8, prices).describe(TODAY) == '$3.00 A 2026-04-02'
+    assert price_for(H200, 8, prices).describe(TODAY + datetime.timedelta(1)) == '$3.00 A 2026-04-02, old'
+    assert price_for(H100, 1, prices) is None
+    assert price_for(H200, 8, read_prices(str(tmp_path / 'p.csv'), 'on demand', ((None, 9.0), ('H200', 4.0)))
+                     ).describe(TODAY) == '$4.00 your price'
+    [spot] = read_prices(str(tmp_path / 'p.csv'), 'spot', ())
+    assert spot.describe(TODAY) == '$2.00 C no date' and spot.is_old(TODAY)
+
+
+def test_storage_and_traffic_are_part_of_the_cost():
+    """1,000,000 images of 512 px: 0.0786 TB of JPEGs and 0.0655 of latents, and 2 checkpoints of 0.015 TB."""
+    answer = answer_to('--gpu', '8 H200', '--images', 10 ** 6, '--schedule', '2000@512', '--dollars_per_tb_month', 100,
+                       '--dollars_per_tb_read', 10, '--dollars_per_gpu_hour', 0)
+    [one] = answer.plans
+    stored = 0.3 * 0.262144 + 0.25 * 0.262144 + 0.03
+    read = 0.3 * 0.262144 + 0.25 * 0.262144 * 2000 * 2048 / 10 ** 6
+    assert one.dollars.likely == pytest.approx(stored * 100 * one.days.likely / 30.4375 + read * 10)
+
+
+def test_the_commands_to_measure_have_the_flags_of_the_plan_and_name_its_machines(capsys):
+    answer = answer_to('--gpu', '16 L40S', '--network_gbits', 100, '--images', 10 ** 6, '--max_days', 1000)
+    (sentence, commands), (_, [again]) = answer.first_steps
+    assert 'images/s at 256 px and' in sentence and 'The plan holds with at least' in sentence
+    assert [re.search('--image_size ([0-9]+)', command)[1] for command in commands] == ['256', '512']
+    for command in commands:
+        assert command.startswith('composer -n 4 --world_size 16 --node_rank $N')
+        assert '@recipes/fastest.txt --use_ema' in command and command.endswith('--network_gbits 100')
+    assert again == ('python plan.py results.jsonl --gpu \'16 L40S\' --network_gbits 100 --images 1000000 --max_days '
+                     '1000')
+
+
+def test_what_was_never_measured_is_found_in_the_records(tmp_path, capsys):
+    argv = ['--gpu', '8 H200', '8 B200', '--images', 10 ** 6]
+    answer = answer_to(*argv)
+    text = ' '.join(capsys.readouterr().out.split())
+    assert 'this GPU (8 x B200)' in text and 'several of these GPUs (8 x H200)' in text
+    [part] = [one for one in answer.plans if one.card == H200][0].training[:1]
+    answer_to(write_records(tmp_path / 'r.jsonl', record_of(part, H200)), *argv)
+    assert 'several of these GPUs' not in ' '.join(capsys.readouterr().out.split())
+
+
+def test_the_picture_has_the_range_of_each_plan_and_the_limits(tmp_path):
+    answer_to('--gpu', '8 H200', '8 B200', '--max_days', 20, '--max_dollars', 9999, '--figure', tmp_path / 'x.svg')
+    svg = (tmp_path / 'x.svg').read_text()
+    for words in ('8 x H200', '8 x B200', '20 days', '$9,999', 'dollars, with storage'):
+        assert words in svg
+
+
+def test_ranges_add_up_with_their_bounds():
+    assert Range(1, 2, 3) + Range(10, 20, 30) == Range(11, 22, 33)
+    assert Range(1, 2, 3).overlaps(Range(3, 4, 5)) and not Range(1, 2, 3).overlaps(Range(4, 5, 6))
