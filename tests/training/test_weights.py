@@ -159,6 +159,6 @@ def test_a_checkpoint_of_composers_own_ema_is_refused_in_one_line_only_if_its_we
     ema['ema_weights_active'] = False
     weights = ema['ema_model']['named_parameters_dict']
     ema['ema_model']['named_parameters_dict'] = {f'module.{name}': tensor + 1 for name, tensor in weights.items()}
-    torch.save(checkpoint, path)
-    trained = read_trained_model('kept', 'CHECKPOINT')
+    torch.save(checkpoint, 'raw.pt')  # not the file to which its tensors are mapped
+    trained = read_trained_model('raw.pt', 'CHECKPOINT')
     assert torch.equal(trained.ema['conv_in.bias'], weights['unet.conv_in.bias'] + 1)
