@@ -319,7 +319,8 @@ class EvaluationAndSamples:
                                       'during the training, with the EMA weights if there are any; needs --pretrained '
                                       '(default: none)', metavar='FILE')
     sample_interval: str | None = flag(None, 'time between image generations from --sample_prompts '
-                                       f'{INTERVAL_DEFAULT}; images are also generated at the end',
+                                       f'{INTERVAL_DEFAULT}; images are also generated before the first '
+                                     'batch and at the end',
                                        converter=time_in('ba ep'), needs='sample_prompts dry_run')
     wandb_name: str | None = flag(None, 'run name in Weights & Biases (default: W&B is not used)')
     wandb_project: str | None = flag(None, 'Weights & Biases project to log to (default: W&B is not used)')
