@@ -55,13 +55,14 @@ from sdbench.models.switches import apply_switches, process_switches, switch_all
 from sdbench.training.checkpoints import AtomicCheckpointSaver, local_copy, locked_save_folder, newest_checkpoint
 from sdbench.training.compatibility import Mismatch, SameRun, difference_of_models, facts_of_model, flags_to_keep
 from sdbench.training.exact_resume import ExactResume
+from sdbench.training.frozen import add_missing_networks, omit_networks_of_folder
 from sdbench.training.identity import Identity, IdentityKeeper, identify_training
 from sdbench.training.loggers import build_loggers
 from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import FiniteSteps, build_schedule, min_snr_weights
 from sdbench.training.progress import METRIC, HeldOutLoss, Progress
 from sdbench.training.ranks import GracefulStop, destroy_nccl_group, join_ranks, on_rank_0
-from sdbench.training.run import announce_build, begin_run, finish_run, fit, training_record
+from sdbench.training.run import announce_build, begin_run, finish_run, fit, training_record, with_kept_defaults
 from sdbench.training.sampling import Sampling, read_prompts
 from sdbench.training.spending import Spending
 from sdbench.training.weights import load_initial_weights
@@ -101,13 +102,16 @@ class StableDiffusion(ComposerModel):
         self.noise_scheduler = self.scheduler  # the name in the original benchmark
         self.prediction_type = self.scheduler.config.prediction_type
 
-        # Build the networks. A checkpoint also keeps `facts`, which tell this model from others.
+        # Build the networks. A checkpoint has `facts`, which tell this model from others, and no network whose weights
+        # are in the folder of the model.
         self.unet = build_unet(files)
         self.vae = None
         if not latents:
             self.vae = build_vae(files, encoder_precision)
         self.text_encoder = build_text_encoder(files, encoder_precision)
         self.facts = facts_of_model(files, image_size, self.unet, self.text_encoder, self.scheduler)
+        self.register_state_dict_post_hook(omit_networks_of_folder)
+        self.register_load_state_dict_pre_hook(add_missing_networks)
 
     def get_extra_state(self) -> dict:
         """Return facts about the model, which torch saves in a checkpoint together with the weights."""
@@ -358,6 +362,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
         with local_copy(checkpoint, '--save_folder') as path:
             identity = on_rank_0(partial(identify_training, settings, path))
             settings = replace(settings, sample_folder=os.path.join(settings.sample_folder, identity.name))
+            settings = with_kept_defaults(settings, path)
             settings, model, ema_state, data_before = build_initial_model(settings, files, dataset.latents,
                                                                           checkpoint is not None)
             evaluator = build_evaluator(settings, files, held_out)

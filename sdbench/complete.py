@@ -28,7 +28,7 @@ SYNTHETIC_SAMPLES = 100_000  # in an epoch of random images
 # Each interval, and the flag without which nothing happens at that interval.
 INTERVALS = {'save_interval': 'save_folder', 'eval_interval': 'eval_remote', 'sample_interval': 'sample_prompts'}
 # Defaults of these flags depend on the machine, the number of devices or the kind of run. They are not a user's choice.
-DEPENDENT_DEFAULTS = ('num_workers', 'device_train_microbatch_size', 'compile_blocks', 'max_duration')
+DEPENDENT_DEFAULTS = ('num_workers', 'device_train_microbatch_size', 'compile_blocks', 'max_duration', 'ema_half_life')
 
 
 def index_of_data(settings: Train) -> dict | None:

@@ -40,8 +40,9 @@ class Card(NamedTuple):
 # nccl-tests). NCCL's authors state 370 of 450 GB/s for a ring on 8 H100 (nccl-tests issue 212). A user measured 200 of
 # 300 GB/s on 8 A100 (issue 149).
 NVLINK_SHARE = 0.8
-# With 0.5 the forecast meets milabench's three speeds on several L40S (docs/planning.md). Others measured 20 of 32 GB/s
-# between A100 PCIe (nccl-tests issue 178), 28 of 64 GB/s among 8 RTX 5090 and 35 of 64 among 4 (nccl issue 1639).
+# With 0.5 the forecast meets milabench's three speeds on several L40S (docs/forecast-model.md). Others measured 20 of
+# 32 GB/s between A100 PCIe (nccl-tests issue 178), 28 of 64 GB/s among 8 RTX 5090 and 35 of 64 among 4 (nccl issue
+# 1639).
 PCIE_SHARE = 0.5
 # Fraction of the network bandwidth between machines that a ring reaches. With GPUDirect over InfiniBand, NCCL's authors
 # state 46 to 48 of 50 GB/s (400 Gbit/s, nccl-tests issue 290) and 12.2 of 12.5 GB/s (100 Gbit/s, issue 29). TCP reached

@@ -50,7 +50,7 @@ def check_keys(record: dict, command: str) -> None:
     flags = {field.name for field in dataclasses.fields(COMMANDS[command])}
     assert flags <= record.keys()
     unexplained = record.keys() - flags - set(KEYS)
-    assert not unexplained, f'"The record" in docs/measuring.md has no row of {", ".join(unexplained)}'
+    assert not unexplained, f'docs/record.md has no row of {", ".join(unexplained)}'
 
 
 def refusal(capfd, function: Callable, *arguments) -> str:

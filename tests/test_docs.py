@@ -118,6 +118,29 @@ def test_every_flag_file_and_target_of_make_that_a_page_names_is_there(page):
     assert targets <= set(re.findall(r'^([a-z-]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
 
 
+OUTPUTS = ('out', 'save_folder', 'results', 'profile', 'tensorboard', 'csv', 'html', 'figure', 'learned', 'quality')
+
+
+def test_git_ignores_every_file_that_a_command_of_a_page_makes(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    made = set()
+    for command in (command for page in PAGES for command in command_lines(page)):
+        words = words_of(command)
+        made |= {words[number + 1] for number, word in enumerate(words) if word in ('--local-dir', '-o')}
+        program, arguments = call(words)
+        args = vars(PARSERS[program].parse_args(arguments)) if arguments not in ([], ['--help']) else {}
+        made |= {args[name].rstrip('/') for name in OUTPUTS if args.get(name)}
+        if args.get('held_out'):
+            made.add(f'{args["out"]}-held-out')
+        if args.get('save_folder'):
+            made.add(f'{args["save_folder"]}-samples')
+    made = sorted(name for name in made if '://' not in name and not name.startswith(('/', 'docs/', 'results/', '-')))
+    ignored = subprocess.run(['git', 'check-ignore', '--no-index', *(f'{name}{end}' for name in made for end in
+                                                                     ('', '/file'))], capture_output=True, text=True)
+    missed = [name for name in made if not {name, f'{name}/file'} & {*ignored.stdout.splitlines()}]
+    assert not missed, f'.gitignore misses {", ".join(missed)}'
+
+
 def test_every_flag_is_explained_in_some_page():
     commands = [command for page in PAGES for command in all_commands(page)]
     named = {flag for command in commands for flag in re.findall(r'--[\w-]+', command)} | {'--help'}
@@ -132,7 +155,7 @@ def test_every_flag_is_explained_in_some_page():
 
 
 def test_every_line_of_a_summary_is_explained():
-    headings = [row.split('|')[1] for row in rows_of('| line | meaning |')]
+    headings = [row.split('|')[1] for row in rows_of('measuring.md', '| line | meaning |')]
     unexplained = [heading for heading in LINES if f'`{heading}`' not in ' '.join(headings)]
     assert not unexplained, f'"The summary" in docs/measuring.md has no row of {", ".join(unexplained)}'
 

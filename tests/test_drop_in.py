@@ -44,8 +44,8 @@ def test_a_program_of_your_own_resumes_exactly_and_is_exported(shards, smallest_
 
 def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_signal(
         shards, smallest_with_attention, tmp_path, monkeypatch, capfd):
-    (tmp_path / 'photos-mds').symlink_to(shards)
-    (tmp_path / 'photos-mds-held-out').symlink_to(shards)
+    (tmp_path / 'api-mds').symlink_to(shards)
+    (tmp_path / 'api-mds-held-out').symlink_to(shards)
     (tmp_path / 'sd15').symlink_to(smallest_with_attention)
     monkeypatch.setitem(BUILT_IN, 'tiny', tmp_path / 'sd15')
     page = (ROOT / 'docs' / 'api.md').read_text()
@@ -92,7 +92,7 @@ def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_sig
 
     # Load the EMA weights of its checkpoint.
     with pytest.raises(pickle.UnpicklingError):
-        torch.load('checkpoints/latest-rank0.pt')
+        torch.load('api-checkpoints/latest-rank0.pt')
     exec(ema_of_checkpoint, variables)
     unet = {f'unet.{name}': tensor for name, tensor in variables['model'].unet.state_dict().items()}
     assert_equal(unet, dict(variables['ema_weights']['named_parameters_dict']))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from benchmark import main
 from evaluate import load_model
@@ -99,13 +100,16 @@ def test_the_pipeline_has_the_ema_or_the_raw_weights_also_from_a_store(checkpoin
     assert any(not torch.equal(tensor, state['model'][name]) for name, tensor in ema.items())
 
 
-def test_the_pipeline_has_the_encoders_the_scheduler_and_the_size_of_the_run(checkpoints, exported):
+def test_the_pipeline_has_the_scheduler_the_size_and_every_bit_of_the_encoders_of_the_run(
+        checkpoints, exported, model_folder):
+    """The run kept the encoders in bf16. They are not in the checkpoint, because the folder of the model has them."""
     pipeline = loaded(exported)
     state = load_checkpoint(f'{checkpoints}/ep0-ba4-rank0.pt')['state']['model']
-    for part in ('vae', 'text_encoder'):
-        for name, parameter in getattr(pipeline, part).named_parameters():
-            assert parameter.dtype == torch.float32
-            assert torch.equal(parameter, state[f'{part}.{name}'].float())
+    assert {name.split('.')[0] for name in state} == {'unet', '_extra_state'}
+    for part in ('vae/diffusion_pytorch_model', 'text_encoder/model'):
+        ours, theirs = (load_file(f'{folder}/{part}.safetensors') for folder in (exported, model_folder))
+        assert ours.keys() == theirs.keys()
+        assert all(tensor.dtype == torch.float32 and torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert pipeline.scheduler.config.prediction_type == 'v_prediction'
     assert pipeline.scheduler.config.beta_schedule == 'scaled_linear'
     assert pipeline.safety_checker is None

@@ -29,7 +29,9 @@ from tests.test_report import columns, tables
 PAGE = (ROOT / 'README.md').read_text()
 MEMORY = (ROOT / 'docs/speed.md').read_text().partition('How much memory does it take?')[2]
 PUBLISHED = tables(PAGE.partition('## Coming from the original')[2])[0]
-CARDS = {'24 GB': 'RTX4090', '40 GB': 'A100-SXM4-40GB', '48 GB': 'L40S', '80 GB': 'H100-80GB', '141 GB': 'NVIDIA-H200'}
+CARDS = {'24 GB: A10': 'NVIDIA-A10', '24 GB: A30, RTX 3090, RTX 4090': 'RTX4090', '40 GB: A100': 'A100-SXM4-40GB',
+         '48 GB: A40, L40, L40S': 'L40S', '48 GB: RTX A6000, RTX 6000 Ada': 'RTX-A6000',
+         '80 GB: A100, H100': 'H100-80GB', '141 GB: H200': 'NVIDIA-H200'}
 
 
 def program(command: str) -> list[str]:

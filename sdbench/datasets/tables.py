@@ -276,8 +276,9 @@ def read_rows(path: str) -> Iterator:
                         'it with iconv -f CP1252 -t UTF-8') from None
 
 
-# pandas and pyarrow were tried for CSV and JSON lines, and rejected: they fill or drop cells of a row of another length
-# without a word, and one row whose text is a number or a list makes a whole JSON file unreadable to pyarrow.
+# Other readers lose captions without an error. pandas 3.1 fills a row that is too short, and if the first row is too
+# long, it takes the paths as an index and shifts all columns. In pyarrow a quote that is not closed makes all later
+# rows part of its caption, and one row whose text is a number or a list makes a whole file of JSON lines unreadable.
 def read_csv(path: str) -> Iterator:
     """Read a CSV with commas as `read_rows` does. Raises UserError if a quote is not closed."""
     csv.field_size_limit(sys.maxsize)  # a column that nobody uses may have megabytes in a cell

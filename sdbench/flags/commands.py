@@ -53,8 +53,9 @@ class Convert(Cluster):
     seed: int = flag(17, 'seed for --held_out; whether an image is held out depends only on its bytes and this seed',
                      converter=seed)
     captions: str | None = flag(None, 'table of captions as CSV, JSON lines (.jsonl) or Parquet, with image paths '
-                                'relative to its folder, or the JSON of COCO (default: captions.csv, metadata.csv, '
-                                'metadata.jsonl and metadata.parquet in the folders of SOURCE)', metavar='FILE')
+                                'relative to its folder, or the JSON of COCO; read in addition to captions.csv, '
+                                'metadata.csv, metadata.jsonl and metadata.parquet in the folders of SOURCE (default: '
+                                'only those)', metavar='FILE')
     image_column: str | None = flag(None, 'column with the images in Parquet files (default: image), or with the '
                                     'image paths in tables of captions (default: file_name or filename)',
                                     metavar='NAME')
@@ -77,7 +78,10 @@ class Convert(Cluster):
 class Encode(DataLoading, Model, Encoders, Warmup, Results, Cluster):
     heading = 'latents'
 
+    remote: str | None = flag(None, 'folder or object store with MDS shards of images and captions from convert.py')
     out: str | None = flag(None, 'new folder or object store for the MDS shards of latents (required)')
+    encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
+        None, 'precision of the VAE (default: bf16 on GPUs that support it, fp16 on other GPUs, fp32 on CPUs)')
     batch_size: int = flag(32, 'images per forward pass on each device', converter=count)
     cpu: bool = flag(False, 'with --ray, encode on CPUs (default: off, which encodes on GPUs and waits until the '
                      'cluster has some)', needs='ray')

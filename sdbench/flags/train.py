@@ -17,7 +17,7 @@ SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # its architecture is built in
 BATCH_SIZE = 2048  # batch size of the published benchmark
 # Which encoders run in the training loop, by whether the training reads latents.
 ENCODERS = {False: 'in_loop', True: 'text_in_loop'}
-INTERVAL_DEFAULT = '(default: 1000ba, or a quarter of a shorter run)'
+INTERVAL_DEFAULT = '(default: a quarter of the run, at most 1000ba)'
 TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4'
 
 
@@ -72,11 +72,17 @@ PRICES_HELP = ('price per GPU-hour in dollars, for every GPU or by GPU name, suc
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    heading = 'data'
+
+    remote: str | None = flag(None, 'folder or object store with MDS shards: images and captions from convert.py, or '
+                              'latents and captions from encode.py')
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataLoading:
     heading = 'data'
 
-    remote: str | None = flag(None, 'folder or object store with MDS shards of images and captions from convert.py; '
-                              'benchmark.py also trains on latents from encode.py')
     local: str | None = flag(None, 'with --remote: cache folder for shards from an object store (default: a temporary '
                              'folder; a --remote folder is read in place); without --remote: the folder that holds '
                              'the shards')
@@ -129,10 +135,6 @@ class Model:
 class Encoders:
     heading = 'speed'
 
-    encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
-        None, 'precision of the frozen VAE and text encoder (default in encode.py: bf16 on GPUs that support it, fp16 '
-        'on other GPUs, fp32 on CPUs; default in a training: as --precision); in a training, fp32 stores the weights '
-        'in float32 but computes in --precision')
     channels_last: bool | None = flag(None, 'store image tensors in the channels_last memory format (default: on with '
                                       '--compile, else off)')
     compile: bool | Literal['max-autotune-no-cudagraphs', 'reduce-overhead'] = flag(
@@ -150,6 +152,9 @@ class Speed:
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
         None, 'precision of the UNet; fp32 uses TF32 for matrix multiplications on the A100 and newer GPUs (default: '
         'amp_bf16 on GPUs that support it, amp_fp16 on other GPUs, fp32 on CPUs)')
+    encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
+        None, 'precision of the frozen VAE and text encoder; fp32 stores their weights in float32, but they compute in '
+        '--precision (default: the precision of --precision)')
     attention: Literal['sdpa', 'cudnn', 'flash', 'efficient', 'math', 'xformers'] = flag(
         'sdpa', 'attention implementation: sdpa lets torch choose among its kernels cudnn, flash, efficient and math; '
         'xformers needs the xformers package')
@@ -290,7 +295,7 @@ class Optimizer:
                                         '(default: no clipping)', converter=positive, metavar='NORM')
     use_ema: bool = flag(False, "keep an exponential moving average (EMA) of the UNet's weights")
     ema_half_life: str | None = flag(None, "half-life of the EMA: the time after which a step's contribution has "
-                                     'halved (default: 1000ba, or a tenth of a shorter run)',
+                                     'halved (default: a tenth of the run, at most 1000ba)',
                                      converter=time_in('ba ep'), needs='use_ema')
     ema_start: str | None = flag(None, 'time at which the EMA starts, such as 5000ba, or 0.5dur for half of the run '
                                  '(default: the start of the run)', converter=time_in('ba ep dur'), needs='use_ema')
@@ -314,7 +319,8 @@ class EvaluationAndSamples:
                                       'during the training, with the EMA weights if there are any; needs --pretrained '
                                       '(default: none)', metavar='FILE')
     sample_interval: str | None = flag(None, 'time between image generations from --sample_prompts '
-                                       f'{INTERVAL_DEFAULT}; images are also generated at the end',
+                                       f'{INTERVAL_DEFAULT}; images are also generated before the first '
+                                     'batch and at the end',
                                        converter=time_in('ba ep'), needs='sample_prompts dry_run')
     wandb_name: str | None = flag(None, 'run name in Weights & Biases (default: W&B is not used)')
     wandb_project: str | None = flag(None, 'Weights & Biases project to log to (default: W&B is not used)')
@@ -322,8 +328,8 @@ class EvaluationAndSamples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measuring, Results, Cost, Training, Optimizer,
-            EvaluationAndSamples):
+class Train(TrainingData, DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measuring, Results, Cost,
+            Training, Optimizer, EvaluationAndSamples):
     """All flags of benchmark.py. `sdbench/complete.py` sets the flags that are None here but have a default in --help.
 
     Attributes:

@@ -3,8 +3,8 @@
 torch's compiler leaves matrix products, convolutions and attention to their libraries, so their arithmetic stays. It
 fuses everything else: a bias is added, a norm computed or a layout changed while a tensor is read anyway. A compiled
 step therefore moves fewer bytes and keeps fewer activations. The fractions that remain depend little on the shapes of
-the UNet and its images, so they were counted once with torch 2.7. docs/forecast.md says how, and names the commit whose
-program can count them again.
+the UNet and its images, so they were counted once with torch 2.7. docs/forecast-model.md says how, and names the commit
+whose program can count them again.
 """
 import dataclasses
 

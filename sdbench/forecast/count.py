@@ -45,7 +45,7 @@ MULTI_TENSOR_ELEMENTS = 320 * 65_536
 
 # Bytes that torch's copy kernel reads per element when it changes the layout of a feature map for a group norm. It
 # writes in order, but each element that it reads lies in another memory sector of 32 bytes. Caches serve some of these
-# reads, so the figure was fitted to two runs on an H100 (docs/forecast.md).
+# reads, so the figure was fitted to two runs on an H100 (docs/forecast-model.md).
 BYTES_READ_PER_ELEMENT = 22
 
 TRACED_IMAGES = 1009  # a prime, see above

@@ -131,7 +131,7 @@ class Measurement(Callback):
         return {'loss': self.loss}  # a resumed run may have no batch left, and still record a loss
 
     def load_state_dict(self, state: dict) -> None:
-        self.loss = state['loss']
+        self.loss = state.get('loss')
 
     def fit_start(self, state: State, logger) -> None:
         """Decide how many prefetched batches to skip before the window: a full queue, if the run is long enough."""

@@ -57,7 +57,7 @@ def gather_gpu_figures(monitor: GpuMonitor, images_per_sec: float | None, all_ra
                        ) -> dict[str, float | None]:
     """Return the GPU figures of a record, over all ranks, or of this rank only if the others may be gone.
 
-    docs/measuring.md explains each key. A figure is None if no rank knows it.
+    docs/record.md explains each key. A figure is None if no rank knows it.
     """
     # Combine each figure over the ranks that know it: means of means, sums of retries, maxima of everything else.
     ranks = [monitor.figures()]

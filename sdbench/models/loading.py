@@ -21,7 +21,7 @@ from sdbench.flags.train import TINY_MODEL
 from sdbench.hub import find_or_download
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, build_tokenizer
 from sdbench.models.built_in import BUILT_IN, CONFIG_FILES
-from sdbench.models.names import OLDER_NAMES
+from sdbench.models.names import OLDER_NAMES, save_older_names
 
 # Schedulers that can sample from a model trained with DDPM. EDMEulerScheduler has continuous timesteps.
 SAMPLERS = [name for name in DDPMScheduler._compatibles if name != 'EDMEulerScheduler']
@@ -95,6 +95,15 @@ class ModelFiles:
         if not self.pretrained:
             return RANDOM
         return hash_of_weights(build_vae(self, 'fp16'))
+
+    @cached_property
+    def text_encoder_sha256(self) -> str:
+        """The hash of the text encoder's weights, as `vae_sha256`; those of `tiny` are always random."""
+        if not self.pretrained or self.name == TINY_MODEL:
+            return RANDOM
+        text_encoder = build_text_encoder(self, 'fp16')
+        save_older_names(text_encoder)
+        return hash_of_weights(text_encoder)
 
 
 def find_model(name: str, pretrained: bool = False) -> ModelFiles:

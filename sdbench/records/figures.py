@@ -1,6 +1,6 @@
 """Show figures to people: as lines of the summary that a run prints, and as columns of report.py's tables.
 
-A new figure has its value in the record, its meaning in docs/measuring.md, and here a line, a column, or both. Nothing
+A new figure has its value in the record, its meaning in docs/record.md, and here a line, a column, or both. Nothing
 here needs torch.
 """
 import math

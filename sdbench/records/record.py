@@ -25,7 +25,7 @@ def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, A
     Args:
         stage: `train`, `loader`, `encode` or `evaluate`.
         settings: flags of the command. Passwords and keys in them are replaced by asterisks.
-        found: results of the run, by the keys that docs/measuring.md explains. They replace values with the same keys.
+        found: results of the run, by the keys that docs/record.md explains. They replace values with the same keys.
     """
     on_gpu = torch.cuda.is_available()
     record = {

@@ -94,7 +94,7 @@ def setup_of(record: dict) -> dict[str, str]:
         stated['network'] = UNSTATED_NETWORK if gbits is None else f'{gbits} Gbit/s network'
 
     # Ignore settings without an effect on this run, because runs that differ only in them have the same setup.
-    without_effect = [*record.get('by_default', ())]
+    without_effect = [flag for flag in record.get('by_default', ()) if flag not in LEARNING_SETTINGS]
     if not record.get('compile'):
         without_effect.append('compile_blocks')
     if not has_training_result(record):

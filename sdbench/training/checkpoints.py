@@ -32,6 +32,7 @@ from sdbench.models.names import use_installed_names
 from sdbench.paths import is_url
 from sdbench.stores import addresses_in, download, upload
 from sdbench.training.compatibility import Mismatch
+from sdbench.training.frozen import add_missing_networks
 from sdbench.training.ranks import on_every_rank, on_rank_0
 
 LATEST = 'latest-rank0.pt'
@@ -43,6 +44,7 @@ LOCK_FILE = '.lock'
 RUN_NAME = 'run-name.txt'  # the name of the training, for people; no program reads it
 WRITE_TEST = '.credentials_validated_successfully'  # in a store, to test write access; Composer uses the same name
 RECORD = 'record.json'  # the record of the training, written when the training has ended
+RENAMED = {'Safeguard': 'SameRun'}  # callbacks whose class had another name in earlier versions
 SECONDS_FOR_LOCK = 10  # to wait for another run that is about to end
 PLAIN_TYPES = [  # what Composer's checkpoints hold besides tensors and Python's built-in types
     datetime.timedelta, TorchVersion,
@@ -285,6 +287,7 @@ class AtomicCheckpointSaver(Callback):
         self.checkpoint = checkpoint
         self.path = path
         self.saved: list[str] = []  # names of this training's checkpoints, the oldest first
+        self._has_links = True  # until the file system has refused one
         self._sender = ThreadPoolExecutor(1)
         self._sending: Future | None = None  # the result of `_send_or_warn` for the newest checkpoint
 
@@ -296,7 +299,7 @@ class AtomicCheckpointSaver(Callback):
         if 'saved' in state:
             self.saved = [*state['saved']]
         else:  # saved by an older version, with whole paths
-            self.saved = [os.path.basename(path) for path, _ in state['all_saved_checkpoints_to_timestamp']]
+            self.saved = [os.path.basename(path) for path, _ in state.get('all_saved_checkpoints_to_timestamp', [])]
 
     def init(self, state: State, logger: Logger) -> None:
         """Create the folder, or test write access to the store. Raises OSError on all ranks if that fails."""
@@ -316,6 +319,12 @@ class AtomicCheckpointSaver(Callback):
         if self.path is None:
             return
         checkpoint = load_checkpoint(self.path, label=self.checkpoint)
+        callbacks = checkpoint['state'].get('callbacks', {})
+        for before, now in RENAMED.items():
+            if before in callbacks:
+                callbacks[now] = callbacks.pop(before)
+        model = getattr(state.model, 'module', state.model)  # without DDP's wrapper
+        add_missing_networks(model, checkpoint['state']['model'])  # with DDP torch checks the names before its hooks
         try:
             state.load_state_dict(checkpoint['state'], logger, strict=True)
         except (RuntimeError, Mismatch) as error:
@@ -361,11 +370,17 @@ class AtomicCheckpointSaver(Callback):
             self._sending = self._sender.submit(self._send_or_warn, path)
             return
 
-        # In a folder, let the link point to the new file. A regular file with that name is the user's, and stays.
+        # In a folder, let the link point to the new file. A regular file with that name is the user's, and stays. Some
+        # file systems have no links (exFAT, Google Drive, some network shares), and nothing here needs one.
         link = os.path.join(self.folder, LATEST)
-        if os.path.islink(link) or not os.path.exists(link):
-            Path(link).unlink(missing_ok=True)
-            os.symlink(name, link)
+        if self._has_links and (os.path.islink(link) or not os.path.exists(link)):
+            try:
+                Path(link).unlink(missing_ok=True)
+                os.symlink(name, link)
+            except OSError as error:
+                self._has_links = False
+                tqdm.write(f'warning: {link} cannot be a link to the newest checkpoint ({error.strerror}); the '
+                           'checkpoints themselves are complete', file=sys.stderr)
 
         # Remove the oldest checkpoints of this training, not counting what the user has removed or moved.
         self.saved = [name for name in self.saved if os.path.exists(os.path.join(self.folder, name))]

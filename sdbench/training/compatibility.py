@@ -36,7 +36,8 @@ def facts_of_model(files: ModelFiles, image_size: int, unet: Any, text_encoder: 
     """
     configs = comparable(unet=unet.config, text_encoder=text_encoder.config.to_dict(), scheduler=scheduler.config)
     return {'model_name': files.name, 'image_size': image_size, 'vae_sha256': files.vae_sha256,
-            'scaling_factor': files.scaling_factor, 'configs': configs}
+            'text_encoder_sha256': files.text_encoder_sha256, 'scaling_factor': files.scaling_factor,
+            'configs': configs}
 
 
 def comparable(**configs: Mapping[str, Any]) -> dict[str, dict]:
@@ -71,9 +72,10 @@ def difference_of_models(before: dict, now: dict) -> str | None:
         for name in sorted(config.keys() & trained.keys()):
             if trained[name] != config[name]:
                 return f'{name} of its {part} was {json.dumps(trained[name])}, and is {json.dumps(config[name])} now'
-    for key, name in (('vae_sha256', 'hash'), ('scaling_factor', 'scaling_factor')):
+    for key, name in (('vae_sha256', 'hash of its vae'), ('text_encoder_sha256', 'hash of its text_encoder'),
+                      ('scaling_factor', 'scaling_factor of its vae')):
         if key in before and key in now and before[key] != now[key]:
-            return f'{name} of its vae was {str(before[key])[:12]}, and is {str(now[key])[:12]} now'
+            return f'{name} was {str(before[key])[:12]}, and is {str(now[key])[:12]} now'
     return None
 
 
@@ -140,7 +142,7 @@ class SameRun(Callback):
 
         A flag that the checkpoint does not have was added in a newer version, so it had its default.
         """
-        before = state['flags']
+        before = state.get('flags', {})
         now = self.flags
 
         # Compare the flags that decide the result of training. The remedy for a time is its length in batches, because
@@ -148,6 +150,8 @@ class SameRun(Callback):
         for field in SAME_ON_RESUME:
             flag = field.name
             was = before.get(flag, field.default)
+            if was is None and flag == 'ema_half_life':  # earlier versions did not keep a default that they computed
+                continue
             if comparable_value(flag, was) != comparable_value(flag, now[flag]):
                 remedy = ''
                 if flag in TIMES and was is not None:
@@ -155,10 +159,11 @@ class SameRun(Callback):
                 raise Mismatch(f'--{flag} was {was}, and is {now[flag]} now{remedy}')
 
         # Compare data and tokenizer by hash: they may have moved.
-        if before.get(DATASET) != now.get(DATASET):
+        # Compare only what the checkpoint states: the first versions kept no hashes.
+        if DATASET in before and before[DATASET] != now.get(DATASET):
             raise Mismatch(f'the data of --remote has changed since: the hash of its index was '
                            f'{str(before.get(DATASET))[:12]}, and is {str(now.get(DATASET))[:12]} now')
-        if before.get(TOKENIZER) != now[TOKENIZER]:
+        if before.get(TOKENIZER, now[TOKENIZER]) != now[TOKENIZER]:
             name = now['tokenizer'] or now['model_name']
             raise Mismatch(f'the tokenizer of {name} gives other token ids; give the tokenizer of the run as '
                            '--tokenizer, for example a pipeline that export.py makes of the checkpoint')

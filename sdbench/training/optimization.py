@@ -119,7 +119,7 @@ class FiniteSteps(Callback):
         return {'skipped_batches': self.skipped_batches}
 
     def load_state_dict(self, state: dict) -> None:
-        self.skipped_batches = state['skipped_batches']
+        self.skipped_batches = state.get('skipped_batches', 0)
 
     def figures(self, all_ranks: bool) -> dict:
         """Return the number of skipped steps for the record, which is the same on all ranks."""

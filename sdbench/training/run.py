@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
 from sdbench.setup import setup_of_settings
-from sdbench.training.checkpoints import RECORD, read_text_in, write_text_in
+from sdbench.training.checkpoints import RECORD, callback_state, load_checkpoint, read_text_in, write_text_in
 from sdbench.training.progress import HeldOutLoss, is_held_out
 from sdbench.training.ranks import GracefulStop, on_rank_0, print_on_rank_0
 from sdbench.training.sampling import Sampling
@@ -36,6 +37,21 @@ from sdbench.training.spending import Spending
 
 # Composer warns about a smaller last batch of an evaluation and about a resume at the end of an epoch. Both are normal.
 COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
+
+
+def with_kept_defaults(settings: Train, checkpoint: str | None) -> Train:
+    """Return the settings of a resumed run, in which a default that depends on its length is that of the checkpoint.
+
+    A longer --max_duration would otherwise change the half-life of the EMA, and the resume would be refused.
+    `checkpoint` is a path on this machine; None if the training is new.
+    """
+    if checkpoint is None or 'ema_half_life' not in settings.by_default or not settings.use_ema:
+        return settings
+    state = load_checkpoint(checkpoint)['state']
+    half_life = callback_state(state, 'flags').get('flags', {}).get('ema_half_life')
+    if half_life is None:  # earlier versions kept a default only in the EMA
+        half_life = dict(state['algorithms']).get('EMA', {}).get('half_life')
+    return replace(settings, ema_half_life=half_life or settings.ema_half_life)
 
 
 def announce_build(settings: Train) -> None:
@@ -134,22 +150,24 @@ def is_recorded(folder: str, batches: int) -> bool:
 
 
 def evaluate_and_generate_if_due(settings: Train, trainer: Trainer) -> None:
-    """Evaluate and generate images on a resume, if they are due after the batch of the checkpoint.
+    """Generate images before the first batch, and evaluate and generate images on a resume, if they are due by then.
 
-    A signal or a crash may have ended the earlier run before it did so. An evaluation whose result is in the checkpoint
-    is not repeated. If the budget is spent, nothing is evaluated or generated.
+    Later images are compared with those of the initial weights. On a resume, a signal or a crash may have ended the
+    earlier run before it did so. An evaluation whose result is in the checkpoint is not repeated. If the budget is
+    spent, nothing is evaluated or generated, except at the end of the training.
     """
     state = trainer.state
     batch = state.timestamp.batch.value
     evaluated = None
     for callback in state.callbacks:
-        if isinstance(callback, Spending) and callback.was_spent:
+        if isinstance(callback, Spending) and callback.was_spent and batch < to_batches(settings.max_duration):
             return
         if isinstance(callback, HeldOutLoss) and state.evaluators:
             [evaluator] = state.evaluators
             evaluated = callback.evaluated_batch(evaluator.dataloader.dataloader.dataset.index)
-    if state.evaluators and batch != evaluated and is_due(batch, settings.eval_interval, settings.max_duration):
-        trainer.eval()
+    if batch > 0 and state.evaluators and batch != evaluated:
+        if is_due(batch, settings.eval_interval, settings.max_duration):
+            trainer.eval()
     for callback in state.callbacks:
         if isinstance(callback, Sampling):
             callback.generate_if_due(state, trainer.logger)
@@ -177,8 +195,7 @@ def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]
         with warnings.catch_warnings():
             for message in COMPOSERS_WARNINGS:
                 warnings.filterwarnings('ignore', message)
-            if first_batch > 0:
-                evaluate_and_generate_if_due(settings, trainer)
+            evaluate_and_generate_if_due(settings, trainer)
             if first_batch < to_batches(settings.max_duration):
                 trainer.fit()
     except Exception as error:

@@ -40,7 +40,7 @@ def read_prompts(path: str | None) -> list[str]:
 
 
 class Sampling(Callback):
-    """Generates one image per prompt at each interval and at the end of a run, and saves and logs them as a grid.
+    """Generates one image per prompt at batch 0, at each interval and at the end, and saves and logs them as a grid.
 
     Below each image are its prompt and the batch. The grid is a PNG, whose metadata has the prompts, too. Rank 0
     generates between two batches, with the EMA weights if there are any, and from the same noise each time, while the
@@ -84,7 +84,7 @@ class Sampling(Callback):
             self.generate_if_due(state, logger)
 
     def generate_if_due(self, state: State, logger: Logger) -> None:
-        """Generate and save images if the batch that has ended is due by the interval, or is the last one."""
+        """Generate and save images if they are due: at batch 0, by the interval, or after the last batch."""
         if not is_due(state.timestamp.batch.value, self.settings.sample_interval, self.settings.max_duration):
             return
         # Whatever fails here, a full disk or too little memory, must not end weeks of training. All ranks wait for

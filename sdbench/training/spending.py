@@ -62,7 +62,7 @@ class Spending(Callback):
         return self.so_far() | {'device': self._device}
 
     def load_state_dict(self, state: dict) -> None:
-        self._hours_before = state['gpu_hours']
+        self._hours_before = state.get('gpu_hours', 0.0)
         self._dollars_before = state.get('dollars')
         if self._dollars_before is None:
             self._dollars_before = self._hours_before * (self.price or 0)
@@ -72,13 +72,14 @@ class Spending(Callback):
             self._stop.end()  # a cluster may restart the command again and again, and must not pay for more batches
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Log the curves, and end the training when the budget is spent."""
+        """Log the curves, and end the training when the budget is spent, unless it ends with this batch anyway."""
         spent = self.so_far()
         logger.log_metrics({'cost/gpu_hours': spent['gpu_hours']})
         if spent['dollars'] is None:
             return
         logger.log_metrics({'cost/dollars': spent['dollars']})
-        if self.budget is not None and spent['dollars'] >= self.budget:
+        is_last = state.timestamp.batch.value >= state.max_duration.value
+        if self.budget is not None and spent['dollars'] >= self.budget and not is_last:
             self._stop.end()
 
     def figures(self, all_ranks: bool) -> dict:

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from composer import ComposerModel
-from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from transformers import CLIPTextConfig, CLIPTextModel
+from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
 from sdbench.errors import UserError, one_line
 from sdbench.files import parse_json
@@ -17,6 +16,7 @@ from sdbench.models.generation import build_pipeline
 from sdbench.models.loading import (
     RANDOM,
     ModelFiles,
+    build_text_encoder,
     build_vae,
     find_model,
     load_weights,
@@ -25,9 +25,10 @@ from sdbench.models.loading import (
 from sdbench.paths import EXPORTED
 from sdbench.training.checkpoints import callback_state, load_checkpoint, local_copy, newest_checkpoint
 from sdbench.training.compatibility import TOKENIZER, comparable, data_of, difference_of_models, facts_of_model
+from sdbench.training.frozen import EXTRA_STATE, are_same_weights
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
 
-EXTRA_STATE = '_extra_state'  # torch's key for the result of `get_extra_state`
+DDP_PREFIX = 'module.'  # of names in Composer's own EMA on several devices
 
 
 # Read a checkpoint
@@ -46,8 +47,9 @@ class TrainedModel:
         ema: the UNet's EMA weights; None if the training has no EMA.
         young_half_life: the half-life of an EMA that is still near the initial weights; None for any other EMA.
         ema_state: the state of the EMA algorithm, for its `load_state_dict`; None if the training has no EMA.
-        vae: weights of the VAE; None if the training was on latents.
-        text_encoder: weights of the text encoder, perhaps in half precision.
+        vae: weights of the VAE, perhaps in half precision; empty if they are those of the model's folder, and for a
+            training on latents.
+        text_encoder: weights of the text encoder; empty if they are those of the model's folder.
     """
     batch: int | None
     samples: int | None
@@ -58,7 +60,7 @@ class TrainedModel:
     ema: dict[str, torch.Tensor] | None
     young_half_life: str | None
     ema_state: dict | None
-    vae: dict[str, torch.Tensor] | None
+    vae: dict[str, torch.Tensor]
     text_encoder: dict[str, torch.Tensor]
 
 
@@ -108,19 +110,22 @@ def trained_model_of(state: dict) -> TrainedModel:
             raise UserError("Composer's own EMA saved this checkpoint, with the EMA weights stored as the model's "
                             'weights; resume with the EMA of ema.py')
         shadow = saved['ema_model']
-        ema = with_prefix_removed(model | shadow['named_parameters_dict'], 'unet.')
-        ema_state = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False}
+        ema = with_prefix_removed(model, 'unet.')
+        for name, tensor in shadow['named_parameters_dict'].items():
+            ema[name.removeprefix(DDP_PREFIX).removeprefix('unet.')] = tensor
+        ema_state = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False, 'from_start': False}
 
         # An EMA from the start of a training is still near the initial weights for about four half-lives. An EMA that
-        # started later began as a copy of trained weights.
-        half_life = saved['half_life']
-        if half_life and saved['from_start']:
+        # started later, or continues that of an earlier phase, began with trained weights. Composer's own EMA and the
+        # first versions of ours do not save these two.
+        half_life = saved.get('half_life')
+        if half_life and saved.get('from_start'):
             passed = timestamp['batch' if half_life.endswith('ba') else 'epoch']
             if 4 * int(half_life[:-2]) > passed:
                 young_half_life = half_life
     return TrainedModel(timestamp.get('batch'), timestamp.get('sample'), flags, spent, facts,
                         with_prefix_removed(model, 'unet.'), ema, young_half_life, ema_state,
-                        with_prefix_removed(model, 'vae.') or None, with_prefix_removed(model, 'text_encoder.'))
+                        with_prefix_removed(model, 'vae.'), with_prefix_removed(model, 'text_encoder.'))
 
 
 def about_training(trained: TrainedModel, raw_weights: bool = False) -> dict:
@@ -179,7 +184,8 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         weights = trained.raw
         ema_state = trained.ema_state
         flags = trained.flags
-        if not are_same_weights(trained.text_encoder, model.text_encoder.state_dict()):
+        is_compared = trained.text_encoder or files.text_encoder_sha256 == RANDOM  # otherwise the hashes are, below
+        if is_compared and not are_same_weights(trained.text_encoder, model.text_encoder.state_dict()):
             raise UserError(f'{label} was trained with another text_encoder; give the --model_name, the --pretrained '
                             'and, if its weights are random, the --seed of that run')
         if trained.flags.get(TOKENIZER) not in (None, hash_of_tokenizer(tokenizer or files.tokenizer)):
@@ -200,17 +206,6 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
     return ema_state, data_of(flags)
 
 
-def are_same_weights(trained: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> bool:
-    """Tell whether two networks have the same tensors under the same names, apart from rounding to half precision."""
-    if trained.keys() != ours.keys():
-        return False
-    for name, other in ours.items():
-        one = trained[name]
-        if one.shape != other.shape or not torch.allclose(one.float(), other.cpu().float(), rtol=0.01, atol=1e-6):
-            return False
-    return True
-
-
 def unet_folder(path: str) -> Path | None:
     """Return the UNet's folder in a pipeline folder of diffusers, or `path` if it is a UNet's folder; else None."""
     for folder in (Path(path, 'unet'), Path(path)):
@@ -226,7 +221,7 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
     """Make a diffusers pipeline of a checkpoint, on the CPU. Warns if its EMA weights are still near the initial ones.
 
     Args:
-        trained: the model in the checkpoint. Its float32 tensors are not copied.
+        trained: the model in the checkpoint. The UNet's tensors are not copied.
         label: name of the checkpoint in error messages.
         model_name: the model that has the configurations; None means the --model_name of the training.
         tokenizer: the tokenizer; None means the tokenizer of the training.
@@ -236,7 +231,7 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
     """
     files = trained_files(trained, label, model_name)
 
-    # Build the networks with the trained weights.
+    # Build the UNet with the trained weights, and the frozen networks with those of the model's folder.
     unet_config = dict(files.configs['unet'])
     if 'image_size' in trained.facts:
         unet_config['sample_size'] = files.latent_size(trained.facts['image_size'])
@@ -247,36 +242,35 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
             print_on_rank_0('warning: the EMA weights are still near the initial weights, because their half-life is '
                             f'{trained.young_half_life} and {label} is from batch {trained.batch:,}; export.py '
                             '--raw_weights uses the raw weights')
-    text_config = CLIPTextConfig(**files.configs['text_encoder'])
+    vae = build_vae(files, 'fp32')
+    text_encoder = build_text_encoder(files, 'fp32')
     try:
         unet = with_weights(partial(UNet2DConditionModel.from_config, unet_config), unet_weights)
-        text_encoder = with_weights(partial(CLIPTextModel, text_config), trained.text_encoder)
-        if trained.vae is None:
-            vae = build_vae(files, 'fp32')
-        else:
-            vae = with_weights(partial(AutoencoderKL.from_config, files.configs['vae']), trained.vae)
+        keep_trained(vae, trained.vae, files.vae_sha256, f'VAE of {label}')
+        keep_trained(text_encoder, trained.text_encoder, files.text_encoder_sha256, f'text encoder of {label}')
     except RuntimeError as error:
         raise UserError(f'--model_name {files.name} is not the model of {label} ({one_line(error, 200)}); give the '
                         'one that was trained') from None
 
     # Weights can also fit a configuration that computes something else, for example with another number of attention
-    # heads or another noise schedule. Compare the configurations, and the VAE if it comes from the files.
+    # heads or another noise schedule. Compare the configurations, and the hashes of networks from the folder.
     scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
     facts = facts_of_model(files, 0, unet, text_encoder, scheduler)
-    if trained.vae is not None:
+    if trained.vae:
         del facts['vae_sha256']
+    if trained.text_encoder:
+        del facts['text_encoder_sha256']
     difference = difference_of_models(trained.facts, facts)
     if difference:
         raise UserError(f'--model_name {files.name} is not the model of {label} ({difference}); give the one that '
-                        'was trained, with its configuration as it was')
+                        f'was trained as --model_name ({trained.facts.get("model_name")} then), with its configuration '
+                        'and weights as they were')
     tokenizer = pipeline_tokenizer(trained_tokenizer(trained, files, tokenizer, label))
     return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)
 
 
 def trained_files(trained: TrainedModel, label: str, model_name: str | None) -> ModelFiles:
-    """Return the files of a checkpoint's model, including the VAE's weights if the checkpoint has no VAE.
-
-    A training on latents has no VAE in its checkpoints, only the hash of the VAE that encoded the latents.
+    """Return the files of a checkpoint's model, with the weights of the frozen networks unless those are random.
 
     Args:
         trained: the model in the checkpoint.
@@ -288,14 +282,14 @@ def trained_files(trained: TrainedModel, label: str, model_name: str | None) -> 
     name = model_name or trained.facts.get('model_name')
     if name is None:
         raise UserError(f'{label} does not name its model; give --model_name to export.py')
-    if trained.vae is None and trained.facts.get('vae_sha256') == RANDOM:
+    if not trained.vae and trained.facts.get('vae_sha256') == RANDOM:
         raise UserError(f'{label} was trained on latents of a VAE with random weights, which cannot decode, so it '
                         'cannot generate images; train with --pretrained, on latents from encode.py --pretrained')
-    if trained.vae is None and 'vae_sha256' not in trained.facts:
+    if not trained.vae and 'vae_sha256' not in trained.facts:
         raise UserError(f'{label} holds no VAE, and does not name the VAE that encoded its latents; give a checkpoint '
                         'that benchmark.py has saved')
     try:
-        return find_model(name, pretrained=trained.vae is None)
+        return find_model(name, trained.facts.get('vae_sha256', RANDOM) != RANDOM)
     except UserError as error:
         if model_name:
             raise
@@ -323,6 +317,26 @@ def trained_tokenizer(trained: TrainedModel, files: ModelFiles, given: str | Non
                         'differ; give the tokenizer of the training as --tokenizer of export.py; to generate images '
                         'with another tokenizer, put it into the exported pipeline')
     return name
+
+
+def keep_trained(network: torch.nn.Module, saved: dict[str, torch.Tensor], sha256: str, label: str) -> None:
+    """Load the weights of a frozen network that a checkpoint holds, unless `network` has them already, unrounded.
+
+    Random networks are in every checkpoint, and in those of earlier versions all are.
+
+    Args:
+        network: the network with the weights from the folder of the model.
+        saved: its weights in the checkpoint, perhaps in half precision; empty if there are none.
+        sha256: hash of the weights in the folder, or RANDOM.
+        label: the network, for a warning if the folder holds other weights.
+
+    Raises RuntimeError if the weights do not fit.
+    """
+    if not saved or (sha256 != RANDOM and are_same_weights(saved, network.state_dict())):
+        return
+    if sha256 != RANDOM:
+        print_on_rank_0(f'warning: the {label} is not that of the model folder; the weights in the checkpoint are used')
+    network.load_state_dict(saved)
 
 
 def with_weights(make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor]) -> torch.nn.Module:

@@ -211,6 +211,15 @@ def test_composers_trainer_loads_a_checkpoint_and_those_of_older_versions_are_ro
     assert [Path(path).name for path in checkpoints_in('kept')] == ['ep0-ba2-rank0.pt', 'ep0-ba3-rank0.pt']
 
 
+def test_a_file_system_without_links_gets_checkpoints_and_one_warning(monkeypatch, capfd):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EPERM, 'Operation not permitted')
+    monkeypatch.setattr(os, 'symlink', refuse)
+    main(['--use_synth_latents', *TINY, '--save_interval', '2ba', '--save_folder', 'linkless'])
+    assert len(checkpoints_in('linkless')) == 2
+    assert capfd.readouterr().err.count('cannot be a link to the newest checkpoint (Operation not permitted)') == 1
+
+
 @pytest.fixture
 def kept(tmp_path) -> Path:
     """Return a folder with small checkpoints, and with files of the user whose names are similar."""
@@ -261,7 +270,7 @@ def test_a_resume_allows_moved_shards_and_models_and_refuses_other_flags_and_oth
     further = [*there, '--max_duration', '4ba']
     assert '--batch_size was 4, and is 8 now' in one_error_line([*further, '--batch_size', '8'], capfd)
     assert '--snr_gamma was None, and is 5.0 now' in one_error_line([*further, '--snr_gamma', '5.0'], capfd)
-    longer = [*there, '--max_duration', '20ba']  # its default half-life would be another
+    longer = [*further, '--ema_half_life', '2ba']
     assert '--ema_half_life was 1ba, and is 2ba now; give --ema_half_life 1ba' in one_error_line(longer, capfd)
 
     config = model / 'scheduler' / 'scheduler_config.json'

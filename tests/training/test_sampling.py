@@ -79,9 +79,9 @@ def test_generating_images_and_resuming_do_not_change_the_training_by_a_bit(tmp_
     assert_same_training(sampling_run / 'kept', plain / 'kept')
     [folder_of_images] = (sampling_run / 'kept-samples').iterdir()
     assert folder_of_images.name == f'kept-{record["training_id"]}'
-    assert sorted(path.name for path in folder_of_images.iterdir()) == ['ba3.png', 'ba6.png']
+    assert sorted(path.name for path in folder_of_images.iterdir()) == ['ba0.png', 'ba3.png', 'ba6.png']
     [folder] = (tmp_path / 'board').iterdir()
-    repeated, image = EventAccumulator(str(folder)).Reload().Images('samples')
+    repeated, image = EventAccumulator(str(folder)).Reload().Images('samples')  # of the resumed run
     assert (repeated.step, image.step) == (3, 6)  # the resume generates the images of the checkpoint's batch again
     assert (image.width, image.height) == Image.open(folder_of_images / 'ba6.png').size
 
@@ -103,7 +103,8 @@ def test_a_run_on_latents_decodes_images_with_the_vae_of_the_model_folder(tmp_pa
                    '--sample_prompts', prompts, '--sample_interval', '1000ba', '--save_folder', 'kept-latents'])
     assert record['encoders'] == 'text_in_loop'
     [latents] = Path('kept-latents-samples').iterdir()
-    assert [path.name for path in latents.iterdir()] == ['ba3.png']
+    assert sorted(path.name for path in latents.iterdir()) == ['ba0.png', 'ba3.png']
+    assert Image.open(latents / 'ba0.png').text['weights'] == 'raw'
     export(['kept-latents', 'out'])
     for ours, theirs in zip(images_in(latents / 'ba3.png'), generated_by_diffusers(tmp_path / 'out'), strict=True):
         assert np.abs(ours - theirs).max() <= 1
@@ -114,7 +115,8 @@ def test_rank_0_generates_images_while_the_other_rank_waits(server, tmp_path, mo
     argv = [*RUN, '--use_synth_data', '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
             '--sample_prompts', prompts, '--sample_interval', '2ba']
     assert run_ranks(server, 2, argv, tmp_path) == [0, 0], (tmp_path / 'log').read_text()
-    assert sorted(path.name for path in (tmp_path / 'checkpoints-samples').glob('*/*')) == ['ba2.png', 'ba3.png']
+    names = sorted(path.name for path in (tmp_path / 'checkpoints-samples').glob('*/*'))
+    assert names == ['ba0.png', 'ba2.png', 'ba3.png']
     record = json.loads((tmp_path / 'results.jsonl').read_text())
     assert record['num_devices'] == 2
     assert record['sampling_seconds'] > 0
@@ -130,12 +132,13 @@ def test_a_new_training_in_the_same_folder_keeps_the_images_of_the_one_before_it
     folder = f'{kept_in}-samples/kept-{record["training_id"]}'
     assert f'samples         in {folder}\n' in output
     assert '%' not in errors  # diffusers shows no progress bar
-    [grid] = Path(folder).iterdir()
-    os.utime(grid, (1, 1))
+    grids = sorted(Path(folder).iterdir())
+    assert [grid.name for grid in grids] == ['ba0.png', 'ba1.png']
+    os.utime(grids[1], (1, 1))
     for checkpoint in kept_in.glob('*.pt'):  # as if it had been killed before its first checkpoint
         checkpoint.unlink()
     main(argv)
-    assert grid.stat().st_mtime == 1
+    assert grids[1].stat().st_mtime == 1
     assert len(list(Path(f'{kept_in}-samples').iterdir())) == 2
 
 

@@ -59,8 +59,8 @@ def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_resumes_e
     assert [json.loads(line)['first_batch'] for line in results.read_text().splitlines()] == [whole['trained_batches']]
 
 
-def test_a_training_ends_when_its_budget_is_spent_and_a_resume_includes_the_earlier_cost(results, monkeypatch,
-                                                                                                     capfd):
+def test_a_training_ends_when_its_budget_is_spent_and_a_resume_includes_the_earlier_cost(
+        results, monkeypatch, capfd, held_out):
     monkeypatch.setattr('sdbench.process.SECONDS_BETWEEN_LINES', 0)
     argv = ['--use_synth_data', *TINY[:-2], '--max_duration', '3ba', '--save_folder', 'kept', '--autoresume',
             '--dollars_per_gpu_hour', '3600000', '--budget']  # a thousand dollars a second
@@ -75,6 +75,8 @@ def test_a_training_ends_when_its_budget_is_spent_and_a_resume_includes_the_earl
     with pytest.raises(SystemExit):  # started again, it trains no more batches
         main([*argv, '1'])
     assert json.loads(results.read_text().splitlines()[-1])['trained_batches'] == 1
+    last = main([*argv, '1', '--eval_remote', held_out, '--max_duration', '1ba', '--save_folder', 'last'])
+    assert (last['status'], last['eval_batch']) == ('unmeasured', 1)  # complete: no batch is left to pay for
     whole = main([*argv, '1e9', '--dollars_per_gpu_hour', '1'])  # on a cheaper GPU
     assert (whole['status'], whole['first_batch'], whole['trained_batches']) == ('complete', 1, 3)
     assert whole['dollars'] > 1  # earlier hours keep their price

@@ -135,10 +135,30 @@ def test_weights_that_do_not_fit_are_a_one_line_error(first_phase):
     assert not Path('ran').exists()
 
 
-def test_a_checkpoint_of_composers_own_ema_with_swapped_weights_is_refused(smallest_model):
+def test_the_ema_of_a_second_phase_is_not_young_also_after_a_resume(first_phase):
+    argv = ['--use_synth_data', *TINY, '--use_ema', '--ema_half_life', '1000ba', '--load_weights', str(first_phase),
+            '--save_folder', 'second', '--autoresume', '--max_duration']
+    for duration in ('1ba', '2ba'):
+        main([*argv, duration])
+        assert read_trained_model('second', 'CHECKPOINT').young_half_life is None
+    assert read_trained_model(checkpoints_in(str(first_phase))[0], 'CHECKPOINT').young_half_life == '2ba'
+
+
+def test_a_checkpoint_of_composers_own_ema_is_refused_in_one_line_only_if_its_weights_are_swapped(smallest_model):
     model = StableDiffusion(smallest_model, image_size=16)
     Trainer(model=model, train_dataloader=build_loader(SyntheticImageCaptionDataset(16, num_samples=64), 2, 0),
             optimizers=torch.optim.AdamW(model.unet.parameters()), algorithms=composers.EMA('2ba'), max_duration='2ba',
             device='cpu', progress_bar=False, save_folder='kept').fit()
+    [path] = checkpoints_in('kept')
     with pytest.raises(ValueError, match="Composer's own EMA saved this checkpoint"):
         read_trained_model('kept', 'CHECKPOINT')
+
+    # It does not save a half-life. With several devices, the names of its weights begin with a prefix.
+    checkpoint = load_checkpoint(path)
+    ema = dict(checkpoint['state']['algorithms'])['EMA']
+    ema['ema_weights_active'] = False
+    weights = ema['ema_model']['named_parameters_dict']
+    ema['ema_model']['named_parameters_dict'] = {f'module.{name}': tensor + 1 for name, tensor in weights.items()}
+    torch.save(checkpoint, 'raw.pt')  # not the file to which its tensors are mapped
+    trained = read_trained_model('raw.pt', 'CHECKPOINT')
+    assert torch.equal(trained.ema['conv_in.bias'], weights['unet.conv_in.bias'] + 1)
