@@ -46,9 +46,10 @@ from sdbench.inputs.shards import (
     read_index,
     require_same_origin,
 )
-from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream, is_readable_in_place
+from sdbench.inputs.stream import VerifiedDataset, VerifiedStream, is_readable_in_place
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer, token_ids
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
+from sdbench.stores import PATIENT
 
 DIFFERENT_SAMPLES = 16  # different synthetic samples, for a loader that collates samples itself
 EVALUATION_SEED = 17  # does not depend on --seed, because the losses of trainings with different seeds must compare
@@ -142,10 +143,11 @@ class StreamingLAIONDataset(VerifiedDataset):
     """
     def __init__(self, remote: str | None = None, local: str | None = None, split: str | None = None,
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
-                 predownload: int | None = None, download_retry: int = DOWNLOADS, download_timeout: float = 60,
-                 batch_size: int | None = None, *, image_size: int = 512, index: dict | None = None,
-                 cache_limit: int | str | None = None, caption_weights: Mapping[str, float] | None = None,
-                 caption_drop: float = 0.0, random_flip: bool = False, **kwargs):
+                 predownload: int | None = None, download_retry: int = PATIENT.tries,
+                 download_timeout: float = PATIENT.timeout, batch_size: int | None = None, *, image_size: int = 512,
+                 index: dict | None = None, cache_limit: int | str | None = None,
+                 caption_weights: Mapping[str, float] | None = None, caption_drop: float = 0.0,
+                 random_flip: bool = False, **kwargs):
         if remote is None and local is None:
             raise UserError('StreamingLAIONDataset needs a remote, or a local folder with shards')
         self.image_size = image_size

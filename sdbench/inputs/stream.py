@@ -33,9 +33,8 @@ from sdbench.errors import DataError, UserError, unreadable_shard
 from sdbench.files import atomic_write
 from sdbench.inputs.shards import index_hash
 from sdbench.paths import INDEX
-from sdbench.stores import download
+from sdbench.stores import PATIENT, Retry, download
 
-DOWNLOADS = 14  # attempts per request for a shard, which take 90 seconds on average and at most three minutes
 # Numbers for the names of shared memory. Other programs with Streaming count from 0, and macOS limits the length.
 MEMORY_NUMBERS = range(10 ** 6, 2 ** 31)
 
@@ -58,7 +57,7 @@ class VerifiedStream(Stream):
     """
 
     def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,
-                 download_retry: int = DOWNLOADS, download_timeout: float = 60):
+                 download_retry: int = PATIENT.tries, download_timeout: float = PATIENT.timeout):
         # Read the shards in place if possible, else from a cache. Streaming downloads nothing if `remote` is None.
         if remote is None:
             remote, local = local, None
@@ -122,7 +121,8 @@ class VerifiedStream(Stream):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix='fetched-', dir=os.path.abspath(self.local)) as folder:
             fetched = Path(folder, 'shard')
-            download(remote, str(fetched), remote, self.download_retry, self.download_timeout, in_threads=False)
+            retry = Retry(self.download_retry, self.download_timeout)
+            download(remote, str(fetched), remote, retry, in_threads=False)
             if shard.zip_data:
                 fetched.write_bytes(decompress(shard.compression, fetched.read_bytes()))
             mismatch = find_mismatch(fetched, shard.raw_data)
