@@ -80,7 +80,10 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
     parser.label = label
     try:
         values = vars(parser.parse_args(argv))
-        drop_unneeded(cls, values)
+        for field in dataclasses.fields(cls):
+            # A flag that is turned off turns off what needs it: --no-use_ema drops an --ema_half_life in a @FILE.
+            if values.get(field.metadata.get('needs')) is False:
+                values.pop(field.name, None)
         for name, value in values.items():
             if value == '' or isinstance(value, list) and '' in value:
                 given = f'--{name}' if hasattr(cls, name) else name.upper()  # positional arguments have no default
@@ -125,13 +128,6 @@ def check(settings: Any) -> None:
     for group in reversed(type(settings).__mro__):
         if 'check' in vars(group):
             group.check(settings)
-
-
-def drop_unneeded(cls: type, values: dict[str, Any]) -> None:
-    """Remove the flags that need a flag which is turned off, such as --ema_half_life in a @FILE with --no-use_ema."""
-    for field in dataclasses.fields(cls):
-        if values.get(field.metadata.get('needs')) is False:
-            values.pop(field.name, None)
 
 
 def is_given(value: Any) -> bool:

@@ -22,7 +22,6 @@ TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny
 
 
 def microbatch(text: str) -> int | Literal['auto']:
-    """Convert the text of a microbatch: a number of images, or auto."""
     return text if text == 'auto' else count(text)
 
 
@@ -65,10 +64,6 @@ def caption_weight(text: str) -> tuple[str, float]:
     if not is_named:
         raise argparse.ArgumentTypeError(f'{text} is not NAME=WEIGHT, such as long=3')
     return name, amount(weight)
-
-
-PRICES_HELP = ('price per GPU-hour in dollars, for every GPU or by GPU name, such as H100=2.5 H200=3.2 '
-               f'(default: {DOLLARS_PER_GPU_HOUR} for every GPU)')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +182,6 @@ class Results:
 
     @property
     def results_file(self) -> str:
-        """Return the file to which the record of the run is appended."""
         return self.results or 'results.jsonl'
 
     def check(self) -> None:
@@ -242,7 +236,9 @@ class Cost:
                                        f'(default: {TRAINING_IMAGES:,}, as for Stable Diffusion 2; with --dry_run and '
                                        '--max_duration the images of that run; none for the model tiny)',
                                        converter=count)
-    dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
+    dollars_per_gpu_hour: Prices = flag((), 'price per GPU-hour in dollars, for every GPU or by GPU name, such as '
+                                        f'H100=2.5 H200=3.2 (default: {DOLLARS_PER_GPU_HOUR} for every GPU)',
+                                        converter=price, metavar='PRICE')
     budget: float | None = flag(None, 'maximum cost of the training in dollars, including earlier runs that this run '
                                 'resumes; at this limit the run saves a checkpoint and stops (default: no limit)',
                                 converter=positive, metavar='DOLLARS', needs='dollars_per_gpu_hour')
@@ -385,13 +381,7 @@ class Train(TrainingData, DataLoading, TrainingSamples, Model, Encoders, Speed, 
 
     @property
     def device_batch_size(self) -> int:
-        """Return the per-device batch size in images."""
         return self.batch_size // self.num_devices
-
-    @property
-    def microbatch_sizes(self) -> list[int]:
-        """List the microbatch sizes that divide the per-device batch, in ascending order."""
-        return divisors(self.device_batch_size)
 
     @property
     def measures(self) -> bool:

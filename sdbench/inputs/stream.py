@@ -94,12 +94,12 @@ class VerifiedStream(Stream):
 
         Raises DataError if the shard is missing, damaged, or cannot be downloaded.
         """
-        path = shard_path(shard)
+        path = cached = os.path.join(shard.dirname, shard.raw_data.basename)
         try:
-            mismatch = find_mismatch(path, shard.raw_data)
+            mismatch = find_mismatch(cached, shard.raw_data)
             if mismatch and self.remote is not None:
                 path = os.path.join(self.remote, (shard.zip_data or shard.raw_data).basename)
-                mismatch = self._fetch(shard, path)
+                mismatch = self._fetch(shard, path, Path(cached))
         except FileNotFoundError:
             mismatch = 'is not there'
         except Exception as error:  # storage clients and decompressors have many error types
@@ -108,8 +108,8 @@ class VerifiedStream(Stream):
             raise DataError(f'shard {path} {mismatch}; put a good copy in its place')
         return shard.raw_data.bytes
 
-    def _fetch(self, shard: MDSReader, remote: str) -> str | None:
-        """Download a shard into a temporary folder, and move it into the cache if it matches index.json.
+    def _fetch(self, shard: MDSReader, remote: str, path: Path) -> str | None:
+        """Download a shard into a temporary folder, and move it to `path` in the cache if it matches index.json.
 
         Return a description of the mismatch if it does not match, else None.
 
@@ -117,7 +117,6 @@ class VerifiedStream(Stream):
         a store answers with status 400.
         Tests: test_an_epoch_ends_with_an_error_if_a_shard_is_missing, test_the_same_answer_of_a_store_is_said.
         """
-        path = Path(shard_path(shard))
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix='fetched-', dir=os.path.abspath(self.local)) as folder:
             fetched = Path(folder, 'shard')
@@ -247,10 +246,6 @@ def cache_folder(parent: str | None, index: dict) -> str:
         with atomic_write(folder / INDEX) as file:
             file.write(json.dumps(index).encode())
     return str(folder)
-
-
-def shard_path(shard: MDSReader) -> str:
-    return os.path.join(shard.dirname, shard.raw_data.basename)
 
 
 def find_mismatch(path: str | Path, expected: FileInfo) -> str | None:

@@ -82,11 +82,7 @@ def hash_of_tokenizer(name: str | None = None) -> str:
 def hash_of_ids(vocabulary: Iterable[str], encode: Callable[[list[str]], list[list[int]]]) -> str:
     """Return a SHA-256, in hex, of the token ids of an empty caption and of captions with all words of a vocabulary.
 
-    The empty caption makes the hash depend on the padding.
-
-    Args:
-        vocabulary: symbols of the tokenizer.
-        encode: function that returns the token ids of each caption in a list.
+    The empty caption makes the hash depend on the padding. `encode` returns the token ids of each caption in a list.
     """
     words = []
     for symbol in sorted(vocabulary):

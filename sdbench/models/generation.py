@@ -65,7 +65,6 @@ def load_pipeline(folder: str, label: str) -> StableDiffusionPipeline:
 
 
 def guidance_for(model_name: str) -> float:
-    """Return the guidance scale for a model."""
     return TINY_GUIDANCE if model_name == TINY_MODEL else GUIDANCE
 
 
