@@ -293,11 +293,23 @@ def number_between(cls: type, least: float, most: float, name: str, metavar: str
     return parse_number
 
 
+def file_ending(*suffixes: str) -> Callable[[str], str]:
+    """Return a converter for the name of a file with one of these suffixes, in any case. It changes nothing."""
+    def check_suffix(text: str) -> str:
+        if text and not text.lower().endswith(suffixes):
+            raise argparse.ArgumentTypeError(f'{text} does not end in {" or ".join(suffixes)}; give such a file name')
+        return text
+
+    check_suffix.metavar = 'FILE'
+    return check_suffix
+
+
 count = number_between(int, 1, sys.maxsize, 'a whole number above 0')
 whole_number = number_between(int, 0, sys.maxsize, 'a whole number')
 amount = number_between(float, 0, sys.float_info.max, 'a number of at least 0')
 positive = number_between(float, sys.float_info.min, sys.float_info.max, 'a number above 0')
 fraction = number_between(float, 0, 1, 'a fraction between 0 and 1', 'FRACTION')
 below_1 = number_between(float, 0, math.nextafter(1, 0), 'a number from 0 to below 1')
+picture = file_ending('.png', '.pdf', '.svg')
 # NumPy's seeds have 32 bits, and the rank is added
 seed = number_between(int, 0, 4_000_000_000, 'a whole number up to 4,000,000,000')

@@ -102,11 +102,10 @@ class TrainingSamples:
     # only the path may change: the token ids must stay the same
     tokenizer: str | None = flag(None, 'folder or Hugging Face Hub ID of the tokenizer (default: the one in the '
                                  "--model_name folder, or else CLIP's)", may_change=True)
-    caption_weights: tuple[tuple[str, float], ...] = flag((), 'weights for the random choice among the captions of an '
-                                                          'image, by caption name, such as short=1 long=3; other '
-                                                          'names get weight 0 (default: every caption of an image is '
-                                                          'equally likely)', converter=caption_weight,
-                                                          metavar='NAME=WEIGHT', needs='remote local dry_run')
+    caption_weights: tuple[tuple[str, float], ...] = flag(
+        (), 'weights for the random choice among the captions of an image, by caption name, such as short=1 long=3; '
+        'other names get weight 0 (default: every caption of an image is equally likely)', converter=caption_weight,
+        metavar='NAME=WEIGHT', needs='remote local dry_run')
     random_flip: bool = flag(False, 'mirror each image horizontally with probability 0.5, chosen anew in each epoch')
     caption_drop: float = flag(0.0, 'fraction of captions replaced by the empty caption, such as 0.1; classifier-free '
                                'guidance needs some', converter=fraction)
@@ -314,10 +313,9 @@ class EvaluationAndSamples:
     sample_prompts: str | None = flag(None, 'text file with one prompt per line; images are generated from them '
                                       'during the training, with the EMA weights if there are any; needs --pretrained '
                                       '(default: none)', metavar='FILE')
-    sample_interval: str | None = flag(None, 'time between image generations from --sample_prompts '
-                                       f'{INTERVAL_DEFAULT}; images are also generated before the first '
-                                     'batch and at the end',
-                                       converter=time_in('ba ep'), needs='sample_prompts dry_run')
+    sample_interval: str | None = flag(
+        None, f'time between image generations from --sample_prompts {INTERVAL_DEFAULT}; images are also generated '
+        'before the first batch and at the end', converter=time_in('ba ep'), needs='sample_prompts dry_run')
     wandb_name: str | None = flag(None, 'run name in Weights & Biases (default: W&B is not used)')
     wandb_project: str | None = flag(None, 'Weights & Biases project to log to (default: W&B is not used)')
     tensorboard: str | None = flag(None, 'folder for TensorBoard files (default: none)', metavar='DIR')

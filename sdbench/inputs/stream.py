@@ -133,9 +133,7 @@ class VerifiedStream(Stream):
 class VerifiedDataset(StreamingDataset):
     """A StreamingDataset that reads only verified shards, and whose epochs never end early without an error.
 
-    Args:
-        stream: stream of the shards.
-        kwargs: more arguments for StreamingDataset. Its arguments about the stream, such as `remote`, have no effect.
+    It takes the arguments of StreamingDataset, but those about the stream, such as `remote`, have no effect.
     """
     failure = None  # exception that a background thread raised
 
@@ -224,9 +222,7 @@ def cache_folder(parent: str | None, index: dict) -> str:
 
     The folder's name is a hash of index.json. Therefore a dataset that was made again never uses the old copies.
 
-    Args:
-        parent: folder for the cache folder. None: mds-cache-UID in the system's folder for temporary files.
-        index: the index.json of the dataset.
+    If `parent` is None, the parent is mds-cache-UID in the system's folder for temporary files.
 
     Raises UserError if `parent` is None and other users can write to mds-cache-UID.
     """

@@ -23,9 +23,8 @@ CLIP_HASH = '39e11d223720cd722d1d0ab6b6585986bf6ed3b695bd943ca49430a10f3e8d9b'
 def build_tokenizer(name: str | None = None) -> Tokenizer:
     """Build a tokenizer that pads or truncates each caption to 77 tokens; `token_ids` uses it.
 
-    Args:
-        name: folder or hub name of a tokenizer or a diffusers model. None: CLIP's vocabulary, which the open_clip
-            package contains, padded with id 0 like Stable Diffusion 2.
+    `name` is a folder or a hub name of a tokenizer or a diffusers model. None means CLIP's vocabulary, which the
+    open_clip package contains, padded with id 0 like Stable Diffusion 2.
 
     Raises UserError if there is no tokenizer with that name.
     """

@@ -107,9 +107,7 @@ class Measurement(Callback):
     The time of a batch includes the work on the device: Composer reads the loss on the CPU before BATCH_END, and waits
     for the device to do so. The warm-up counts from the batch at which the run starts or resumes.
 
-    Args:
-        warmup_batches: batches of the warm-up.
-        measure_batches: length of the window in batches; None measures until the run ends.
+    The window has `measure_batches` batches; None measures until the run ends.
 
     Attributes:
         stopwatch: counts the work between batches by the names of EXCLUDED. A lap is a batch.

@@ -9,7 +9,8 @@
 
 Each kind of store is a class with the methods of `Store` (addresses.py): s3.py, google.py and azure.py. From any other
 store Streaming's clients can download. Every error of a client becomes one line (answers.py). Keys are passed to the
-clients as they are and never parsed as URLs, because a key may contain # or ?.
+clients as they are and never parsed as URLs, because a key may contain # or ?. A `label`, such as
+`--remote s3://bucket/mds`, begins each error message.
 """
 import contextlib
 import functools
@@ -30,12 +31,7 @@ SETTINGS = ('S3_ENDPOINT_URL', 'S3_CANNED_ACL', 'AWS_ENDPOINT_URL', 'AWS_ENDPOIN
 
 
 def open_store(address: str, label: str, retry: Retry = QUICK) -> Store:
-    """Return the client for an address: an S3Store, a GoogleStore or an AzureStore.
-
-    Args:
-        address: address of a file or a folder in a store.
-        label: begins the error messages, such as `--remote s3://bucket/mds`.
-        retry: how often each request is tried.
+    """Return the client for the address of a file or a folder: an S3Store, a GoogleStore or an AzureStore.
 
     Raises UserError if the address is malformed, or if the credentials or settings are invalid.
     """
@@ -67,12 +63,8 @@ def client_errors(label: str) -> Iterator[None]:
 def download(address: str, path: str, label: str, retry: Retry = QUICK, in_threads: bool = True) -> None:
     """Download a file from any store that Streaming knows, or copy a file of this machine.
 
-    Args:
-        address: address of the file.
-        path: where to write it.
-        label: begins the error messages.
-        retry: how often each request is tried. Streaming's clients use a number of their own.
-        in_threads: whether parts of a large file are downloaded concurrently, if the store speaks S3.
+    If the store speaks S3 and `in_threads` is True, parts of a large file are downloaded concurrently. Streaming's
+    clients use their own number of tries.
 
     Raises FileNotFoundError if there is no such file, OSError if it cannot be read, and UserError if the address or
     the settings are wrong.

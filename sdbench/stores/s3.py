@@ -62,12 +62,8 @@ def make_client(endpoint: str | None, keys: tuple[str, str] | None, retry: Retry
     """Return boto3's client, which signs requests if there are credentials.
 
     The client is made once per process, because a forked process must not share the connections of its parent.
-
-    Args:
-        endpoint: URL of the server; None means the one that boto3 finds.
-        keys: Google's HMAC key and secret; None means the credentials that boto3 finds, if any.
-        retry: how often each request is tried.
-        process: id of this process, a part of the cache's key.
+    `endpoint` is the URL of the server, and `keys` are Google's HMAC key and secret; None means what boto3 finds, if
+    anything.
     """
     import boto3
     from botocore import UNSIGNED
