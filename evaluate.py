@@ -190,7 +190,6 @@ def image_path(settings: Evaluate, guidance: float, number: int) -> Path:
 
 
 def samples_of_rank(settings: Evaluate) -> range:
-    """Return the numbers of the samples that this rank generates and scores."""
     return range(dist.get_global_rank(), settings.samples, dist.get_world_size())
 
 
@@ -292,6 +291,7 @@ def evaluate(settings: Evaluate) -> dict:
         dtype = AUTOCAST_DTYPES.get(settings.precision)
         autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
         pipeline.unet.forward = autocast(pipeline.unet.forward)
+
         generated = generate_missing(settings, pipeline, captions, image_size)
         scores = [scores_at(settings, guidance, captions, metrics) for guidance in settings.guidance]
 
