@@ -63,13 +63,7 @@ def export(settings: Export) -> None:
 
 
 def write_folder(out: str, pipeline: StableDiffusionPipeline, made_of: dict) -> None:
-    """Write a pipeline to OUT, which appears only when it is complete. An earlier export in OUT is moved to OUT-1.
-
-    Args:
-        out: the folder.
-        pipeline: the pipeline to write.
-        made_of: the content for OUT/export.json.
-    """
+    """Write a pipeline to OUT, which appears only when it is complete, with `made_of` in OUT/export.json."""
     parent = os.path.dirname(os.path.abspath(out))
     os.makedirs(parent, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix='.export-') as around:
