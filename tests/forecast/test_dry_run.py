@@ -126,7 +126,7 @@ def test_several_gpu_counts_make_a_table_for_each_card(smallest_model, capfd):
     for name, device in (('H100 80GB HBM3', H100.name), ('B200', 'NVIDIA B200')):
         records = [found for found in forecasts if found.card.name == device]
         assert [record.setup.num_devices for record in records] == [2, 16, 64]
-        assert [(record.machines, record.setup.network_gbits) for record in records] == [(1, 10), (2, 10), (8, 10)]
+        assert [(record.setup.machines, record.setup.network_gbits) for record in records] == [(1, 10), (2, 10), (8, 10)]
         [start] = [number for number, line in enumerate(lines) if line.startswith(name)]
         assert lines[start].split()[-9:] == ['images/s', 'each', 'efficiency', 'days', 'GPU-hours', 'dollars',
                                              'microbatch', 'GiB', 'taken']
