@@ -30,7 +30,7 @@ from sdbench.plan.verdict import (
     standing,
     verdict,
 )
-from sdbench.records.figures import WIDTH, rounded, text_table
+from sdbench.records.figures import WIDTH, filled, rounded, text_table
 
 RANGE_REASONS = {
     MEASURED_ERROR: 'it was measured, and the same GPUs and code differ by 2 to 4 % between MLPerf submitters',
@@ -264,15 +264,15 @@ class Answer:
     @property
     def text(self) -> str:
         """Return the answer for a terminal."""
-        blocks = [*map(filled, [*self.verdict, self.title])]
+        blocks = [filled([sentence]) for sentence in [*self.verdict, self.title]]
         for has_price in (True, False):
             rows = [self.cells(plan) for plan in self.plans if (plan.price is not None) == has_price]
             if rows:
                 blocks.append(text_table(rows, ['GPUs', 'per GPU-hour']))
-        blocks.append('\n'.join(map(filled, self.not_within)))
+        blocks.append(filled(self.not_within))
         for sentence, commands in self.first_steps:
-            blocks.append('\n'.join([filled(sentence), *(shell_lines(command) for command in commands)]))
-        blocks.append('\n'.join(map(filled, self.details)))
+            blocks.append('\n'.join([filled([sentence]), *(shell_lines(command) for command in commands)]))
+        blocks.append(filled(self.details))
         return '\n\n'.join(filter(None, blocks))
 
 
@@ -308,10 +308,6 @@ def measuring_command(plan: Plan, part: Part, training_flags: str) -> str:
     words = [launcher, 'benchmark.py', RECIPE, training_flags, switches(part),
              f'--image_size {part.setup.image_size} --measure_batches {MEASURED_STEPS}', network]
     return ' '.join(filter(None, words))
-
-
-def filled(sentence: str) -> str:
-    return textwrap.fill(sentence, WIDTH, break_on_hyphens=False)
 
 
 def shell_lines(command: str) -> str:

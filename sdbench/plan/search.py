@@ -128,8 +128,8 @@ def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence
         if not ways:
             return too_large_for(card, num_devices, phase, training, speeds, too_large)
         parts += min(ways, key=lambda way: sum(part.days.likely for part in way))
-    if not all(math.isfinite(part.days.likely) for part in parts):
-        return Impossible(card, num_devices, 'a preemption comes before the work since the last checkpoint is saved',
+    if not all(math.isfinite(part.days.most) for part in parts):
+        return Impossible(card, num_devices, 'a preemption may come before the work since the last checkpoint is saved',
                           'a shorter --save_interval, fewer machines, or machines that are preempted less often')
     machine = math.ceil(num_devices / parts[-1].setup.machines)
     return Plan(card, num_devices, tuple(parts), price_for(card, machine, prices), storage_of(parts, training))

@@ -98,7 +98,7 @@ def lowest_speed(plan: Plan, limits: Sequence[Limit]) -> float | None:
 def verdict(plans: Sequence[Plan], limits: Sequence[Limit]) -> list[str]:
     """Return the verdict as sentences, the answer first."""
     if not plans:
-        return ['This training fits on none of these GPUs.']
+        return ['This training is possible on none of these GPUs.']
     standings = {plan: standing(plan, limits) for plan in plans}
     inside = [plan for plan in plans if standings[plan] in (WITHIN, PROBABLY_WITHIN)]
     within = ' and '.join(limit.name for limit in limits)
