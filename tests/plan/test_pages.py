@@ -70,7 +70,7 @@ def test_the_first_sentence_and_the_example_of_the_page_on_planning_are_up_to_da
     assert (f'storage adds ${b200.storage_dollars.likely:,.0f} and ${h100.storage_dollars.likely:,.0f}'
             in sentences(PAGE))
     _, text = answer_to(EXAMPLE)
-    [shown] = re.findall('^```\n(Train .*?)^```', PAGE, re.MULTILINE | re.DOTALL)
+    [shown] = re.findall('^```\n(8 x .*?)^```', PAGE, re.MULTILINE | re.DOTALL)
     assert text.startswith(shown.strip())
     for promised in ('Impossible: 8 x RTX 4090', 'Outside: 16 x L40S', 'With --allreduce_precision bf16', 'plan holds'):
         assert promised in text
