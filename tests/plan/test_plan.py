@@ -26,6 +26,7 @@ from sdbench.plan import measured
 from sdbench.plan.parts import ENCODE, TRAIN, Impossible, Part, Plan, Preemptions, Range, Speed
 from sdbench.plan.prices import Price, Storage, price_for, read_prices
 from sdbench.plan.verdict import OUTSIDE, PROBABLY_OUTSIDE, WITHIN, Limit, best_and_ties, lowest_speed, standing
+from sdbench.records import expected
 from sdbench.setup import Setup
 
 TODAY = datetime.date(2026, 7, 1)
@@ -54,7 +55,8 @@ def simple_forecast(setup: Setup, card: Card) -> Forecast:
 
 @pytest.fixture(autouse=True)
 def simple_forecasts(monkeypatch):
-    monkeypatch.setattr(measured, 'forecast', simple_forecast)
+    for module in (measured, expected):
+        monkeypatch.setattr(module, 'forecast', simple_forecast)
 
 
 def answer_to(*argv):
