@@ -218,8 +218,9 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
     try:
         # Ask for pickled files explicitly if there are no safetensors, which avoids long warnings. Both libraries read
         # only tensors from pickled files, so no code runs.
-        network, loading = cls.from_pretrained(folder, use_safetensors=is_safe, variant=variant, local_files_only=True,
-                                               output_loading_info=True, **names)
+        with torch.device('cpu'):  # while a run builds its model, transformers would load to the GPU
+            network, loading = cls.from_pretrained(folder, use_safetensors=is_safe, variant=variant,
+                                                   local_files_only=True, output_loading_info=True, **names)
     except Exception as error:  # the libraries raise many kinds for missing, damaged or wrong files
         raise UserError(f'{label}: {folder} holds no {cls.__name__} that loads ({one_line(error, 300)}); give '
                         'another model') from None
