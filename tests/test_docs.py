@@ -161,9 +161,9 @@ def test_every_line_of_a_summary_is_explained():
 
 
 FLAG = re.compile(r'(?<![\w-])--[a-z][a-z_]*(?:-[a-z_]+)*')
-OF_OTHERS = {'--always', '--dirty', '--abbrev', '--exclude', '--shm-size', '--head', '--local-dir',
-             '--ntasks-per-node', '--world_size', '--node_rank', '--base_rank', '--master_addr',
-             '--master_port'}  # git, docker, SLURM, composer, ...
+OF_OTHERS = {'--always', '--dirty', '--abbrev', '--exclude', '--shm-size', '--head', '--local-dir',  # git, docker, ...
+             '--world_size', '--node_rank', '--base_rank', '--master_addr', '--master_port',  # Composer's
+             '--ntasks-per-node'}  # srun
 NO_FLAGS = {'--flag', '--no'}  # as --help says, and as in f'--no-{name}'
 
 

@@ -13,7 +13,7 @@ import benchmark
 import report
 from benchmarks.forecast.fit import Fitted, predict
 from benchmarks.forecast.points import read_points
-from sdbench.flags.parser import LIMITS
+from sdbench.flags.parser import LIMITS, build_parser
 from sdbench.flags.train import Train
 from sdbench.flags.training_command import FEWEST_FROM_RANDOM, FINE_TUNED, training_command
 from sdbench.forecast.forecast import UNCOUNTED_SHARE, DoesNotFit, forecast
@@ -28,7 +28,7 @@ from tests.test_report import columns, tables
 
 PAGE = (ROOT / 'README.md').read_text()
 MEMORY = (ROOT / 'docs/speed.md').read_text().partition('How much memory does it take?')[2]
-PUBLISHED = tables(PAGE.partition('## Coming from the original')[2])[0]
+PUBLISHED = tables((ROOT / 'docs/migrating.md').read_text())[0]
 CARDS = {'24 GB: A10': 'NVIDIA-A10', '24 GB: A30, RTX 3090, RTX 4090': 'RTX4090', '40 GB: A100': 'A100-SXM4-40GB',
          '48 GB: A40, L40, L40S': 'L40S', '48 GB: RTX A6000, RTX 6000 Ada': 'RTX-A6000',
          '80 GB: A100, H100': 'H100-80GB', '141 GB: H200': 'NVIDIA-H200'}
@@ -39,13 +39,21 @@ def program(command: str) -> list[str]:
     return shlex.split(command.replace('\\\n', ' '))[2:]
 
 
-def test_the_measured_speeds_are_the_output_of_the_report(monkeypatch, capsys):
+def test_the_measured_speeds_are_rows_of_the_report_and_the_last_is_of_the_command_below(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     report.main(['results/1xH100-torch-2.11.jsonl', 'results/1xH200-torch-2.11.jsonl'])
     [measured] = tables(capsys.readouterr().out)
-    [shown] = tables(PAGE.partition('## Measured so far')[2])[:1]
+    section = PAGE.partition('### Measured so far')[2]
+    shown = tables(section.replace('| defaults, ', '| '))[0]  # the report does not name defaults
     names = ('device', 'GPUs', 'images/s', 'forecast', 'forecast - measured')
-    assert columns(shown, 'settings', *names) == columns(measured, 'text', *names)
+    assert {*columns(shown, 'settings', *names)} <= {*columns(measured, 'text', *names)}
+
+    command = re.search('^python benchmark.py @recipes/fastest.txt .*$', section, re.MULTILINE)[0]
+    records = map(json.loads, (ROOT / 'results/1xH200-torch-2.11.jsonl').read_text().splitlines())
+    speed = shown[-1]['images/s']
+    [record] = [record for record in records if f'{record["images_per_sec"]:.1f}' == speed]
+    flags = build_parser(Train, '', 'benchmark.py').parse_args(program(command))
+    assert all(json.loads(json.dumps(value)) == record[flag] for flag, value in vars(flags).items())
 
 
 def test_the_summary_agrees_with_the_record_of_a_run_on_a_gpu():
@@ -97,9 +105,9 @@ def test_the_time_and_cost_of_fine_tuning_are_those_of_a_dry_run(tmp_path, monke
     flags = shlex.split(re.search(r'`(--dry_run 1 [^`]*--dollars_per_gpu_hour[^`]*)`', page)[1])
     benchmark.main(shlex.split(command.replace('--remote photos-mds', '--use_synth_data'))[2:] + flags)
     forecast = {}
-    for line in capsys.readouterr().out.partition('1 GPU ')[2].partition('Days and dollars')[0].splitlines()[1:]:
+    for line in capsys.readouterr().out.partition('\nGPUs ')[2].partition('Days and dollars')[0].splitlines()[1:]:
         name, microbatch, _, _, time, dollars = re.split('  +', line.strip())
-        forecast[name] = [microbatch, time, f'${float(dollars):.2f}']
+        forecast[name.removeprefix('1 x ')] = [microbatch, time, f'${float(dollars):.2f}']
     table = tables(page.partition('### Time and cost')[2])[0]
     shown = {name: figures for name, *figures in columns(table, 'one GPU', 'microbatch', 'time', 'dollars')}
     assert shown == forecast

@@ -101,7 +101,7 @@ def hash_of_model(name: str) -> str:
 
 @functools.cache
 def hash_of_code() -> str:
-    """Return a hash of TRACED_CODE that does not depend on comments, docstrings and the layout of the text."""
+    """Return a hash of TRACED_CODE that does not depend on comments, docstrings, the layout of the text and Python."""
     digest = hashlib.sha256()
     for file, names in TRACED_CODE.items():
         tree = ast.parse((ROOT / file).read_text())
@@ -111,8 +111,18 @@ def hash_of_code() -> str:
             del node.body[0]
         for node in ast.walk(tree) if names else [tree]:
             if not names or isinstance(node, ast.FunctionDef) and node.name in names:
-                digest.update(ast.dump(node).encode())
+                digest.update(repr(content_of(node)).encode())
     return digest.hexdigest()
+
+
+def content_of(node: Any) -> Any:
+    """Return a node of a syntax tree as nested lists, without empty fields: newer versions of Python have more."""
+    if isinstance(node, list):
+        return [content_of(item) for item in node]
+    if isinstance(node, ast.AST):
+        fields = [[name, content_of(value)] for name, value in ast.iter_fields(node) if value not in (None, [])]
+        return [type(node).__name__, *fields]
+    return node
 
 
 @functools.cache

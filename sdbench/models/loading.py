@@ -205,14 +205,11 @@ def weight_files(folder: Path) -> dict[str | None, list[Path]]:
 def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
     """Load a network of diffusers or transformers with its weights: on the CPU, in float32, frozen, in eval mode.
 
-    Args:
-        cls: class of the network, such as UNet2DConditionModel.
-        folder: folder with its configuration and weights, in one file or in shards, as safetensors or pickled tensors.
-            A variant, such as fp16, is loaded only if there are no other weights.
-        label: the flag that named the model, with its value, for error messages.
+    The folder has the configuration and the weights, in one file or in shards, as safetensors or pickled tensors. A
+    variant, such as fp16, is loaded only if there are no other weights.
 
-    Raises UserError if the weights do not load, or if some are missing or unexpected: diffusers and transformers would
-    use random numbers for missing weights and ignore unexpected ones.
+    Raises UserError, which begins with `label`, if the weights do not load, or if some are missing or unexpected:
+    diffusers and transformers would use random numbers for missing weights and ignore unexpected ones.
     """
     files = weight_files(Path(folder))
     variant = min(files, default=None, key=str) if None not in files else None
