@@ -19,16 +19,12 @@ from sdbench.plan.verdict import (
     OUTSIDE,
     PROBABLY_OUTSIDE,
     PROBABLY_WITHIN,
-    WITHIN,
     Limit,
     and_list,
-    best_and_ties,
     distances,
-    figure_to_compare,
+    judge,
     lowest_speed,
-    nearest,
     standing,
-    verdict,
 )
 from sdbench.records.figures import WIDTH, filled, rounded, text_table
 
@@ -90,16 +86,11 @@ class Answer:
 
     @property
     def verdict(self) -> list[str]:
-        return verdict(self.plans, self.limits)
+        return judge(self.plans, self.limits).sentences
 
     @property
     def best(self) -> list[Plan]:
-        """Return the best plan, and those that cannot be told apart from it."""
-        plans = [plan for plan in self.plans if standing(plan, self.limits) in (WITHIN, PROBABLY_WITHIN)]
-        if plans:
-            return best_and_ties(plans, figure_to_compare(plans))
-        closest = nearest(self.plans, self.limits)
-        return [closest] if closest else self.plans[:1]
+        return judge(self.plans, self.limits).best
 
     def cells(self, plan: Plan) -> dict[str, str]:
         """Return the cells of a plan in the table, by heading; '' for a cost without a price."""

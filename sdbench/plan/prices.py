@@ -119,13 +119,10 @@ class Storage:
     dollars_per_tb_month: float
     dollars_per_tb_read: float
 
-    @property
-    def tb(self) -> float:
-        return self.images_tb + self.latents_tb + self.checkpoints_tb
-
     def dollars(self, days: float) -> float:
         """Return the cost of storing everything for some days, and of reading."""
-        return self.tb * self.dollars_per_tb_month * days / DAYS_PER_MONTH + self.read_tb * self.dollars_per_tb_read
+        stored = self.images_tb + self.latents_tb + self.checkpoints_tb
+        return stored * self.dollars_per_tb_month * days / DAYS_PER_MONTH + self.read_tb * self.dollars_per_tb_read
 
 
 def terabytes(images: int, size: int, bytes_per_pixel: float) -> float:

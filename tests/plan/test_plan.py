@@ -31,9 +31,9 @@ from sdbench.plan.verdict import (
     WITHIN,
     Limit,
     best_and_ties,
+    judge,
     lowest_speed,
     standing,
-    verdict,
 )
 from sdbench.records import expected
 from sdbench.setup import Setup
@@ -305,12 +305,12 @@ def test_plans_whose_ranges_overlap_are_a_tie_and_the_verdict_says_so(capsys):
 
 def test_the_verdict_advises_to_measure_only_what_was_not_measured_and_says_who_is_only_probably_within():
     measured_plan, forecast_plan = one_plan(10, 0.05, source=MEASURED), one_plan(9, 0.28, card=B200)
-    [cost, days] = verdict([measured_plan, forecast_plan], [])
+    [cost, days] = judge([measured_plan, forecast_plan], []).sentences
     assert cost == '1 x B200 and 1 x H100 80GB cannot be told apart by cost: measure 1 x B200.'
-    [cost, days, unsure] = verdict([measured_plan, forecast_plan], [Limit('days', 11)])
+    [cost, days, unsure] = judge([measured_plan, forecast_plan], [Limit('days', 11)]).sentences
     assert unsure == 'Only probably within the limits: 1 x B200. The slow end of the range exceeds one.'
     both = [measured_plan, one_plan(10.1, 0.05, card=H200, source=MEASURED)]
-    assert not any('measure ' in sentence for sentence in verdict(both, []))
+    assert not any('measure ' in sentence for sentence in judge(both, []).sentences)
 
 
 def test_plans_that_were_measured_are_not_measured_again(tmp_path):
