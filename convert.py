@@ -243,7 +243,7 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, unused: list[s
     print(f'cost       {forecast_command(command, joined.samples)}')
     notes = ['The first command trains. The second forecasts its time and cost on that GPU, and needs no GPU.',
              f'{FINE_TUNED} is a folder with the weights of a model, and prompts.txt has one prompt per line '
-             '(docs/training.md).']
+             '(docs/photographs.md).']
     if joined.samples < FEWEST_FROM_RANDOM:
         notes.append(f'This fine-tunes a trained model, as advised below about {FEWEST_FROM_RANDOM:,} images.')
     if joined.samples < FEWEST_FOR_WHOLE_MODEL:

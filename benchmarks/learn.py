@@ -12,7 +12,7 @@ captions. Three captions are kept out of the training: their colour and their co
 together. They are counted separately and have a black frame in the figure. The argument is the file for the figure, and
 the last line of the output is the result as JSON.
 
-docs/training.md has the result from two cores of an AMD EPYC.
+docs/troubleshooting.md has the result from two cores of an AMD EPYC.
 """
 import argparse
 import json

@@ -22,7 +22,7 @@ from sdbench.flags.train import Train
 from tests.runs import ROOT, calls_of, write_noting_programs
 
 TASK = yaml.safe_load((ROOT / 'sky.yaml').read_text())
-TRAINING = {'REMOTE': 's3://bucket/photos', 'SAVE_FOLDER': 's3://bucket/run 1'}
+TRAINING = {'REMOTE': 's3://bucket/photos', 'MODEL': 'sd2', 'SAVE_FOLDER': 's3://bucket/run 1'}
 WHOLE = {'SOURCE': 's3://bucket/tars/', 'WORK': 's3://bucket/sd2', 'MODEL': 'sd2'}
 
 
@@ -84,6 +84,7 @@ def test_a_training_is_launched_once_per_node_and_resumes_from_its_bucket(tmp_pa
     settings = flags_of(arguments)
     assert settings.autoresume
     assert settings.use_ema
+    assert (settings.model_name, settings.pretrained, settings.caption_drop) == ('sd2', True, 0.1)
     assert (settings.remote, settings.save_folder) == (TRAINING['REMOTE'], TRAINING['SAVE_FOLDER'])
     assert settings.results == '-'  # a file would end with the machine
 
@@ -100,7 +101,8 @@ def test_the_whole_training_is_the_recipe_with_the_variables_of_the_task(tmp_pat
 
 
 @pytest.mark.parametrize('envs, line', [
-    ({'REMOTE': 's3://bucket/photos'}, 'SAVE_FOLDER: is empty; give --env SAVE_FOLDER='),
+    (TRAINING | {'MODEL': ''}, 'MODEL: is empty; give --env MODEL='),
+    (TRAINING | {'SAVE_FOLDER': ''}, 'SAVE_FOLDER: is empty; give --env SAVE_FOLDER='),
     (WHOLE | {'WORK': ''}, 'WORK: is empty; give --env WORK='), (WHOLE | {'nodes': 2}, 'SOURCE needs one machine')])
 def test_an_impossible_training_is_refused_in_one_line(tmp_path, envs, line):
     done = run_on(tmp_path, TASK['run'], **envs)

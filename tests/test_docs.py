@@ -22,6 +22,7 @@ import pytest
 
 import report
 from sdbench.flags.parser import build_parser
+from sdbench.flags.train import TINY_MODEL
 from sdbench.records.figures import LINES
 from tests.records.keys import rows_of
 from tests.runs import COMMANDS, ROOT, SMALLEST
@@ -93,6 +94,12 @@ def test_every_link_leads_to_a_file_and_to_a_heading(page):
             assert not anchor or anchor in anchors(target), link
 
 
+def test_the_readme_links_to_every_page():
+    readme, *pages = PAGES
+    links = LINK.findall(readme.read_text())
+    assert [page.name for page in pages if f'docs/{page.name}' not in links] == []
+
+
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
 def test_the_programs_take_every_command_line(page, monkeypatch):
     monkeypatch.chdir(ROOT)  # where @recipes/... is
@@ -100,6 +107,18 @@ def test_the_programs_take_every_command_line(page, monkeypatch):
         program, arguments = call(words_of(command))
         if arguments not in ([], ['--help']):
             PARSERS[program].parse_args(arguments)
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+def test_every_training_on_a_dataset_makes_a_model_that_can_generate_images(page, monkeypatch):
+    """Without trained encoders and dropped captions it never will, after days of training."""
+    monkeypatch.chdir(ROOT)  # where @recipes/... is
+    for command in all_commands(page):
+        program, arguments = call(words_of(command))
+        if program == 'benchmark.py' and '--remote' in arguments:
+            given = vars(PARSERS[program].parse_args(arguments))
+            if given.keys() & {'max_duration', 'save_folder'} and given.get('model_name') != TINY_MODEL:
+                assert given.get('pretrained') and given.get('caption_drop'), command
 
 
 def flags_of(parser) -> set[str]:

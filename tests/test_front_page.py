@@ -101,14 +101,14 @@ def test_the_time_and_cost_of_fine_tuning_are_those_of_a_dry_run(tmp_path, monke
     command = training_command('photos-mds', 3000, FINE_TUNED, True)  # before the folder is there, without weights
     write_architecture_of_sd15(tmp_path / FINE_TUNED)
     Path('prompts.txt').write_text('a cat')
-    page = (ROOT / 'docs/training.md').read_text()
+    page = (ROOT / 'docs/photographs.md').read_text()
     flags = shlex.split(re.search(r'`(--dry_run 1 [^`]*--dollars_per_gpu_hour[^`]*)`', page)[1])
     benchmark.main(shlex.split(command.replace('--remote photos-mds', '--use_synth_data'))[2:] + flags)
     forecast = {}
     for line in capsys.readouterr().out.partition('\nGPUs ')[2].partition('Days and dollars')[0].splitlines()[1:]:
         name, microbatch, _, _, time, dollars = re.split('  +', line.strip())
         forecast[name.removeprefix('1 x ')] = [microbatch, time, f'${float(dollars):.2f}']
-    table = tables(page.partition('### Time and cost')[2])[0]
+    table = tables(page.partition('## Time and cost')[2])[0]
     shown = {name: figures for name, *figures in columns(table, 'one GPU', 'microbatch', 'time', 'dollars')}
     assert shown == forecast
     [time] = [figures[1] for name, figures in shown.items() if name.startswith('H100')]

@@ -1,4 +1,4 @@
-"""The `hf download` commands of docs/training.md fetch what a training needs, from a server that imitates the hub.
+"""The `hf download` commands of the pages fetch what a training needs, from a server that imitates the hub.
 
 Versions of huggingface-hub read their flags differently; this is tested with the one that is installed.
 """
@@ -20,8 +20,8 @@ from tests.test_docs import command_lines, words_of
 
 COMMIT = '0' * 40
 UNUSED = ('v1-5-pruned.ckpt', 'unet/diffusion_pytorch_model.non_ema.bin', 'safety_checker/model.safetensors')
-COMMANDS = [words_of(command) for command in command_lines(ROOT / 'docs/training.md')
-            if command.startswith('hf download')]
+COMMANDS = [words_of(command) for page in ('photographs.md', 'training.md')
+            for command in command_lines(ROOT / 'docs' / page) if command.startswith('hf download')]
 
 
 class Hub(BaseHTTPRequestHandler):

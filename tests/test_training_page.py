@@ -1,4 +1,4 @@
-"""docs/training.md and laptop.md: their walks run from the first command to the image, with a small model.
+"""Pages in docs/: their walks run from the first command to the image, with a small model.
 
 The downloads of a walk are there already: `sd15`, `sd2` and `FOLDER` are a pipeline of the tiny model, and `package`
 has images as the package of emojis has them. `composer` starts one process here.
@@ -25,7 +25,7 @@ SMALLER = {'benchmark.py': ['--batch_size', '4', '--image_size', '64', '--max_du
 def blocks_of(page: str, heading: str) -> list[tuple[str, str]]:
     """Return language and content of the blocks below a heading."""
     text = (ROOT / 'docs' / page).read_text()
-    return FENCE.findall(text.partition(f'\n## {heading}\n')[2].partition('\n## ')[0])
+    return FENCE.findall(text.partition(f'# {heading}\n')[2].partition('\n## ')[0])
 
 
 def smaller(program: str, words: list[str]) -> list[str]:
@@ -40,7 +40,7 @@ def smaller(program: str, words: list[str]) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize('page, heading', [
-    ('training.md', 'Fine-tune on your photographs'), ('training.md', 'Train from random weights'),
+    ('photographs.md', 'How do I train on my photographs?'), ('training.md', 'Train from random weights'),
     ('training.md', 'Get the weights'), ('laptop.md', 'Train a model that generates emojis')])
 def test_a_walk_runs_to_its_end(page, heading, folder, pipeline, server):  # noqa: F811
     for name in ('sd15', 'sd2', 'FOLDER'):

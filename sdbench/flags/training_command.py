@@ -13,7 +13,7 @@ from sdbench.errors import plural
 from sdbench.flags.times import to_batches
 from sdbench.flags.train import BATCH_SIZE, TINY_MODEL, Train
 
-FINE_TUNED = 'sd15'  # folder into which docs/training.md downloads a trained model
+FINE_TUNED = 'sd15'  # folder into which docs/photographs.md downloads a trained model
 # ImageNet, with 1.28 million images, is the smallest dataset on which diffusion models of this size are usually trained
 # from random weights.
 FEWEST_FROM_RANDOM = 1_000_000  # images
@@ -126,7 +126,7 @@ def fine_tune_instead(settings: Train, samples: int) -> str:
     """Return the advice to fine-tune on the same data, with the same model if it has trained weights."""
     is_trained = settings.pretrained and has_unet(settings.model_name)
     command = training_command(settings.remote, samples, settings.model_name if is_trained else FINE_TUNED, True)
-    return f'fine-tune a trained model instead (docs/training.md): {command}'
+    return f'fine-tune a trained model instead (docs/photographs.md): {command}'
 
 
 def has_unet(model_name: str) -> bool:

@@ -19,7 +19,7 @@ from sdbench.models.names import save_older_names
 SAMPLER = 'DDIM'
 STEPS = 50
 GUIDANCE = 7.5  # scale of classifier-free guidance, the default of Stable Diffusion's own pipelines
-TINY_GUIDANCE = 2.0  # at 7.5 the tiny model's colours are too bright; docs/training.md has its FID at several scales
+TINY_GUIDANCE = 2.0  # at 7.5 the tiny model's colours are too bright; docs/laptop.md has its FID at several scales
 NARROWEST_CELL = 128  # pixels: leaves room for a caption below the small images of the tiny model
 
 

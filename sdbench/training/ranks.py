@@ -39,7 +39,7 @@ def join_ranks(timeout: int) -> None:
         tasks = os.environ.get('SLURM_STEP_NUM_TASKS', '1')
         if tasks != '1' and 'RANK' not in os.environ and 'SLURM_PTY_PORT' not in os.environ:
             raise UserError(f'SLURM has started {tasks} tasks, but no launcher has set RANK, so each of them would be '
-                            'a run on 1 device; start one launcher per machine, as the script in docs/operations.md: '
+                            'a run on 1 device; start one launcher per machine, as the script in docs/machines.md: '
                             "srun --ntasks-per-node=1 bash -c 'composer -n $GPUS ... benchmark.py ...'")
         return
 

@@ -125,12 +125,14 @@ def test_what_is_forecast_is_the_training_and_each_model_has_its_own_folder(samp
         assert dataclasses.replace(forecast, dry_run=None, gpu=()) == run
 
 
-def test_the_page_shows_the_commands_that_convert_prints():
-    page = (ROOT / 'docs/training.md').read_text().replace('\\\n', ' ')
+@pytest.mark.parametrize('name, samples, limit', [
+    ('photographs.md', 3_000, 'Below about {:,} images you fine-tune'),
+    ('training.md', 2_000_000, 'Train from random weights if you have {:,} images or more')])
+def test_the_pages_show_the_commands_that_convert_prints(name, samples, limit):
+    page = (ROOT / 'docs' / name).read_text().replace('\\\n', ' ')
     shown = [shlex.split(line) for line in page.splitlines() if ' benchmark.py ' in line]
-    for samples in (3_000, 2_000_000):
-        assert shlex.split(training_command('photos-mds', samples, FINE_TUNED, True)) in shown
-    assert f'Below about {FEWEST_FROM_RANDOM:,} images you fine-tune' in ' '.join(page.split())
+    assert shlex.split(training_command('photos-mds', samples, FINE_TUNED, True)) in shown
+    assert limit.format(FEWEST_FROM_RANDOM) in ' '.join(page.split())
 
 
 def settings(*flags: str) -> Train:

@@ -141,10 +141,10 @@ def test_the_commands_of_the_page_for_slurm_and_torchrun_start_one_run_on_all_no
         (tmp_path / name).write_text(f'#!/bin/sh\n{script}\n')
         (tmp_path / name).chmod(0o755)
     environment = {'PATH': f'{tmp_path}:{os.defpath}', 'SLURM_NNODES': '2', 'SLURM_JOB_NODELIST': 'two-nodes'}
-    for block in blocks(ROOT / 'docs/operations.md', 'sh'):
-        if 'srun ' in block:
+    for block in blocks(ROOT / 'docs/machines.md', 'sh'):
+        if '#SBATCH' in block:
             assert re.search(r'--gpus-per-node=(\d+)', block)[1] == re.search(r'GPUS=(\d+)', block)[1]
-        if 'srun ' in block or 'torchrun ' in block:
+        if '#SBATCH' in block or 'torchrun ' in block:
             subprocess.run(['bash', '-c', block], cwd=tmp_path, env=environment, check=True)
 
     by_slurm = calls_of(tmp_path, 'composer')
