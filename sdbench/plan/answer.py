@@ -10,10 +10,12 @@ from functools import cached_property
 from typing import Any
 
 from sdbench.errors import plural
+from sdbench.flags.plan import SD2_SCHEDULE
 from sdbench.forecast.forecast import network_sentence
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.plan.measured import MEASURED_ERROR, UNSEEN_ERROR
 from sdbench.plan.parts import ENCODE, FORECAST, RESTART_HOURS, Impossible, Part, Plan
+from sdbench.plan.prices import YOUR_PRICE
 from sdbench.plan.search import RECIPE, Training
 from sdbench.plan.verdict import (
     OUTSIDE,
@@ -204,7 +206,8 @@ class Answer:
             cost = ''
             if plan.price:
                 cost = f' and ${minutes / 60 * plan.num_devices * plan.price.dollars:,.2f}'
-            place = f'{plan.name} from {plan.price.provider}' if plan.price else plan.name
+            is_listed = plan.price and plan.price.provider != YOUR_PRICE
+            place = f'{plan.name} from {plan.price.provider}' if is_listed else plan.name
             sentence = f'Measure {MEASURED_STEPS} steps of each phase on {place}: about {minutes:.0f} minutes{cost}.'
             needed = lowest_speed(plan, self.limits)
             if needed is not None:
@@ -219,6 +222,8 @@ class Answer:
             words = ['python', 'plan.py', *self.records, *([] if 'results.jsonl' in self.records else
                                                            ['results.jsonl']), *self.command]
             steps.append(('Then ask again with the measurements:', [shlex.join(words)]))
+        if self.best:
+            steps.append(whole_training(self.best[0], self.training_flags))
         return steps
 
     def rows(self) -> list[dict[str, Any]]:
@@ -286,6 +291,26 @@ def switches(part: Part) -> str:
     if setup.gradient_checkpointing:
         flags.append('--gradient_checkpointing')
     return ' '.join(flags)
+
+
+def whole_training(plan: Plan, training_flags: str) -> tuple[str, list[str]]:
+    """Return a sentence and the command that trains a plan, where the recipe for one machine can train it."""
+    latents = {part.setup.latents for part in plan.training}
+    flags = {' '.join(switches(part).split()[1:]) for part in plan.training}  # without --use_synth_...
+    sizes = [part.setup.image_size for part in plan.training]
+    if plan.machines > 1 or len(latents) > 1 or len(flags) > 1 or sizes != [size for _, size in SD2_SCHEDULE]:
+        return 'docs/two-phases.md says how to train it with these flags.', []
+    variables = '' if latents == {True} else 'LATENTS= '
+    more = ' '.join(filter(None, [training_flags, *flags]))
+    if more:
+        variables += f'PHASE_FLAGS={shlex.quote(f"@recipes/fastest.txt {more}")} '
+    for number, part in enumerate(plan.training, start=1):
+        steps = part.images // part.setup.batch_size
+        if steps != SD2_SCHEDULE[number - 1][0]:
+            variables += f'STEPS_{number}={steps} '
+    return (f'Train it on {plan.name}, with your images in the folder photos and the weights of the encoders in FOLDER '
+            '(docs/two-phases.md):',
+            [f'{variables}MODEL=FOLDER SOURCE=photos sh recipes/stable-diffusion-2.sh'])
 
 
 def measuring_command(plan: Plan, part: Part, training_flags: str) -> str:

@@ -51,9 +51,11 @@ def distances(plan: Plan, limits: Sequence[Limit]) -> str:
         share = limit.of(plan) * 100
         if math.isnan(share.likely):  # no price
             continue
+        # A lower price helps only if no other limit is exceeded.
         remedy = ''
+        exceeded = [other for other in limits if other.of(plan).likely > 1]
         affordable = (limit.most - plan.storage_dollars.likely) / plan.gpu_hours.likely
-        if limit.figure == 'dollars' and share.likely > 100 and affordable > 0:
+        if limit.figure == 'dollars' and exceeded == [limit] and affordable > 0:
             remedy = f'; ${affordable:.2f} per GPU-hour would be within'
         texts.append(f'{share.likely:.0f} % of {limit.name} ({share.least:.0f} to {share.most:.0f} %{remedy})')
     return ' and '.join(texts)

@@ -322,7 +322,8 @@ def test_plans_that_were_measured_are_not_measured_again(tmp_path):
         assert one.name not in sentence
     everything = write_records(tmp_path / 'r.jsonl', *(record_of(part, one.card) for one in before.plans
                                                        for part in one.training))
-    assert answer_to(everything, *argv).first_steps == []
+    [(sentence, _)] = answer_to(everything, *argv).first_steps
+    assert sentence.startswith('Train it on ')
 
 
 def test_the_last_price_for_a_machine_with_enough_gpus_counts_and_old_ones_are_marked(tmp_path):
@@ -352,7 +353,8 @@ def test_storage_and_traffic_are_part_of_the_cost():
 
 def test_the_commands_to_measure_have_the_flags_of_the_plan_and_name_its_machines(capsys):
     answer = answer_to('--gpu', '16 L40S', '--network_gbits', 100, '--images', 10 ** 6, '--max_days', 1000)
-    (sentence, commands), (_, [again]) = answer.first_steps
+    (sentence, commands), (_, [again]), (training, []) = answer.first_steps
+    assert 'docs/two-phases.md' in training  # the recipe is for one machine
     assert 'images/s at 256 px and' in sentence and 'The plan holds with at least' in sentence
     assert [re.search('--image_size ([0-9]+)', command)[1] for command in commands] == ['256', '512']
     for command in commands:
