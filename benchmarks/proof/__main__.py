@@ -26,12 +26,10 @@ from pathlib import Path
 
 from benchmarks.proof.steps import ROOT, Machine, Step, all_steps, find_machine, first_steps
 from sdbench.files import parse_json
-from sdbench.forecast.forecast import DoesNotFit, forecast
-from sdbench.gpus import CARDS
 from sdbench.process import begin, one_line_errors
+from sdbench.records.expected import expected_of
 from sdbench.records.record import append_line
 from sdbench.records.versions import git_commit, package_versions
-from sdbench.setup import setup_of_record
 
 LIMIT = 1200  # seconds after which a step is killed; the longest one takes 200 on an H100
 FAR = 1.25    # a speed this many times its forecast, or its forecast this many times the speed, needs an explanation
@@ -60,21 +58,12 @@ def run_step(step: Step, machine: Machine, results: Path, log: Path) -> tuple[bo
         return True, result
 
     # Compare a measurement with the forecast for its setup.
-    ratio = ratio_to_forecast(read_lines(results)[-1])
-    if ratio is None:
+    record = read_lines(results)[-1]
+    expected = expected_of(record)
+    if expected.why_none:
         return True, result
+    ratio = record['images_per_sec'] / expected.images_per_sec
     return 1 / FAR <= ratio <= FAR, f'{result}; {ratio:.2f} times the forecast'
-
-
-def ratio_to_forecast(record: dict) -> float | None:
-    """Return the speed of a measured training divided by the forecast for its setup; None if there is no forecast."""
-    if record['device'] not in CARDS:
-        return None
-    try:
-        speed = forecast(setup_of_record(record), CARDS[record['device']]).images_per_sec
-    except DoesNotFit:
-        return None
-    return None if math.isnan(speed) else record['images_per_sec'] / speed
 
 
 def run(command: list[str], log: Path) -> int | None:

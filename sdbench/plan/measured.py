@@ -9,24 +9,20 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from sdbench.forecast.forecast import DoesNotFit, Forecast, forecast
+from sdbench.forecast.forecast import Forecast, forecast
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.gpus import CARDS, Card, short_name
 from sdbench.plan.parts import CORRECTED, ENCODE, MEASURED, TRAIN, Speed
+from sdbench.records.expected import expected_of
 from sdbench.records.read import MEASURED as RELIABLE
 from sdbench.records.summary import MUCH_WAITING_FOR_DATA
-from sdbench.setup import Setup, setup_of_record
+from sdbench.setup import Setup
 
 # The same card, batch and code differ by 2 to 4 % between MLPerf submitters.
 MEASURED_ERROR = 0.05
 # The largest published error of a forecast of this kind on a GPU that its authors had not measured: 27.9 % (NeuSight,
 # training of transformers).
 UNSEEN_ERROR = 0.28
-
-# What a record must state so that its speed can be compared with a forecast. Records of our commands state all flags.
-NEEDED = {TRAIN: ('num_devices', 'image_size', 'batch_size', 'microbatch', 'latents', 'precision', 'compile', 'use_ema',
-                  'gradient_checkpointing', 'half_precision_norms'),
-          ENCODE: ('num_devices', 'image_size', 'compile', 'encoder_precision')}
 
 forecast = cache(forecast)
 
@@ -75,32 +71,20 @@ def read_measurements(rows: Sequence[dict]) -> tuple[list[Measurement], list[str
     found = []
     sentences = []
     for row in rows:
-        record = row['record']
-        if row['status'] != RELIABLE or record['stage'] not in (TRAIN, ENCODE) or record['device'] not in CARDS:
+        record, kind = row['record'], row['record']['stage']
+        if row['status'] != RELIABLE or kind not in (TRAIN, ENCODE) or record['device'] not in CARDS:
             continue
-        name = f'{record["num_devices"]} x {short_name(record["device"])}, {record["stage"]} {record["image_size"]} px,'
-        setup = setup_of_record(record)
-        kind = record['stage']
-        ratio, network = None, None
-        waited = 100 * (record.get('data_wait_fraction') or 0)
-        missing = [name for name in NEEDED[kind] if getattr(setup, name) is None]
-        if missing:
-            sentences.append(f'{name} corrects nothing, because its record does not state {", ".join(missing)}.')
-            continue
-        try:
-            expected = forecast(setup, CARDS[setup.device])
-            setup = expected.setup
-            network = network_of(setup)
-            speed = expected.images_per_sec if kind == TRAIN else expected.encode_images_per_sec
-            if waited > 100 * MUCH_WAITING_FOR_DATA:
-                sentences.append(f'{name} corrects nothing, because it waited for its data {waited:.0f} % of the time.')
-            elif speed > 0:
-                ratio = record['images_per_sec'] / speed
-            else:
-                sentences.append(f'{name} corrects nothing, because no speed is forecast for its precision.')
-        except DoesNotFit as error:
-            sentences.append(f'{name} corrects nothing: by the forecast it does not fit ({error}).')
-        found.append(Measurement(kind, setup, network, record['images_per_sec'], ratio, str(record.get('date', ''))))
+        setup, speed, why_not = expected_of(record)
+        waited = record.get('data_wait_fraction') or 0
+        if not why_not and waited > MUCH_WAITING_FOR_DATA:
+            why_not = f'it waited for its data {100 * waited:.0f} % of the time'
+        if why_not:
+            sentences.append(f'{record["num_devices"]} x {short_name(record["device"])}, {kind} '
+                             f'{record["image_size"]} px, corrects nothing, because {why_not}.')
+        if setup:
+            ratio = None if why_not else record['images_per_sec'] / speed
+            found.append(Measurement(kind, setup, network_of(setup), record['images_per_sec'], ratio,
+                                     str(record.get('date', ''))))
     return sorted(found, key=lambda each: each.date), sentences
 
 

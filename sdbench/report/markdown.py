@@ -213,7 +213,7 @@ def tables_within_width(cells: pd.DataFrame, labels: Sequence[str], groups: Sequ
         for number, *texts in zip(cells['run'], *moved, strict=True):
             if any(texts):
                 text = f'{number}: {"; ".join(filter(None, texts))}'
-                lines.append(textwrap.fill(text, WIDTH, subsequent_indent='   '))
+                lines.append(textwrap.fill(text, WIDTH, subsequent_indent='   ', break_on_hyphens=False))
     return [*tables, '\n'.join(lines)] if lines else tables
 
 

@@ -18,7 +18,9 @@ import pandas as pd
 from sdbench.costs import Prices, days_to_train, price_of
 from sdbench.errors import UserError
 from sdbench.flags.train import SD2_BASE
-from sdbench.gpus import short_name
+from sdbench.forecast.forecast import forecast
+from sdbench.gpus import CARDS, short_name
+from sdbench.records.expected import NO_FORECAST
 from sdbench.records.figures import format_days, format_figure, rounded
 from sdbench.records.read import (
     EVALUATION_SETTINGS,
@@ -38,7 +40,8 @@ from sdbench.report.markdown import (
     recipe_flags,
     recipe_settings,
 )
-from sdbench.report.speeds import forecast_of, one_row_per_gpu_count
+from sdbench.report.speeds import one_row_per_gpu_count
+from sdbench.setup import setup_of_record
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 MARKERS = 'os^Dv<>ph*P'
@@ -174,14 +177,18 @@ def forecast_rows(rows: pd.DataFrame, training_images: int) -> pd.DataFrame:
             record = recipe_flags('fastest.txt') | own | {
                 'stage': 'train', 'status': COMPLETE, 'extrapolated': False, 'command': 'benchmark.py',
                 'device': device, 'num_devices': int(count)}
-            expected = forecast_of(record) if count <= own['batch_size'] else None
-            if expected:
-                least, most = expected.images_per_sec_range or (math.nan, math.nan)
-                days = days_to_train(expected.images_per_sec, training_images)
-                price = price_of(device, first['prices'])
-                found.append(speed_row(record | {'images_per_sec': expected.images_per_sec}) | {
-                    'status': FORECAST, 'setting': device, 'days': days, 'images_per_sec_least': least,
-                    'images_per_sec_most': most, 'cost_usd': days * 24 * count * price})
+            if count > own['batch_size']:
+                continue
+            try:
+                expected = forecast(setup_of_record(record), CARDS[device])
+            except NO_FORECAST:
+                continue
+            least, most = expected.images_per_sec_range or (math.nan, math.nan)
+            days = days_to_train(expected.images_per_sec, training_images)
+            price = price_of(device, first['prices'])
+            found.append(speed_row(record | {'images_per_sec': expected.images_per_sec}) | {
+                'status': FORECAST, 'setting': device, 'days': days, 'images_per_sec_least': least,
+                'images_per_sec_most': most, 'cost_usd': days * 24 * count * price})
     return pd.DataFrame(found, columns=None if found else ['images_per_sec_least', 'images_per_sec_most'])
 
 

@@ -9,8 +9,7 @@ from scipy.optimize import nnls
 from sdbench.costs import TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
-from sdbench.forecast.forecast import DoesNotFit, Forecast, forecast
-from sdbench.gpus import CARDS
+from sdbench.records.expected import expected_of
 from sdbench.records.figures import RUN_FIGURES
 from sdbench.records.read import (
     EXTRAPOLATED,
@@ -23,7 +22,6 @@ from sdbench.records.read import (
 )
 from sdbench.records.setup import SETTINGS
 from sdbench.report.markdown import describe_settings, differing_settings
-from sdbench.setup import setup_of_record
 
 # Empty figures, for a row that is not about a run, such as a prediction or a plan
 NO_RUN_FIGURES = dict.fromkeys((*RUN_FIGURES, *RESULT_FIGURES, 'microbatch'), math.nan)
@@ -65,32 +63,12 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
 
 def add_forecasts(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows with the forecast for their own flags, and its error if the speed of the row was measured."""
-    expected = []
-    for _, row in rows.iterrows():
-        found = forecast_of(row['record'] | {'num_devices': row['num_devices']})
-        speed = math.nan
-        if found and row['stage'] in ('train', 'encode'):
-            speed = found.images_per_sec if row['stage'] == 'train' else found.encode_images_per_sec
-        expected.append(speed)
+    expected = [expected_of(row['record'] | {'num_devices': row['num_devices']}).images_per_sec
+                for _, row in rows.iterrows()]
     rows = rows.assign(forecast_images_per_sec=expected)
     is_measured = rows['status'].isin([MEASURED, UNRELIABLE])
     error = rows['forecast_images_per_sec'] / rows['images_per_sec'] - 1
     return rows.assign(forecast_error=error.where(is_measured))
-
-
-def forecast_of(record: dict) -> Forecast | None:
-    """Return the forecast for the flags and the GPU of a record.
-
-    None if no command has written the record, which then lacks flags, if its GPU or its model is not known, or if its
-    run would not fit.
-    """
-    setup = setup_of_record(record)
-    if 'command' not in record or setup.device not in CARDS:
-        return None
-    try:
-        return forecast(setup, CARDS[setup.device])
-    except (DoesNotFit, UserError, ValueError, TypeError, KeyError):  # values that no flag has, in a record by hand
-        return None
 
 
 def setting_numbers(rows: pd.DataFrame) -> pd.Series:

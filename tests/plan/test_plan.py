@@ -37,6 +37,7 @@ from sdbench.plan.verdict import (
     lowest_speed,
     standing,
 )
+from sdbench.records import expected
 from sdbench.setup import Setup
 
 TODAY = datetime.date(2026, 7, 1)
@@ -65,7 +66,8 @@ def simple_forecast(setup: Setup, card: Card) -> Forecast:
 
 @pytest.fixture(autouse=True)
 def simple_forecasts(monkeypatch):
-    monkeypatch.setattr(measured, 'forecast', simple_forecast)
+    for module in (measured, expected):
+        monkeypatch.setattr(module, 'forecast', simple_forecast)
 
 
 def answer_to(*argv):
