@@ -2,6 +2,7 @@
 import csv
 import datetime
 import math
+import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -39,6 +40,7 @@ MEASURED_STEPS = 100  # of each phase, in the commands that measure a plan
 WARMUP_STEPS = 3
 MOST_CHANGED = 4  # plans for which a change of the arithmetic is shown in any case
 SMALLEST_CHANGE = 0.005  # fraction of the days below which a change is not worth a line
+QUOTED = r''''[^']*'|"[^"]*"'''  # in a shell command
 MINUTES_TO_START = 5  # of a measurement: it starts and compiles
 
 
@@ -217,7 +219,7 @@ class Answer:
                 sentence += f' The plan holds with at least {rounded_up:.2f} of its speeds: {speeds}.'
             commands = tuple(measuring_command(plan, part, self.training_flags) for part in plan.training)
             to_measure.append((commands, sentence))
-        steps = [(' '.join(sentences), list(commands)) for commands, sentences in grouped(to_measure).items()]
+        steps = [('\n'.join(sentences), list(commands)) for commands, sentences in grouped(to_measure).items()]
         if steps:
             words = ['python', 'plan.py', *self.records, *([] if 'results.jsonl' in self.records else
                                                            ['results.jsonl']), *self.command]
@@ -267,7 +269,7 @@ class Answer:
                 blocks.append(text_table(rows, ['GPUs', 'per GPU-hour']))
         blocks.append(filled(self.not_within))
         for sentence, commands in self.first_steps:
-            blocks.append('\n'.join([filled([sentence]), *(shell_lines(command) for command in commands)]))
+            blocks.append('\n'.join([filled(sentence.splitlines()), *(shell_lines(command) for command in commands)]))
         blocks.append(filled(self.details))
         return '\n\n'.join(filter(None, blocks))
 
@@ -327,6 +329,7 @@ def measuring_command(plan: Plan, part: Part, training_flags: str) -> str:
 
 
 def shell_lines(command: str) -> str:
-    """Return a shell command in lines of at most WIDTH characters."""
-    lines = textwrap.wrap(command, WIDTH - 6, break_on_hyphens=False, break_long_words=False)
-    return ' \\\n        '.join([f'    {lines[0]}', *lines[1:]])
+    """Return a shell command in lines of at most WIDTH characters, none of which ends between quotes."""
+    whole = re.sub(QUOTED, lambda quoted: quoted[0].replace(' ', '\0'), command)
+    lines = textwrap.wrap(whole, WIDTH - 6, break_on_hyphens=False, break_long_words=False)
+    return ' \\\n        '.join([f'    {lines[0]}', *lines[1:]]).replace('\0', ' ')

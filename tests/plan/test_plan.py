@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 import statistics
 from collections import Counter
 from dataclasses import replace
@@ -23,6 +24,7 @@ from sdbench.flags.train import ENCODERS, divisors
 from sdbench.forecast.forecast import DoesNotFit, Forecast
 from sdbench.gpus import CARDS, Card, peak_of
 from sdbench.plan import measured
+from sdbench.plan.answer import shell_lines
 from sdbench.plan.parts import ENCODE, FORECAST, MEASURED, TRAIN, Impossible, Part, Plan, Preemptions, Range, Speed
 from sdbench.plan.prices import Price, Storage, price_for, read_prices
 from sdbench.plan.verdict import (
@@ -324,6 +326,14 @@ def test_plans_that_were_measured_are_not_measured_again(tmp_path):
                                                        for part in one.training))
     [(sentence, _)] = answer_to(everything, *argv).first_steps
     assert sentence.startswith('Train it on ')
+
+
+@given(words=st.lists(st.sampled_from(['python', '--gpu', '16 L40S', "it's", '42', "a 'b' c"]), min_size=1))
+@CASES
+def test_a_command_in_several_lines_is_the_same_command(words):
+    shown = shell_lines(shlex.join(words))
+    assert shlex.split(shown.replace('\\\n', '')) == words
+    assert all(len(line) <= 120 for line in shown.splitlines())
 
 
 def test_the_last_price_for_a_machine_with_enough_gpus_counts_and_old_ones_are_marked(tmp_path):
