@@ -261,15 +261,7 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
                     stop: GracefulStop, prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
     """Build the callbacks of a run except the one that saves, in the order of their calls at each event.
 
-    Args:
-        settings: the settings of the run.
-        model: the model.
-        files: the files of the model.
-        flags: the flags that checkpoints keep, from `flags_to_keep`.
-        identity: the id and the name of the training.
-        stop: ends the training at a signal.
-        prompts: the prompts of --sample_prompts.
-        more: callbacks of the caller.
+    `flags` are those that checkpoints keep, from `flags_to_keep`, and `more` are callbacks of the caller.
     """
     # SpeedMonitor gets the GPU's peak from here, because Composer does not know every GPU by its name.
     window = min(10, settings.measure_batches or 10)  # batches

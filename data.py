@@ -19,36 +19,18 @@ from tokenizers import Tokenizer
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import to_pil_image
 
+from sdbench.complete import BATCHES_PER_WORKER
 from sdbench.errors import BadSample, DataError, UserError, unreadable_shard
 from sdbench.flags.train import SD2_BASE, Train
-from sdbench.inputs.batches import (
-    NOISE,
-    TIMESTEP,
-    BadSamples,
-    bad_sample_line,
-    collate,
-    decode_sample,
-    normalize,
-)
+from sdbench.inputs.batches import NOISE, TIMESTEP, BadSamples, bad_sample_line, collate, decode_sample, normalize
 from sdbench.inputs.captions import CAPTIONS, choose_caption, require_names
 from sdbench.inputs.images import decode_image, decode_whole_image
-from sdbench.inputs.loader import (
-    BATCHES_PER_WORKER,
-    CountedCollate,
-    TimedDataLoader,
-    TimedStreamingDataLoader,
-    begin_worker,
-)
-from sdbench.inputs.shards import (
-    MOMENTS,
-    hash_of_images,
-    number_of_samples,
-    read_index,
-    require_same_origin,
-)
-from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream, is_readable_in_place
+from sdbench.inputs.loader import CountedCollate, TimedDataLoader, TimedStreamingDataLoader, begin_worker
+from sdbench.inputs.shards import MOMENTS, hash_of_images, number_of_samples, read_index, require_same_origin
+from sdbench.inputs.stream import VerifiedDataset, VerifiedStream, is_readable_in_place
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer, token_ids
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
+from sdbench.stores import PATIENT
 
 DIFFERENT_SAMPLES = 16  # different synthetic samples, for a loader that collates samples itself
 EVALUATION_SEED = 17  # does not depend on --seed, because the losses of trainings with different seeds must compare
@@ -142,10 +124,11 @@ class StreamingLAIONDataset(VerifiedDataset):
     """
     def __init__(self, remote: str | None = None, local: str | None = None, split: str | None = None,
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
-                 predownload: int | None = None, download_retry: int = DOWNLOADS, download_timeout: float = 60,
-                 batch_size: int | None = None, *, image_size: int = 512, index: dict | None = None,
-                 cache_limit: int | str | None = None, caption_weights: Mapping[str, float] | None = None,
-                 caption_drop: float = 0.0, random_flip: bool = False, **kwargs):
+                 predownload: int | None = None, download_retry: int = PATIENT.tries,
+                 download_timeout: float = PATIENT.timeout, batch_size: int | None = None, *, image_size: int = 512,
+                 index: dict | None = None, cache_limit: int | str | None = None,
+                 caption_weights: Mapping[str, float] | None = None, caption_drop: float = 0.0,
+                 random_flip: bool = False, **kwargs):
         if remote is None and local is None:
             raise UserError('StreamingLAIONDataset needs a remote, or a local folder with shards')
         self.image_size = image_size
@@ -178,7 +161,6 @@ class StreamingLAIONDataset(VerifiedDataset):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Build the default tokenizer when it is first needed."""
         return build_tokenizer()
 
     def __getitem__(self, index: int) -> dict:
@@ -250,13 +232,8 @@ class HeldOutSamples(Dataset):
     """Held-out samples for an evaluation, each with noise and a timestep that depend only on its index and the seed.
 
     Therefore the loss of given weights is the same with any number of ranks, with microbatches of any size, and at any
-    time during training. A bad sample is replaced by the next good one.
-
-    Args:
-        samples: the held-out dataset.
-        latent_size: height and width of the model's latents.
-        num_timesteps: timesteps of the noise schedule.
-        seed: seed of the noise and the timesteps.
+    time during training. A bad sample is replaced by the next good one. `latent_size` is the height and the width of
+    the model's latents.
     """
 
     def __init__(self, samples: StreamingLAIONDataset, latent_size: int, num_timesteps: int, seed: int):
@@ -325,10 +302,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
 def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSpec:
     """Build the training loader, for the images or latents of --remote or for synthetic data.
 
-    Args:
-        settings: complete settings of the run.
-        files: files of the model.
-        index: the index.json of --remote. None: synthetic data.
+    `index` is the index.json of --remote; None means synthetic data.
 
     Raises UserError if the latents or the tokenizer do not fit the model.
     """
@@ -358,10 +332,7 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
 def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> HeldOutSamples | None:
     """Open the dataset of --eval_remote. Return None without the flag.
 
-    Args:
-        settings: settings of the run.
-        files: files of the model.
-        trained_on: training dataset. If it holds latents, the model has no VAE.
+    If the training dataset, `trained_on`, holds latents, the model has no VAE.
 
     Raises UserError if the samples do not fit the model, or if the run trains on the same samples.
     """

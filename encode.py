@@ -120,9 +120,8 @@ def encode(settings: Encode) -> dict | None:
 def speed_of_devices(figures: list[dict], devices: int) -> dict:
     """Return the record's keys about speed: the mean speed of a device, times the number of devices.
 
-    Args:
-        figures: `Encoder.figures()` of each process. Several processes may have used the same device one after another.
-        devices: number of devices that worked at the same time.
+    `figures` are the `Encoder.figures()` of each process, and several processes may have used the same device one after
+    another. `devices` worked at the same time.
     """
     images = sum(worker['measured'] for worker in figures)  # none if all images of this run were skipped
     seconds = sum(worker['seconds'] for worker in figures)

@@ -186,12 +186,10 @@ def read_references(settings: Evaluate, index: dict, image_size: int, fid: Frech
 
 
 def image_path(settings: Evaluate, guidance: float, number: int) -> Path:
-    """Return the path of the generated image for a sample number at a guidance scale."""
     return Path(settings.out, f'guidance-{guidance}', f'{number:06}.png')
 
 
 def samples_of_rank(settings: Evaluate) -> range:
-    """Return the numbers of the samples that this rank generates and scores."""
     return range(dist.get_global_rank(), settings.samples, dist.get_world_size())
 
 
@@ -222,14 +220,6 @@ def generate_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, capt
     if sum(generated) > 0:
         rate = sum(generated) / max(seconds)
     return {'images_generated': sum(generated), 'images_per_sec': rate}
-
-
-def to_device(pipeline: StableDiffusionPipeline, precision: str, device: torch.device) -> None:
-    """Move a pipeline to a device, and make its UNet compute in `precision`; everything else stays in float32."""
-    pipeline.to(device)
-    dtype = AUTOCAST_DTYPES.get(precision)
-    autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
-    pipeline.unet.forward = autocast(pipeline.unet.forward)
 
 
 def save_image(image: Image.Image, path: Path) -> None:
@@ -295,7 +285,13 @@ def evaluate(settings: Evaluate) -> dict:
         begun = Output(settings.out, '--out').begun(made_of)
         on_rank_0(lambda: stack.enter_context(begun))
         captions = read_references(settings, index, image_size, metrics.get('fid'))
-        to_device(pipeline, settings.precision, device)
+
+        # Only the UNet computes in --precision; everything else stays in float32.
+        pipeline.to(device)
+        dtype = AUTOCAST_DTYPES.get(settings.precision)
+        autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
+        pipeline.unet.forward = autocast(pipeline.unet.forward)
+
         generated = generate_missing(settings, pipeline, captions, image_size)
         scores = [scores_at(settings, guidance, captions, metrics) for guidance in settings.guidance]
 

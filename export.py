@@ -1,12 +1,13 @@
-"""Turn a checkpoint into a pipeline folder of diffusers, to generate images with it or to train it further.
+"""Turn a checkpoint into a pipeline folder of diffusers, or into one file for AUTOMATIC1111 and ComfyUI.
 
     python export.py checkpoints my-model               # the newest checkpoint in a folder
     python export.py s3://my-bucket/run1 my-model       # the newest checkpoint in an object store
     python export.py checkpoints/ep0-ba1000-rank0.pt my-model --raw_weights
+    python export.py checkpoints my-model.safetensors --single_file
 
 OUT holds the UNet with its EMA weights if there are any, the VAE, the text encoder, the tokenizer and the scheduler,
 all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` loads it. If OUT already holds the export of
-another checkpoint, that folder is renamed first.
+another checkpoint, that folder is renamed first. With --single_file OUT is a new file, which holds the weights alone.
 """
 from sdbench.flags.commands import Export
 from sdbench.flags.parser import answer_early, parse
@@ -26,10 +27,12 @@ import tempfile
 from pathlib import Path
 
 from diffusers import StableDiffusionPipeline
+from safetensors.torch import save_file
 from transformers.utils.logging import disable_progress_bar
 
 from sdbench.errors import plural, redacted
 from sdbench.models.loading import RANDOM, hash_of_weights
+from sdbench.models.single_file import original_tensors
 from sdbench.paths import EXPORTED
 from sdbench.training.weights import about_training, read_exported, read_trained_model, trained_pipeline
 
@@ -46,41 +49,56 @@ def export(settings: Export) -> None:
         print(f'warning: {settings.checkpoint} was trained without --pretrained, so its VAE and its text encoder have '
               'random weights, and generated images will be noise', file=sys.stderr)
 
-    # Write the folder with a description of its origin. Skip this if OUT has the same weights, from whichever file.
+    # Write OUT with a description of its origin. Skip this if OUT has the same weights, from whichever file.
     made_of = {'program': PROGRAM, 'checkpoint': redacted(settings.checkpoint),
                **about_training(trained, settings.raw_weights),
                'model_sha256': hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)}
     if read_exported(settings.out).get('model_sha256') == made_of['model_sha256']:
         print(f'done already: OUT {settings.out} has the weights of this checkpoint')
     else:
-        write_folder(settings.out, pipeline, made_of)
+        write(settings, pipeline, made_of)
 
     # Say how to use it.
     age = f' after {plural(trained.batch, "batch", "batches")}' if trained.batch is not None else ''
-    print(f'{settings.out} holds the pipeline{age}, with the {made_of["weights"]} weights\n'
-          f"generate images: StableDiffusionPipeline.from_pretrained('{settings.out}')('a photo of a cat').images[0]\n"
-          'score it: evaluate.py, see docs/evaluating.md')
+    print(f'{settings.out} holds the pipeline{age}, with the {made_of["weights"]} weights')
+    if settings.single_file:
+        print('generate images: copy it to models/Stable-diffusion of AUTOMATIC1111 or models/checkpoints of ComfyUI')
+        if pipeline.scheduler.config.prediction_type == 'v_prediction':
+            print('prediction type: v_prediction, which is not in the file; if all images are noise, set it, '
+                  'in ComfyUI with the node ModelSamplingDiscrete')
+    else:
+        print('generate images: '
+              f"StableDiffusionPipeline.from_pretrained('{settings.out}')('a photo of a cat').images[0]\n"
+              'score it: evaluate.py, see docs/evaluating.md')
 
 
-def write_folder(out: str, pipeline: StableDiffusionPipeline, made_of: dict) -> None:
+def write(settings: Export, pipeline: StableDiffusionPipeline, made_of: dict) -> None:
     """Write a pipeline to OUT, which appears only when it is complete. An earlier export in OUT is moved to OUT-1.
 
-    Args:
-        out: the folder.
-        pipeline: the pipeline to write.
-        made_of: the content for OUT/export.json.
+    `made_of` becomes OUT/export.json, or an entry of the same name in the metadata of a single file.
+
+    Raises UserError if a single file cannot hold the model.
     """
+    out = settings.out
     parent = os.path.dirname(os.path.abspath(out))
     os.makedirs(parent, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix='.export-') as around:
         # Write everything into a temporary folder next to OUT.
-        folder = Path(around, 'pipeline')
-        pipeline.save_pretrained(folder)
-        (folder / EXPORTED).write_text(json.dumps(made_of))
+        about = json.dumps(made_of)
+        if settings.single_file:
+            new = Path(around, 'single.safetensors')
+            tensors = original_tensors(pipeline, f'CHECKPOINT {settings.checkpoint}')
+            save_file(tensors, new, metadata={'format': 'pt', EXPORTED: about})
+        else:
+            new = Path(around, 'pipeline')
+            pipeline.save_pretrained(new)
+            (new / EXPORTED).write_text(about)
 
         # Set permissions according to the umask: safetensors 0.8 makes its files readable for the owner only.
-        for path in folder.rglob('*.safetensors'):
-            shutil.copymode(folder / EXPORTED, path)
+        usual = Path(around, 'usual')
+        usual.touch()
+        for path in Path(around).rglob('*.safetensors'):
+            shutil.copymode(usual, path)
 
         # Move it to OUT. An earlier export is renamed and not removed, because the user may have changed it.
         if os.path.exists(out):
@@ -88,7 +106,7 @@ def write_folder(out: str, pipeline: StableDiffusionPipeline, made_of: dict) -> 
             kept = next(name for name in names if not os.path.lexists(name))
             os.rename(out, kept)
             print(f'OUT {out} held the export of another checkpoint, which is in {kept} now')
-        os.rename(folder, out)
+        os.rename(new, out)
 
 
 def main(argv: list[str] | None = None) -> None:

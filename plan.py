@@ -38,8 +38,8 @@ def main(argv: list[str] | None = None, today: datetime.date | None = None) -> A
     with one_line_errors(PROGRAM):
         words = sys.argv[1:] if argv is None else argv
         answer = make_answer(settings, [word for word in words if word not in settings.records], today)
+        print(answer.text, flush=True)
         write_files(answer, settings)
-        print(answer.text)
     return answer
 
 

@@ -56,15 +56,16 @@ def complete(settings: Train, index: dict | None) -> Train:
     # Devices: a dry run is for the GPU count in --dry_run, whatever GPUs this machine has.
     num_devices = given.dry_run[0] if given.dry_run else 0
     num_devices = num_devices or launcher_variable('WORLD_SIZE') or 1
-    is_for_gpus, cores, precision_here = facts_of_machine(is_dry_run)
+    is_for_gpus, most_workers, precision_here = facts_of_machine(is_dry_run)
 
     # Data: --local without --remote is the folder of the shards. A dry run without data is for random images.
-    remote, local = place_of_data(given)
+    remote = given.remote or given.local
+    local = given.local if given.remote else None
     latents = given.use_synth_latents if index is None else 'latents' in index
     samples = max(given.batch_size, SYNTHETIC_SAMPLES) if index is None else number_of_samples(index)
     batches_per_epoch = max(1, samples // given.batch_size)
 
-    num_workers = or_default(given.num_workers, default_workers(remote, cores))
+    num_workers = or_default(given.num_workers, most_workers if remote else 0)  # synthetic data needs none
     precision = given.precision or precision_here
     microbatch = given.device_train_microbatch_size
     if microbatch == 'auto' and not is_for_gpus:  # trials on a CPU could fill the memory of the machine
@@ -109,18 +110,18 @@ def complete(settings: Train, index: dict | None) -> Train:
 
 
 def facts_of_machine(is_dry_run: bool) -> tuple[bool, int, str]:
-    """Return whether the run is for GPUs, the CPU cores of each device, and the best precision.
+    """Return whether the run is for GPUs, the default of --num_workers, and the best precision.
 
     A forecast does not depend on the machine that makes it. In a training all ranks take the values of rank 0. If the
     ranks had different numbers of workers, they would also have runs of different lengths, because a measurement
     outlasts the batches that the workers have prefetched.
     """
     if is_dry_run:
-        return True, cores_per_device(1), 'amp_bf16'
+        return True, workers_per_device(1), 'amp_bf16'
     import torch  # here, because a forecast needs no torch, and its import takes seconds
     from composer.utils import dist
     is_for_gpus = torch.cuda.is_available()
-    mine = (cores_per_device(dist.get_local_world_size()), best_precision(is_for_gpus))
+    mine = (workers_per_device(dist.get_local_world_size()), best_precision(is_for_gpus))
     return is_for_gpus, *dist.all_gather_object(mine)[0]
 
 
@@ -153,10 +154,7 @@ def times_in_batches(given: Train, batches_per_epoch: int, length: int) -> dict[
 def refuse_impossible(settings: Train, samples: int, is_for_gpus: bool) -> None:
     """Raise UserError for flags that would do nothing, or the wrong thing, on this machine or with this data.
 
-    Args:
-        settings: the completed settings.
-        samples: number of samples in the dataset.
-        is_for_gpus: whether the run is on GPUs, or a forecast for GPUs.
+    The settings are complete. `is_for_gpus` tells whether the run is on GPUs, or a forecast for GPUs.
     """
     if samples < settings.batch_size and settings.dry_run is None:
         remedy = 'use a smaller batch'
@@ -188,11 +186,10 @@ def complete_encoding(settings: Encode) -> Encode:
     if settings.ray and settings.encoder_precision is None and not is_for_gpus:
         raise UserError(f'--ray {settings.ray} needs --encoder_precision, because this machine has no GPU that shows '
                         'what the GPUs of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
-    remote, local = place_of_data(settings)
-    workers = default_workers(remote, cores_per_device(torch.cuda.device_count()))
     precision = ENCODER_PRECISIONS[best_precision(is_for_gpus)]
-    return replace(settings, by_default=dependent_defaults(settings), remote=remote, local=local,
-                   num_workers=or_default(settings.num_workers, workers),
+    return replace(settings, by_default=dependent_defaults(settings), remote=settings.remote or settings.local,
+                   local=settings.local if settings.remote else None,
+                   num_workers=or_default(settings.num_workers, workers_per_device(torch.cuda.device_count())),
                    encoder_precision=settings.encoder_precision or precision,
                    channels_last=or_default(settings.channels_last, bool(settings.compile)))
 
@@ -207,18 +204,6 @@ def dependent_defaults(given: Train | Encode) -> tuple[str, ...]:
     return tuple(name for name in DEPENDENT_DEFAULTS if getattr(given, name, True) in (None, 'auto'))
 
 
-def place_of_data(given: Train | Encode) -> tuple[str | None, str | None]:
-    """Return the place of the shards and the folder of their cache. If only --local is given, it is the place."""
-    if given.remote:
-        return given.remote, given.local
-    return given.local, None
-
-
-def default_workers(remote: str | None, cores: int) -> int:
-    """Return the number of loader processes for each device: one per CPU core, up to 8. Synthetic data needs none."""
-    return min(MOST_WORKERS, cores) if remote else 0
-
-
 def best_precision(is_for_gpus: bool) -> str:
     """Return amp_bf16 for a GPU that supports it, amp_fp16 for another GPU, and fp32 for a CPU."""
     if not is_for_gpus:
@@ -229,6 +214,6 @@ def best_precision(is_for_gpus: bool) -> str:
     return 'amp_bf16'
 
 
-def cores_per_device(devices: int) -> int:
-    """Return the CPU cores of this machine for the loader of each device."""
-    return max(1, cpu_cores() // max(1, devices))
+def workers_per_device(devices: int) -> int:
+    """Return the number of loader processes for each device of this machine: one per CPU core, up to MOST_WORKERS."""
+    return min(MOST_WORKERS, max(1, cpu_cores() // max(1, devices)))

@@ -37,11 +37,8 @@ def card_names_for(name: str) -> frozenset[str]:
 def price_of(device: str, prices: Prices) -> float:
     """Return the price of a GPU in dollars per GPU-hour; NaN if there are prices, but none for this GPU.
 
-    The last matching price counts.
-
-    Args:
-        device: name of the GPU, as in a record.
-        prices: the prices of --dollars_per_gpu_hour. Without any, every GPU costs DOLLARS_PER_GPU_HOUR.
+    The last matching price counts. Without any prices, every GPU costs DOLLARS_PER_GPU_HOUR. `device` is the name of
+    the GPU in a record.
     """
     if not prices:
         return DOLLARS_PER_GPU_HOUR

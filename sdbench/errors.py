@@ -44,12 +44,7 @@ def redacted(text: str) -> str:
 
 
 def unreadable_shard(error: BaseException, path: str | None = None) -> DataError:
-    """Return the DataError for a shard that cannot be read, with the fix if the disk is full.
-
-    Args:
-        error: the error of the storage client or the disk.
-        path: path or address of the shard; None if it is not known.
-    """
+    """Return the DataError for a shard that cannot be read, with the fix if the disk is full."""
     shard = f'a shard, {path},' if path else 'a shard'
     text = f'{shard} could not be read ({type(error).__name__}: {one_line(error)})'
     if disk_is_full(error):
@@ -76,9 +71,7 @@ def disk_is_full(error: BaseException | None) -> bool:
 def known_reason(error: BaseException, less_memory: str = 'use a smaller --batch_size or --image_size') -> str | None:
     """Return in one line why a command failed, with the fix; None if the error is a bug and needs its traceback.
 
-    Args:
-        error: the exception that ended the command.
-        less_memory: the fix if memory ran out.
+    `less_memory` is the fix if memory ran out.
     """
     # These errors already name the file, the disk or the package.
     if isinstance(error, DataError | ImportError):
@@ -102,13 +95,7 @@ def known_reason(error: BaseException, less_memory: str = 'use a smaller --batch
 
 
 def plural(number: int, one: str, several: str | None = None) -> str:
-    """Return a number with its noun, such as '1 batch' and '2,000 batches'.
-
-    Args:
-        number: the count.
-        one: the singular.
-        several: the plural; None means the singular with an s.
-    """
+    """Return a number with its noun, such as '1 batch' and '2,000 batches'. By default the plural only adds an s."""
     if number == 1:
         return f'1 {one}'
     return f'{number:,} {several or one + "s"}'

@@ -17,11 +17,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors from Lustre,
 def read_text(path: str, label: str) -> str:
     """Read a text file from the user: UTF-8, with or without a byte order mark, and with any line ends.
 
-    Args:
-        path: path of the file.
-        label: begins the error messages: the flag and its value.
-
-    Raises UserError if the file cannot be read or has another encoding.
+    Raises UserError, which begins with `label`, if the file cannot be read or has another encoding.
     """
     try:
         text = Path(path).read_text(encoding='utf-8-sig')
@@ -68,12 +64,9 @@ def locked(path: str | os.PathLike, label: str, seconds: float = 0) -> Iterator[
     If the file system has no locks, this prints a warning and locks nothing. filelock's own fallback is a lock that is
     held as long as its file exists, so if a machine is lost, all other machines would be locked out forever.
 
-    Args:
-        path: path of the lock file in the folder.
-        label: begins the error messages: the flag and its value.
-        seconds: how long to wait for another run to end.
+    `path` is the lock file in the folder, and `seconds` is how long to wait for another run to end.
 
-    Raises UserError if another run holds the lock, or the folder cannot be written to.
+    Raises UserError, which begins with `label`, if another run holds the lock, or the folder cannot be written to.
     """
     from filelock import FileLock, Timeout
     lock = FileLock(path, thread_local=False, fallback_to_soft=False)

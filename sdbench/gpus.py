@@ -120,10 +120,8 @@ def peak_of(device_name: str, precision: str) -> float | None:
 def machines_for(num_devices: int, gpus_per_node: int | str) -> int:
     """Return how many machines have `num_devices` GPUs in all, rounded up.
 
-    Args:
-        num_devices: GPUs in all machines.
-        gpus_per_node: GPUs in each machine, or the name of a GPU, for the machines that it is usually sold in. Machines
-            with an unknown GPU are assumed to have 8.
+    `gpus_per_node` may be the name of a GPU, for the machines that it is usually sold in. An unknown GPU counts as
+    sold in machines with 8.
     """
     if isinstance(gpus_per_node, str):
         gpus_per_node = CARDS[gpus_per_node].gpus_per_node if gpus_per_node in CARDS else 8

@@ -10,13 +10,10 @@ CLIP_MODEL = 'openai/clip-vit-large-patch14'  # the usual one for CLIP scores
 def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
     """Return the folder `name` if it exists, else the folder of the hub's repository `name`, downloaded if not cached.
 
-    Args:
-        flag: name of the flag, for error messages.
-        name: a folder of this machine, or a repository such as stabilityai/stable-diffusion-2-base.
-        patterns: glob patterns of the files to download.
+    `patterns` are glob patterns of the files to download.
 
-    Raises UserError with the hub's reason if there is no such folder or repository, and OSError if the cache on this
-    machine cannot be written to.
+    Raises UserError, with `flag` and the hub's reason, if there is no such folder or repository, and OSError if the
+    cache on this machine cannot be written to.
     """
     if os.path.isdir(name):
         return Path(name)

@@ -30,11 +30,7 @@ def changes_that_take_less(setup: Setup) -> dict[str, Setup]:
 
 
 def memory_advice(fits_with: dict[str, bool]) -> str:
-    """Return advice for a GPU with too little memory.
-
-    Args:
-        fits_with: for each key of `changes_that_take_less`, whether that change alone is enough.
-    """
+    """Return advice for a GPU with too little memory, from the changes that take less: is each alone enough?"""
     enough = [change for change, fits in fits_with.items() if fits]
     if enough:
         return f'each of these alone is enough: {"; ".join(enough)}'
@@ -47,11 +43,8 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
     """Return the largest size for which `fits` is true, by binary search; None if not even the smallest size fits.
 
     Both the search on a GPU and a dry run use this. The smallest size, one image, is tried first, because CUDA's
-    libraries then allocate their handles and workspaces while there is still memory.
-
-    Args:
-        sizes: the candidates, in ascending order.
-        fits: tells whether a size fits. It is called at most once for each size.
+    libraries then allocate their handles and workspaces while there is still memory. The sizes are in ascending order,
+    and `fits` is called at most once for each of them.
     """
     if not fits(sizes[0]):
         return None

@@ -64,8 +64,7 @@ def begin() -> None:
 def cpu_cores(cgroups: str = '/sys/fs/cgroup') -> int:
     """Return how many CPU cores this process may use: its CPU affinity or its container's quota, whichever is less.
 
-    Args:
-        cgroups: folder with the container's limits, in the layout of cgroups version 2 (cpu.max) or version 1.
+    `cgroups` is the folder with the container's limits, in the layout of cgroups version 2 (cpu.max) or version 1.
     """
     cores = len(os.sched_getaffinity(0))
     for names in (['cpu.max'], ['cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us']):
@@ -83,9 +82,6 @@ def end_with_parent(signal_number: int) -> None:
     right one even if a fork server did the fork. In any other process, such as a rank under a launcher, the thread
     checks once per second whether the parent process id has changed. Linux's PR_SET_PDEATHSIG is no alternative,
     because it watches the fork server, which lives as long as the processes that it forked.
-
-    Args:
-        signal_number: signal to send, such as signal.SIGKILL.
     """
     import multiprocessing  # here, because --help starts faster without it
     parent = multiprocessing.parent_process()
@@ -157,9 +153,7 @@ def one_line_errors(program: str, how_to_continue: str = '') -> Iterator[None]:
     a package (DataError, OSError, ImportError), and 130 after Ctrl-C, SIGTERM or SIGHUP. Any other error keeps its
     traceback.
 
-    Args:
-        program: name of the command.
-        how_to_continue: text that follows an error with status 1 or 130: which results are kept, and how to continue.
+    `how_to_continue` follows an error with status 1 or 130: it says which results are kept, and how to continue.
     """
     suffix = how_to_continue and f'; {how_to_continue}'
     # These signals raise KeyboardInterrupt, as Ctrl-C does.

@@ -114,8 +114,8 @@ ROWS = [
     ('report.py', 'records.csv', 'records.csv:2: not a record: more cells than columns'),
     ('report.py', 'published.csv --csv /missing/table.csv', '/missing'),
     ('report.py', 'published.csv --csv published.csv', 'would overwrite a file with records'),
-    ('report.py', 'published.csv --csv results.jsonl', '--csv results.jsonl does not end in .csv'),
-    ('report.py', 'published.csv --figure days.xyz', '--figure days.xyz does not end in .png'),
+    ('report.py', 'published.csv --csv results.jsonl', '--csv: results.jsonl does not end in .csv'),
+    ('report.py', 'published.csv --figure days.xyz', '--figure: days.xyz does not end in .png'),
     ('report.py', 'published.csv --extrapolate 4096', 'a batch_size (if stated) of at least as many images as GPUs'),
     ('plan.py', '--gpu 8 H100', "8 is not a GPU count and a GPU name in quotes, such as '16 L40S'"),
     ('plan.py', '--gpu "8 H1000"', 'H1000 is not a known GPU'),
@@ -124,7 +124,7 @@ ROWS = [
     ('plan.py', '--prices none.csv', '--prices none.csv cannot be read (No such file or directory)'),
     ('plan.py', '--prices published.csv', '--prices published.csv has no column gpu'),
     ('plan.py', '--dollars_per_gpu_hour H10=3', '--dollars_per_gpu_hour H10=3: H10 is not a known GPU'),
-    ('plan.py', '--csv plan.txt', '--csv plan.txt does not end in .csv'),
+    ('plan.py', '--csv plan.txt', '--csv: plan.txt does not end in .csv'),
     ('plan.py', "--training_flags '--batch 3'", '--training_flags: --batch is not a flag; did you mean'),
 
     # Folders, weights, images and held-out samples in a training, an evaluation and an export

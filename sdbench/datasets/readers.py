@@ -114,7 +114,7 @@ def open_file(path: str) -> Iterator[BinaryIO]:
         if is_url(path):  # each seek in a tar or a Parquet file would be a request
             copy = os.path.join(folder, 'copy')
             try:
-                download(path, copy, path, **PATIENT)
+                download(path, copy, path, PATIENT)
             except OSError as error:
                 raise DataError(str(error)) from None
         with open(copy, 'rb', BUFFER_BYTES) as file:

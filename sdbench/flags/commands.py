@@ -7,14 +7,13 @@ from typing import Literal
 
 from sdbench.costs import TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
-from sdbench.flags.parser import count, flag, fraction, number_between, positional, seed
+from sdbench.flags.parser import count, file_ending, flag, fraction, number_between, picture, positional, seed
 from sdbench.flags.train import DataLoading, Encoders, Model, Results, Warmup, pixels, price
 from sdbench.hub import CLIP_MODEL
 from sdbench.paths import EXPORTED, is_url
 from sdbench.process import launcher_variable
 
 TIMESTEPS = 1000  # of Stable Diffusion's noise schedule
-PICTURES = ('.png', '.pdf', '.svg')
 BYTES = {'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
 LARGEST_LIMIT = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
 
@@ -97,7 +96,10 @@ class Export:
 
     checkpoint: str = positional('checkpoint written by benchmark.py, or a folder or object store with checkpoints '
                                  '(the newest is used)')
-    out: str = positional('new folder for the pipeline; an earlier export there is first renamed to OUT-1')
+    out: str = positional('new folder for the pipeline, or with --single_file a new file; an earlier export in that '
+                          'folder is first renamed to OUT-1')
+    single_file: bool = flag(False, 'write one .safetensors file in the original key layout of Stable Diffusion 1.5 or '
+                             '2, for AUTOMATIC1111 and ComfyUI (default: off, which writes a diffusers folder)')
     raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports EMA '
                              'weights if there are any)')
     model_name: str | None = flag(None, 'model whose configuration files are used: tiny, a diffusers folder or a '
@@ -106,8 +108,12 @@ class Export:
                                  'training (default: the tokenizer of the training)')
 
     def check(self) -> None:
-        if os.path.lexists(self.out) and not os.path.isfile(os.path.join(self.out, EXPORTED)):
-            raise UserError(f'OUT {self.out} already exists; give a new folder')
+        if self.single_file != self.out.endswith('.safetensors'):
+            raise UserError(f'OUT {self.out}: with --single_file, and only then, OUT is a new file whose name ends in '
+                            '.safetensors')
+        is_export = not self.single_file and os.path.isfile(os.path.join(self.out, EXPORTED))
+        if os.path.lexists(self.out) and not is_export:
+            raise UserError(f'OUT {self.out} already exists; give a new {"file" if self.single_file else "folder"}')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,25 +174,19 @@ class Report:
                                         '(default: none)', converter=count, metavar='GPUS')
     compare: bool = flag(False, 'show one row per training, with its speed relative to the first training of the same '
                          'model and image size')
-    figure: str | None = flag(None, 'file for a plot of days against GPU count (default: no plot)', metavar='FILE')
+    figure: str | None = flag(None, 'file for a plot of days against GPU count (default: no plot)', converter=picture)
     learned: str | None = flag(None, 'file for a plot of the loss on --eval_remote against images seen, and against '
-                               'dollars for runs on GPUs (default: no plot)', metavar='FILE')
+                               'dollars for runs on GPUs (default: no plot)', converter=picture)
     quality: str | None = flag(None, 'file for a plot of the scores from evaluate.py: FID against CLIP score, and '
-                               'both against images seen (default: no plot)', metavar='FILE')
+                               'both against images seen (default: no plot)', converter=picture)
     csv: str | None = flag(None, 'CSV file for the rows of all tables, without rounding (default: none)',
-                           metavar='FILE')
+                           converter=file_ending('.csv'))
     html: str | None = flag(None, 'HTML file for the whole report with its plots, to send to others: it works without '
                             'a network, and its tables can be sorted and filtered; needs itables (default: none)',
-                            metavar='FILE')
+                            converter=file_ending('.html'))
 
     def check(self) -> None:
         if self.compare and self.extrapolate:
             raise UserError('--extrapolate predicts speeds and --compare shows measured ones; give only one of them')
         if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
             raise UserError(f'--csv {self.csv} would overwrite a file with records; give another file')
-        suffixes_of = {'csv': ('.csv',), 'html': ('.html',), 'figure': PICTURES, 'learned': PICTURES,
-                       'quality': PICTURES}
-        for name, suffixes in suffixes_of.items():
-            path = getattr(self, name)
-            if path and not path.lower().endswith(suffixes):
-                raise UserError(f'--{name} {path} does not end in {" or ".join(suffixes)}; give such a file name')

@@ -80,7 +80,10 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
     parser.label = label
     try:
         values = vars(parser.parse_args(argv))
-        drop_unneeded(cls, values)
+        for field in dataclasses.fields(cls):
+            # A flag that is turned off turns off what needs it: --no-use_ema drops an --ema_half_life in a @FILE.
+            if values.get(field.metadata.get('needs')) is False:
+                values.pop(field.name, None)
         for name, value in values.items():
             if value == '' or isinstance(value, list) and '' in value:
                 given = f'--{name}' if hasattr(cls, name) else name.upper()  # positional arguments have no default
@@ -125,13 +128,6 @@ def check(settings: Any) -> None:
     for group in reversed(type(settings).__mro__):
         if 'check' in vars(group):
             group.check(settings)
-
-
-def drop_unneeded(cls: type, values: dict[str, Any]) -> None:
-    """Remove the flags that need a flag which is turned off, such as --ema_half_life in a @FILE with --no-use_ema."""
-    for field in dataclasses.fields(cls):
-        if values.get(field.metadata.get('needs')) is False:
-            values.pop(field.name, None)
 
 
 def is_given(value: Any) -> bool:
@@ -297,11 +293,23 @@ def number_between(cls: type, least: float, most: float, name: str, metavar: str
     return parse_number
 
 
+def file_ending(*suffixes: str) -> Callable[[str], str]:
+    """Return a converter for the name of a file with one of these suffixes, in any case. It changes nothing."""
+    def check_suffix(text: str) -> str:
+        if text and not text.lower().endswith(suffixes):
+            raise argparse.ArgumentTypeError(f'{text} does not end in {" or ".join(suffixes)}; give such a file name')
+        return text
+
+    check_suffix.metavar = 'FILE'
+    return check_suffix
+
+
 count = number_between(int, 1, sys.maxsize, 'a whole number above 0')
 whole_number = number_between(int, 0, sys.maxsize, 'a whole number')
 amount = number_between(float, 0, sys.float_info.max, 'a number of at least 0')
 positive = number_between(float, sys.float_info.min, sys.float_info.max, 'a number above 0')
 fraction = number_between(float, 0, 1, 'a fraction between 0 and 1', 'FRACTION')
 below_1 = number_between(float, 0, math.nextafter(1, 0), 'a number from 0 to below 1')
+picture = file_ending('.png', '.pdf', '.svg')
 # NumPy's seeds have 32 bits, and the rank is added
 seed = number_between(int, 0, 4_000_000_000, 'a whole number up to 4,000,000,000')

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from sdbench.costs import Prices
 from sdbench.errors import UserError
-from sdbench.flags.commands import PICTURES
-from sdbench.flags.parser import amount, count, flag, positional, positive
+from sdbench.flags.parser import amount, count, file_ending, flag, picture, positional, positive
 from sdbench.flags.times import LONGEST_INTERVAL, time_in
 from sdbench.flags.train import known_gpu, pixels, price
 
@@ -92,10 +91,11 @@ class PlanOutput:
     heading = 'output'
 
     figure: str | None = flag(None, 'file for a picture of the days and dollars of each plan with their ranges and '
-                              'limits (default: no picture)', metavar='FILE')
-    csv: str | None = flag(None, 'CSV file for all plans without rounding (default: none)', metavar='FILE')
+                              'limits (default: no picture)', converter=picture)
+    csv: str | None = flag(None, 'CSV file for all plans without rounding (default: none)',
+                           converter=file_ending('.csv'))
     html: str | None = flag(None, 'HTML file for the whole answer, to send to others; it works without a network '
-                            '(default: none)', metavar='FILE')
+                            '(default: none)', converter=file_ending('.html'))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +106,7 @@ class PlanSettings(PlanFlags, Money, PlanOutput):
         if len(self.images) not in (1, len(self.schedule)):
             raise UserError(f'--images has {len(self.images)} numbers and --schedule {len(self.schedule)} phases; give '
                             'one number, or one for each phase')
-        for name, suffixes in {'csv': ('.csv',), 'html': ('.html',), 'figure': PICTURES}.items():
+        for name in ('figure', 'csv', 'html'):
             path = getattr(self, name)
-            if path and not path.lower().endswith(suffixes):
-                raise UserError(f'--{name} {path} does not end in {" or ".join(suffixes)}; give such a file name')
             if path and path in self.records:
                 raise UserError(f'--{name} {path} would overwrite a file with records; give another file')

@@ -29,10 +29,7 @@ def time_in(units: str) -> Callable[[str], str]:
 def to_batches(time: str, batches_per_epoch: int | None = None, batches_of_run: int | None = None) -> int:
     """Convert a time such as 1000ba, 2ep or 0.5dur to batches. A fraction is rounded down, to at least one batch.
 
-    Args:
-        time: the value of a flag.
-        batches_per_epoch: length of the data loader; only needed for epochs.
-        batches_of_run: length of the run; only needed for a fraction of the run.
+    Only epochs need `batches_per_epoch`, the length of the data loader, and only a fraction needs `batches_of_run`.
     """
     unit = time.lstrip('0123456789.')
     number = Fraction(time.removesuffix(unit))  # a float would make 0.29 of 100 batches 28

@@ -22,7 +22,6 @@ TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny
 
 
 def microbatch(text: str) -> int | Literal['auto']:
-    """Convert the text of a microbatch: a number of images, or auto."""
     return text if text == 'auto' else count(text)
 
 
@@ -67,10 +66,6 @@ def caption_weight(text: str) -> tuple[str, float]:
     return name, amount(weight)
 
 
-PRICES_HELP = ('price per GPU-hour in dollars, for every GPU or by GPU name, such as H100=2.5 H200=3.2 '
-               f'(default: {DOLLARS_PER_GPU_HOUR} for every GPU)')
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
     heading = 'data'
@@ -107,11 +102,10 @@ class TrainingSamples:
     # only the path may change: the token ids must stay the same
     tokenizer: str | None = flag(None, 'folder or Hugging Face Hub ID of the tokenizer (default: the one in the '
                                  "--model_name folder, or else CLIP's)", may_change=True)
-    caption_weights: tuple[tuple[str, float], ...] = flag((), 'weights for the random choice among the captions of an '
-                                                          'image, by caption name, such as short=1 long=3; other '
-                                                          'names get weight 0 (default: every caption of an image is '
-                                                          'equally likely)', converter=caption_weight,
-                                                          metavar='NAME=WEIGHT', needs='remote local dry_run')
+    caption_weights: tuple[tuple[str, float], ...] = flag(
+        (), 'weights for the random choice among the captions of an image, by caption name, such as short=1 long=3; '
+        'other names get weight 0 (default: every caption of an image is equally likely)', converter=caption_weight,
+        metavar='NAME=WEIGHT', needs='remote local dry_run')
     random_flip: bool = flag(False, 'mirror each image horizontally with probability 0.5, chosen anew in each epoch')
     caption_drop: float = flag(0.0, 'fraction of captions replaced by the empty caption, such as 0.1; classifier-free '
                                'guidance needs some', converter=fraction)
@@ -187,7 +181,6 @@ class Results:
 
     @property
     def results_file(self) -> str:
-        """Return the file to which the record of the run is appended."""
         return self.results or 'results.jsonl'
 
     def check(self) -> None:
@@ -242,7 +235,9 @@ class Cost:
                                        f'(default: {TRAINING_IMAGES:,}, as for Stable Diffusion 2; with --dry_run and '
                                        '--max_duration the images of that run; none for the model tiny)',
                                        converter=count)
-    dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
+    dollars_per_gpu_hour: Prices = flag((), 'price per GPU-hour in dollars, for every GPU or by GPU name, such as '
+                                        f'H100=2.5 H200=3.2 (default: {DOLLARS_PER_GPU_HOUR} for every GPU)',
+                                        converter=price, metavar='PRICE')
     budget: float | None = flag(None, 'maximum cost of the training in dollars, including earlier runs that this run '
                                 'resumes; at this limit the run saves a checkpoint and stops (default: no limit)',
                                 converter=positive, metavar='DOLLARS', needs='dollars_per_gpu_hour')
@@ -318,10 +313,9 @@ class EvaluationAndSamples:
     sample_prompts: str | None = flag(None, 'text file with one prompt per line; images are generated from them '
                                       'during the training, with the EMA weights if there are any; needs --pretrained '
                                       '(default: none)', metavar='FILE')
-    sample_interval: str | None = flag(None, 'time between image generations from --sample_prompts '
-                                       f'{INTERVAL_DEFAULT}; images are also generated before the first '
-                                     'batch and at the end',
-                                       converter=time_in('ba ep'), needs='sample_prompts dry_run')
+    sample_interval: str | None = flag(
+        None, f'time between image generations from --sample_prompts {INTERVAL_DEFAULT}; images are also generated '
+        'before the first batch and at the end', converter=time_in('ba ep'), needs='sample_prompts dry_run')
     wandb_name: str | None = flag(None, 'run name in Weights & Biases (default: W&B is not used)')
     wandb_project: str | None = flag(None, 'Weights & Biases project to log to (default: W&B is not used)')
     tensorboard: str | None = flag(None, 'folder for TensorBoard files (default: none)', metavar='DIR')
@@ -385,13 +379,7 @@ class Train(TrainingData, DataLoading, TrainingSamples, Model, Encoders, Speed, 
 
     @property
     def device_batch_size(self) -> int:
-        """Return the per-device batch size in images."""
         return self.batch_size // self.num_devices
-
-    @property
-    def microbatch_sizes(self) -> list[int]:
-        """List the microbatch sizes that divide the per-device batch, in ascending order."""
-        return divisors(self.device_batch_size)
 
     @property
     def measures(self) -> bool:

@@ -52,7 +52,6 @@ def fine_tuning_recipe(samples: int) -> Recipe:
 
 
 def tiny_recipe(samples: int) -> Recipe:
-    """Return the recipe for training the tiny model from random weights."""
     batch_size = min(16, power_of_two(samples))
     return Recipe(batch_size, max(2000, math.ceil(10 * samples / batch_size)), '1e-3')
 
@@ -64,14 +63,10 @@ def random_weights_recipe(samples: int) -> Recipe:
 
 
 def training_command(out: str, samples: int, model_name: str, pretrained: bool, flags: Sequence[str] = ()) -> str:
-    """Return the command that trains on a dataset, on one GPU unless it trains a large model from random weights.
+    """Return the command that trains on the dataset in `out`, with additional `flags`.
 
-    Args:
-        out: folder or URL of the dataset, for --remote.
-        samples: number of images in the dataset.
-        model_name: value for --model_name.
-        pretrained: whether the VAE and the text encoder have trained weights.
-        flags: additional flags.
+    It is for one GPU, unless it trains a large model from random weights. `pretrained` tells whether the VAE and the
+    text encoder have trained weights.
     """
     # Choose the launcher, the initial weights and the flags that suit them. One GPU needs no launcher, which would end
     # a run 30 seconds after Ctrl-C, even while it saves a checkpoint.
@@ -96,7 +91,7 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
                 '--max_duration', f'{recipe.batches}ba', *flags, '--caption_drop', '0.1']
 
     # Keep checkpoints in a folder for this dataset and model, and generate images if a trained VAE can decode them.
-    save_folder = f'{last_part(out)}-{last_part(model_name)}'
+    save_folder = '-'.join(os.path.basename(path.rstrip('/')) for path in (out, model_name))
     command += ['--save_folder', save_folder, '--save_num_checkpoints_to_keep', '2', '--autoresume']
     if pretrained:
         command += ['--sample_prompts', 'prompts.txt']
@@ -109,11 +104,6 @@ def forecast_command(command: str, samples: int) -> str:
     return f'{command.replace("composer", "python", 1)} {flags}'
 
 
-def last_part(path: str) -> str:
-    """Return the last part of a path, a URL or the name of a repository."""
-    return os.path.basename(path.rstrip('/'))
-
-
 def trains_random_weights(settings: Train) -> bool:
     """Tell whether a run trains random weights on a dataset. The tiny model is only for trials and does not count."""
     is_training = settings.max_duration is not None and not settings.measures and not settings.loader_only
@@ -121,12 +111,7 @@ def trains_random_weights(settings: Train) -> bool:
 
 
 def caution_about_steps(settings: Train, samples: int) -> str | None:
-    """Return a warning if a training has too few steps for random weights, with what to do instead, or else None.
-
-    Args:
-        settings: complete settings of the run.
-        samples: number of samples in its dataset.
-    """
+    """Return a warning if a training has too few steps for random weights, with what to do instead, or else None."""
     steps = to_batches(settings.max_duration)
     if not trains_random_weights(settings) or steps >= FEWEST_STEPS:
         return None

@@ -4,8 +4,8 @@ The answer comes first: which GPU, how many days, how many dollars. The reasons 
 where the memory goes, and where the time goes. Nothing is trained.
 """
 import dataclasses
+import itertools
 import math
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,12 +13,20 @@ from sdbench.complete import complete, index_of_data
 from sdbench.costs import ONE_PRICE, days_to_train, describe_prices, gpu_hours, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.train import Train, divisors
-from sdbench.forecast.forecast import UNCOUNTED_SHARE, DoesNotFit, Forecast, bytes_needed, forecast, gib_taken
+from sdbench.forecast.forecast import (
+    UNCOUNTED_SHARE,
+    DoesNotFit,
+    Forecast,
+    bytes_needed,
+    forecast,
+    gib_taken,
+    network_sentence,
+)
 from sdbench.forecast.speed import LARGEST_ERROR
-from sdbench.gpus import GIB, NETWORK_SHARE, Card, cards_named, short_name
+from sdbench.gpus import GIB, Card, cards_named, short_name
 from sdbench.microbatches import SMALLER_MICROBATCH, changes_that_take_less, memory_advice
 from sdbench.process import launcher_variable
-from sdbench.records.figures import WIDTH, format_days, rounded, text_table
+from sdbench.records.figures import filled, format_days, rounded, text_table
 from sdbench.records.status import NOT_IN_A_FORECAST
 from sdbench.setup import Setup, setup_of_settings
 
@@ -43,23 +51,23 @@ def forecast_training(settings: Train) -> list[Forecast]:
     # Make a forecast for each card with enough memory and each GPU count.
     index = index_of_data(settings)
     runs = [complete(dataclasses.replace(settings, dry_run=(devices,)), index) for devices in sorted(settings.dry_run)]
-    setups = [setup_of_settings(run) for run in runs]
     cards = cards_named(settings.gpu)
-    rows_by_card = []
+    rows = []
     no_room = []
-    for card in cards:
-        fitting = [forecast_or_none(setup, card) for setup in setups]
-        rows = [Row(run, found) for run, found in zip(runs, fitting, strict=True) if found]
-        if rows:
-            rows_by_card.append(rows)
+    for card, run in itertools.product(cards, runs):
+        setup = setup_of_settings(run)
+        found = forecast_or_none(setup, card)
+        if found:
+            rows.append(Row(run, found))
         else:
-            no_room.append(short_name(card.name))
-    if not rows_by_card:
-        raise UserError(too_little_memory(setups[0], max(cards, key=lambda card: card.gib)))
+            no_room.append(f'{setup.num_devices} x {short_name(card.name)}')
+    if not rows:
+        raise UserError(too_little_memory(setup_of_settings(runs[0]), max(cards, key=lambda card: card.gib)))
 
     # Write the text, with the cheapest card first.
-    rows_by_card.sort(key=lambda rows: rows[0].dollars_per_image)
-    rows = [row for of_card in rows_by_card for row in of_card]
+    first_of_card = {row.name: row for row in reversed(rows)}
+    rows.sort(key=lambda row: first_of_card[row.name].dollars_per_image)
+    table = text_table([row.cells(first_of_card[row.name] if len(runs) > 1 else None) for row in rows])
     sentences = what_figures_mean(rows)
     if no_room:
         sentences.append(f'Not enough memory: {", ".join(no_room)}.')
@@ -67,7 +75,7 @@ def forecast_training(settings: Train) -> list[Forecast]:
     if len(rows) > 1:
         sentences.append(f'The rest is about {first.setup.num_devices} x {short_name(first.card.name)} alone; choose '
                          'others with --gpu and --dry_run.')
-    print(title(runs[0]), '\n\n'.join(tables(rows_by_card)) + '\n' + filled(sentences), *explanation(setups[0], first),
+    print(title(runs[0]), f'{table}\n{filled(sentences)}', *explanation(setup_of_settings(rows[0].settings), first),
           sep='\n\n')
     return [row.forecast for row in rows]
 
@@ -108,13 +116,8 @@ class Row:
 
     @property
     def each(self) -> float:
-        """Return the images per second of each GPU."""
+        """Return the images per second of each GPU; NaN if the speed is not known."""
         return self.forecast.images_per_sec / self.forecast.setup.num_devices
-
-    @property
-    def has_speed(self) -> bool:
-        """Tell whether the speed is known."""
-        return not math.isnan(self.each)
 
     @property
     def dollars_per_image(self) -> float:
@@ -122,32 +125,31 @@ class Row:
         dollars = self.price / self.each
         return math.inf if math.isnan(dollars) else dollars
 
-    def cells(self, first: 'Row | None' = None) -> dict[str, str]:
-        """Return the cells of the forecast's row in a table, by heading.
+    def cells(self, first: 'Row | None') -> dict[str, str]:
+        """Return the cells of the forecast's row in the table, by heading.
 
         Args:
             first: in a table with several GPU counts, the row of the same card whose speed per GPU has an
                 efficiency of 100 %; None: the table has one GPU count, and its days and dollars have a range.
         """
-        forecast = self.forecast
-        sizes = {'microbatch': forecast.setup.microbatch, 'GiB taken': f'{forecast.gib:.1f}'}
-        speeds = [forecast.images_per_sec, *(forecast.images_per_sec_range or ())]
-        cells = {'images/s': with_range(speeds)}
+        setup, speed = self.forecast.setup, self.forecast.images_per_sec
+        speeds = [speed, *(self.forecast.images_per_sec_range or ())]
+        cells = {'GPUs': f'{setup.num_devices} x {self.name}', 'microbatch': setup.microbatch,
+                 'GiB taken': f'{self.forecast.gib:.1f}', 'images/s': with_range(speeds)}
         if first is not None:
+            speeds = [speed]
             cells |= {'each': with_range([self.each]),
-                      'efficiency': f'{self.each / first.each:.1%}' if self.has_speed else '-'}
-            speeds = speeds[:1]
+                      'efficiency': '-' if math.isnan(speed) else f'{self.each / first.each:.1%}'}
 
         # Add the days and dollars of the training, if its length is known.
         images = self.settings.training_images
         if images:
-            days = [days_to_train(speed, images) for speed in speeds]
-            total_gpu_hours = [gpu_hours(speed, forecast.setup.num_devices, images) for speed in speeds]
-            cells['days'] = with_range(days, format_days)
+            hours = [gpu_hours(speed, setup.num_devices, images) for speed in speeds]
+            cells['days'] = with_range([days_to_train(speed, images) for speed in speeds], format_days)
             if first is not None:
-                cells['GPU-hours'] = with_range(total_gpu_hours)
-            cells['dollars'] = with_range([hours * self.price for hours in total_gpu_hours])
-        return sizes | cells if first is None else cells | sizes
+                cells['GPU-hours'] = with_range(hours)
+            cells['dollars'] = with_range([each * self.price for each in hours])
+        return cells
 
 
 def with_one_change(setup: Setup) -> dict[str, Setup]:
@@ -176,30 +178,6 @@ def title(settings: Train) -> str:
                    f'This is a forecast from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'])
 
 
-def tables(rows_by_card: list[list[Row]]) -> list[str]:
-    """Return one table with a row per card if there is one GPU count, or else a table per card.
-
-    Args:
-        rows_by_card: for each card with enough memory for one image, its rows by ascending GPU count.
-    """
-    counts = {row.forecast.setup.num_devices for rows in rows_by_card for row in rows}
-    if len(counts) == 1:
-        heading = plural(*counts, 'GPU')
-        return [text_table([{heading: row.name} | row.cells() for [row] in rows_by_card])]
-    found = []
-    for rows in rows_by_card:
-        first = rows[0]
-        cells_by_count = {row.forecast.setup.num_devices: row.cells(first) for row in rows}
-        table = text_table([{first.name: plural(count, 'GPU')} | cells for count, cells in cells_by_count.items()])
-        heading, *lines = table.splitlines()
-
-        # A GPU count without a forecast has a line instead of a row.
-        line_by_count = {count: f'{plural(count, "GPU")}: not enough memory' for count in counts}
-        line_by_count |= zip(cells_by_count, lines, strict=True)
-        found.append('\n'.join([heading, *(line_by_count[count] for count in sorted(counts))]))
-    return found
-
-
 def what_figures_mean(rows: list[Row]) -> list[str]:
     """Return sentences that say what the figures in the tables mean and how accurate they are."""
     settings = rows[0].settings
@@ -213,27 +191,13 @@ def what_figures_mean(rows: list[Row]) -> list[str]:
                          '(--dollars_per_gpu_hour).')
         if len({row.name for row in rows}) > 1 and len({row.price for row in rows}) == 1:
             sentences.append(ONE_PRICE)
-    sentences += network_sentences(rows)
-    unknown = {short_name(row.forecast.card.name): None for row in rows if not row.has_speed}
+    sentences += filter(None, [network_sentence(row.forecast.setup for row in rows)])
+    unknown = {short_name(row.forecast.card.name): None for row in rows if math.isnan(row.each)}
     if unknown:
         sentences.append(NO_SPEED.format(', '.join(unknown), settings.precision))
     if any(row.forecast.is_tested for row in rows):
         sentences.append(IN_BRACKETS)
     return [*sentences, NOT_TESTED]
-
-
-def network_sentences(rows: list[Row]) -> list[str]:
-    """Return a sentence about the assumed network; [] if gradients cross no network in any row."""
-    gpus_per_node = {row.settings.gpus_per_node or row.forecast.card.gpus_per_node for row in rows
-                     if row.forecast.setup.needs_network}
-    if not gpus_per_node:
-        return []
-    gbits = rows[0].settings.network_gbits
-    speed = 'is assumed to be as fast as the interconnect of its GPUs; give its speed with --network_gbits.'
-    if gbits is not None:
-        speed = f'has {gbits:g} Gbit/s, and the forecast uses {NETWORK_SHARE:.0%} of them.'
-    gpus = ' or '.join(map(str, sorted(gpus_per_node)))
-    return [f'The network of each machine with {gpus} GPUs {speed}']
 
 
 def explanation(setup: Setup, first: Forecast) -> list[str]:
@@ -292,8 +256,3 @@ def with_range(figures: list[float], text_of: Callable[[float], str] = rounded) 
         return text_of(figure)
     least, most = sorted(bounds)
     return f'{text_of(figure)} ({text_of(least)} to {text_of(most)})'
-
-
-def filled(sentences: list[str]) -> str:
-    """Return sentences as text, each on a new line."""
-    return '\n'.join(textwrap.fill(sentence, WIDTH, break_on_hyphens=False) for sentence in sentences)

@@ -4,6 +4,7 @@ A forecast is calculated where it is needed, and stored nowhere. It needs torch 
 """
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from sdbench.flags.commands import Encode
@@ -23,7 +24,7 @@ from sdbench.forecast.speed import (
 )
 from sdbench.forecast.step import Step
 from sdbench.forecast.stored import step_of
-from sdbench.gpus import GIB, NETWORK_SHARE, Card, peak_of
+from sdbench.gpus import CARDS, GIB, NETWORK_SHARE, Card, peak_of
 from sdbench.microbatches import largest_that_fits
 from sdbench.setup import Setup
 
@@ -53,11 +54,6 @@ class Forecast:
     seconds: Counter
     encode_images_per_sec: float
     is_tested: bool
-
-    @property
-    def machines(self) -> int:
-        """Return the number of machines."""
-        return self.setup.machines
 
     @property
     def images_per_sec_range(self) -> tuple[float, float] | None:
@@ -162,6 +158,21 @@ def network_rate(setup: Setup, card: Card) -> float:
         return math.inf
     machines = max(1, (card.gpus_per_link or 0) // (setup.gpus_per_node or card.gpus_per_node))
     return machines * setup.network_gbits / 8 * NETWORK_SHARE
+
+
+def network_sentence(setups: Iterable[Setup]) -> str:
+    """Return a sentence about the network that forecasts for these setups assume; '' if gradients cross none."""
+    crossing = [setup for setup in setups if setup.needs_network]
+    if not crossing:
+        return ''
+    gpus = ' or '.join(map(str, sorted({setup.gpus_per_node or CARDS[setup.device].gpus_per_node
+                                        for setup in crossing})))
+    gbits = crossing[0].network_gbits
+    if gbits is None:
+        speed = 'is assumed to be as fast as the interconnect of its GPUs; give its speed with --network_gbits.'
+    else:
+        speed = f'has {gbits:g} Gbit/s, of which the forecast uses {100 * NETWORK_SHARE:.0f} %.'
+    return f'The network of each machine with {gpus} GPU{"" if gpus == "1" else "s"} {speed}'
 
 
 def was_published(setup: Setup, card: Card, network: float) -> bool:

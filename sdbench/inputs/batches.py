@@ -19,10 +19,7 @@ TIMESTEP = 'timestep'  # int64 (B,)
 def decode_sample(columns: Mapping, is_ours: bool, decode: Callable[[bytes], torch.Tensor]) -> dict:
     """Return `image` uint8 (3, H, W) or `moments` float16 (8, H/8, H/8), the first `caption`, and all `captions`.
 
-    Args:
-        columns: MDS columns of the sample.
-        is_ours: see `from_columns`.
-        decode: function that decodes the bytes of an image file.
+    `decode` decodes the bytes of an image file; `from_columns` explains `is_ours`.
 
     Raises BadSample if the sample has no caption or its image does not decode.
     """
@@ -67,13 +64,10 @@ def bad_sample_line(index: int, reason: str) -> str:
 
 
 class BadSamples:
-    """Print each bad sample once, and end the run if too many samples are bad.
+    """Print each bad sample once, and end the run if more than the fraction `limit` of the samples is bad.
 
     Among few samples, more than the limit can be bad by chance. Therefore up to three standard deviations more are
     accepted.
-
-    Args:
-        limit: fraction of samples that may be bad.
     """
 
     def __init__(self, limit: float):

@@ -22,12 +22,10 @@ def to_columns(captions: Named) -> dict:
 
 
 def from_columns(columns: Mapping, is_ours: bool) -> Named:
-    """Return the captions of an image, by name.
+    """Return the captions of an image, by name, from the MDS columns of its sample.
 
-    Args:
-        columns: MDS columns of the sample.
-        is_ours: whether index.json has the key CAPTIONS, which only our converter writes. In shards of another program
-            a column named `captions` may hold anything, so it is ignored.
+    `is_ours` tells whether index.json has the key CAPTIONS, which only our converter writes. In shards of another
+    program a column named `captions` may hold anything, so it is ignored.
     """
     if is_ours and columns.get(CAPTIONS):
         return columns[CAPTIONS]
@@ -35,14 +33,7 @@ def from_columns(columns: Mapping, is_ours: bool) -> Named:
 
 
 def require_names(wanted: Iterable[str], index: dict, flag: str, data: str) -> None:
-    """Raise UserError, which names the flag, if a dataset has no captions with one of the wanted names.
-
-    Args:
-        wanted: names of captions that the flag asks for.
-        index: index.json of the dataset.
-        flag: flag that gave the names.
-        data: name of the dataset, for the error.
-    """
+    """Raise UserError, which names `flag` and `data`, if a dataset has no captions with one of the wanted names."""
     names = index.get(CAPTIONS, [ONE_CAPTION])
     for name in wanted:
         if name not in names:
@@ -52,11 +43,8 @@ def require_names(wanted: Iterable[str], index: dict, flag: str, data: str) -> N
 def choose_caption(captions: Named, weights: Mapping[str, float], generator: np.random.Generator) -> str:
     """Choose one of an image's captions at random.
 
-    Args:
-        captions: captions of the image, by name.
-        weights: weight of each name, divided equally among the captions with that name. Every caption has the same
-            chance if there are no weights, or if none of the image's captions has a weight.
-        generator: random numbers for this sample in this epoch.
+    The weight of a name is divided equally among the captions with that name. Every caption has the same chance if
+    there are no weights, or if none of the image's captions has a weight.
     """
     texts = [text for texts_with_name in captions.values() for text in texts_with_name]
     chances = np.array([weights.get(name, 0) / len(texts_with_name)

@@ -39,10 +39,8 @@ def formats() -> tuple[str, ...]:
 def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
     """Decode an image in one of `formats()`, and crop it to its centre square: uint8 (3, H, H), upright and in sRGB.
 
-    Args:
-        data: bytes of the image file.
-        image_size: height and width H in pixels to which the square is resized; None keeps its size. Only this function
-            resizes images, so their pixels do not depend on the other images in a batch.
+    The square is resized to `image_size` H in pixels; None keeps its size. Only this function resizes images, so their
+    pixels do not depend on the other images in a batch.
 
     Raises BadSample if the image does not decode.
     """
@@ -59,9 +57,7 @@ def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
 def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
     """Decode an image in one of `formats()`: uint8 (3, H, W), upright and in sRGB, with transparent parts in white.
 
-    Args:
-        data: bytes of the image file.
-        image_size: a much larger image may be decoded at a reduced size, with no side shorter than this many pixels.
+    An image much larger than `image_size` may be decoded at a reduced size, with no side shorter than that many pixels.
 
     Raises BadSample if the image does not decode or has more pixels than Pillow accepts, which is 179 million unless a
     program sets PIL.Image.MAX_IMAGE_PIXELS. Raises MemoryError if there is not enough memory at the moment.
@@ -140,10 +136,6 @@ def srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransfo
     Return None if the profile is sRGB, or if it is broken or for another colour space than the image: image viewers
     ignore such a profile, too. A profile counts as sRGB if it hardly changes random colours. The name of a profile is
     no help, because many sRGB profiles have other names, such as c2.
-
-    Args:
-        profile: bytes of the profile in the image file.
-        mode: Pillow's mode of the image.
     """
     # Read the profile, and ignore it unless its colour space fits the image.
     spaces = ['RGB']

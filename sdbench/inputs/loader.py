@@ -25,12 +25,7 @@ def begin_worker(worker: int) -> None:
 
 
 class CountedCollate:
-    """A collate function that counts the batches that each worker of a loader has made.
-
-    Args:
-        collate: turns a list of samples into a batch.
-        num_workers: number of worker processes of the loader.
-    """
+    """A collate function that counts the batches that each worker of a loader has made."""
 
     def __init__(self, collate: Callable[[list], dict], num_workers: int):
         self.collate = collate

@@ -22,11 +22,7 @@ LATENT_COLUMNS = {'caption': 'str'}  # and MOMENTS, whose MDS type contains the 
 def read_index(remote: str, flag: str = '--remote') -> dict:
     """Read and check the index.json of a dataset of MDS shards, in a folder or an object store.
 
-    Args:
-        remote: folder or address of the dataset.
-        flag: flag that gave the dataset, for errors.
-
-    Raises UserError if the index.json cannot be read or trusted, or if a shard lacks a column.
+    Raises UserError, which names `flag`, if the index.json cannot be read or trusted, or if a shard lacks a column.
     """
     label = f'{flag} {remote}'
 
@@ -61,7 +57,6 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
 
 
 def number_of_samples(index: dict) -> int:
-    """Return the number of samples in a dataset, from its index.json."""
     return sum(shard['samples'] for shard in index['shards'])
 
 
@@ -86,14 +81,10 @@ def hash_of_images(index: dict) -> str:
 
 
 def are_two_sides(draw: dict | None, other: dict | None) -> bool:
-    """Return whether two datasets are the training samples and the held-out samples of the same conversion.
+    """Return whether two datasets, by their values of DRAW, are the two sides of the same conversion.
 
     Two conversions can put the same picture on different sides, even with the same fraction and seed, because the side
     depends on the bytes of the image file, and these differ if the picture has another size.
-
-    Args:
-        draw: value of DRAW in the index.json of one dataset; None if it has no such key.
-        other: value of DRAW in the index.json of the other dataset.
     """
     if not draw or not other or 'conversion' not in draw:  # older versions did not write `conversion`
         return False
@@ -131,13 +122,9 @@ def check_shard(shard: dict, latents: bool, label: str) -> None:
 
 
 def require_same_origin(remote: str, index: dict, origin: dict, flag: str = '--remote') -> None:
-    """Raise UserError if latents were not encoded at the image size and with the VAE of this run.
+    """Raise UserError, which names `flag`, if latents were not encoded at the image size and with the VAE of this run.
 
-    Args:
-        remote: dataset of latents.
-        index: index.json of the dataset.
-        origin: image size and VAE of this run, from `ModelFiles.origin_of_latents`.
-        flag: flag that gave the dataset, for errors.
+    `origin` is the image size and the VAE of this run, from `ModelFiles.origin_of_latents`.
     """
     for key, ours in origin.items():
         theirs = index['latents'].get(key)

@@ -33,9 +33,8 @@ from sdbench.errors import DataError, UserError, unreadable_shard
 from sdbench.files import atomic_write
 from sdbench.inputs.shards import index_hash
 from sdbench.paths import INDEX
-from sdbench.stores import download
+from sdbench.stores import PATIENT, Retry, download
 
-DOWNLOADS = 14  # attempts per request for a shard, which take 90 seconds on average and at most three minutes
 # Numbers for the names of shared memory. Other programs with Streaming count from 0, and macOS limits the length.
 MEMORY_NUMBERS = range(10 ** 6, 2 ** 31)
 
@@ -58,7 +57,7 @@ class VerifiedStream(Stream):
     """
 
     def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,
-                 download_retry: int = DOWNLOADS, download_timeout: float = 60):
+                 download_retry: int = PATIENT.tries, download_timeout: float = PATIENT.timeout):
         # Read the shards in place if possible, else from a cache. Streaming downloads nothing if `remote` is None.
         if remote is None:
             remote, local = local, None
@@ -95,12 +94,12 @@ class VerifiedStream(Stream):
 
         Raises DataError if the shard is missing, damaged, or cannot be downloaded.
         """
-        path = shard_path(shard)
+        path = cached = os.path.join(shard.dirname, shard.raw_data.basename)
         try:
-            mismatch = find_mismatch(path, shard.raw_data)
+            mismatch = find_mismatch(cached, shard.raw_data)
             if mismatch and self.remote is not None:
                 path = os.path.join(self.remote, (shard.zip_data or shard.raw_data).basename)
-                mismatch = self._fetch(shard, path)
+                mismatch = self._fetch(shard, path, Path(cached))
         except FileNotFoundError:
             mismatch = 'is not there'
         except Exception as error:  # storage clients and decompressors have many error types
@@ -109,8 +108,8 @@ class VerifiedStream(Stream):
             raise DataError(f'shard {path} {mismatch}; put a good copy in its place')
         return shard.raw_data.bytes
 
-    def _fetch(self, shard: MDSReader, remote: str) -> str | None:
-        """Download a shard into a temporary folder, and move it into the cache if it matches index.json.
+    def _fetch(self, shard: MDSReader, remote: str, path: Path) -> str | None:
+        """Download a shard into a temporary folder, and move it to `path` in the cache if it matches index.json.
 
         Return a description of the mismatch if it does not match, else None.
 
@@ -118,11 +117,11 @@ class VerifiedStream(Stream):
         a store answers with status 400.
         Tests: test_an_epoch_ends_with_an_error_if_a_shard_is_missing, test_the_same_answer_of_a_store_is_said.
         """
-        path = Path(shard_path(shard))
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix='fetched-', dir=os.path.abspath(self.local)) as folder:
             fetched = Path(folder, 'shard')
-            download(remote, str(fetched), remote, self.download_retry, self.download_timeout, in_threads=False)
+            retry = Retry(self.download_retry, self.download_timeout)
+            download(remote, str(fetched), remote, retry, in_threads=False)
             if shard.zip_data:
                 fetched.write_bytes(decompress(shard.compression, fetched.read_bytes()))
             mismatch = find_mismatch(fetched, shard.raw_data)
@@ -134,9 +133,7 @@ class VerifiedStream(Stream):
 class VerifiedDataset(StreamingDataset):
     """A StreamingDataset that reads only verified shards, and whose epochs never end early without an error.
 
-    Args:
-        stream: stream of the shards.
-        kwargs: more arguments for StreamingDataset. Its arguments about the stream, such as `remote`, have no effect.
+    It takes the arguments of StreamingDataset, but those about the stream, such as `remote`, have no effect.
     """
     failure = None  # exception that a background thread raised
 
@@ -225,9 +222,7 @@ def cache_folder(parent: str | None, index: dict) -> str:
 
     The folder's name is a hash of index.json. Therefore a dataset that was made again never uses the old copies.
 
-    Args:
-        parent: folder for the cache folder. None: mds-cache-UID in the system's folder for temporary files.
-        index: the index.json of the dataset.
+    If `parent` is None, the parent is mds-cache-UID in the system's folder for temporary files.
 
     Raises UserError if `parent` is None and other users can write to mds-cache-UID.
     """
@@ -247,10 +242,6 @@ def cache_folder(parent: str | None, index: dict) -> str:
         with atomic_write(folder / INDEX) as file:
             file.write(json.dumps(index).encode())
     return str(folder)
-
-
-def shard_path(shard: MDSReader) -> str:
-    return os.path.join(shard.dirname, shard.raw_data.basename)
 
 
 def find_mismatch(path: str | Path, expected: FileInfo) -> str | None:

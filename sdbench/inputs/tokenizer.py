@@ -23,9 +23,8 @@ CLIP_HASH = '39e11d223720cd722d1d0ab6b6585986bf6ed3b695bd943ca49430a10f3e8d9b'
 def build_tokenizer(name: str | None = None) -> Tokenizer:
     """Build a tokenizer that pads or truncates each caption to 77 tokens; `token_ids` uses it.
 
-    Args:
-        name: folder or hub name of a tokenizer or a diffusers model. None: CLIP's vocabulary, which the open_clip
-            package contains, padded with id 0 like Stable Diffusion 2.
+    `name` is a folder or a hub name of a tokenizer or a diffusers model. None means CLIP's vocabulary, which the
+    open_clip package contains, padded with id 0 like Stable Diffusion 2.
 
     Raises UserError if there is no tokenizer with that name.
     """
@@ -82,11 +81,7 @@ def hash_of_tokenizer(name: str | None = None) -> str:
 def hash_of_ids(vocabulary: Iterable[str], encode: Callable[[list[str]], list[list[int]]]) -> str:
     """Return a SHA-256, in hex, of the token ids of an empty caption and of captions with all words of a vocabulary.
 
-    The empty caption makes the hash depend on the padding.
-
-    Args:
-        vocabulary: symbols of the tokenizer.
-        encode: function that returns the token ids of each caption in a list.
+    The empty caption makes the hash depend on the padding. `encode` returns the token ids of each caption in a list.
     """
     words = []
     for symbol in sorted(vocabulary):

@@ -107,9 +107,7 @@ class Measurement(Callback):
     The time of a batch includes the work on the device: Composer reads the loss on the CPU before BATCH_END, and waits
     for the device to do so. The warm-up counts from the batch at which the run starts or resumes.
 
-    Args:
-        warmup_batches: batches of the warm-up.
-        measure_batches: length of the window in batches; None measures until the run ends.
+    The window has `measure_batches` batches; None measures until the run ends.
 
     Attributes:
         stopwatch: counts the work between batches by the names of EXCLUDED. A lap is a batch.
@@ -221,11 +219,8 @@ class Measurement(Callback):
 def window_figures(window: Window, all_ranks: bool = True) -> dict:
     """Return the figures of a window for the record. The time of a batch is its time on the slowest rank.
 
-    Args:
-        window: the window of this rank.
-        all_ranks: whether to collect the windows of the other ranks; False if the run failed and they may be gone.
-
-    If no batch was measured, `images_per_sec` is None and the other figures are missing.
+    With `all_ranks` it collects the windows of all ranks; without it, because the run failed and other ranks may be
+    gone, it has only this rank's. If no batch was measured, `images_per_sec` is None and the other figures are missing.
     """
     # Take the slowest rank for each batch. The other ranks wait for a rank that saves or evaluates, so the longest
     # excluded time applies to all ranks.
@@ -269,10 +264,7 @@ def highest_of_ranks(values: Sequence[float], all_ranks: bool) -> np.ndarray:
 
 
 def drift(batch_seconds: np.ndarray) -> float | None:
-    """Return how much faster the last third of the batches is than the first, as a fraction; negative if slower.
-
-    None if there are fewer than three batches.
-    """
+    """Return by what fraction the last third of three or more batches is faster than the first; negative if slower."""
     third = len(batch_seconds) // 3
     if third == 0:
         return None
@@ -323,10 +315,6 @@ class Trace(Callback):
 
     They follow the warm-up of the run and TRACE_WARMUP batches of the profiler's own warm-up. The file is called
     `rankN.TIME.pt.trace.json`, so no run overwrites the trace of another.
-
-    Args:
-        folder: folder for the file.
-        warmup_batches: batches of the run's warm-up.
     """
 
     def __init__(self, folder: str, warmup_batches: int):

@@ -28,13 +28,9 @@ def build_pipeline(unet: UNet2DConditionModel, vae: AutoencoderKL, scheduler_con
                    tokenizer: PreTrainedTokenizerBase | None = None) -> StableDiffusionPipeline:
     """Build a pipeline that samples with DDIM and shows no progress bar.
 
-    Args:
-        unet: the UNet, which is neither copied nor moved.
-        vae: the VAE that decodes.
-        scheduler_config: configuration of the training's scheduler.
-        text_encoder: the text encoder. From now on it saves the tensor names of transformers 4. None if each call gets
-            text states instead of prompts.
-        tokenizer: the tokenizer; None if there is no text encoder.
+    The networks are neither copied nor moved. `scheduler_config` is that of the training's scheduler. From now on the
+    text encoder saves the tensor names of transformers 4. Without a text encoder and a tokenizer, each call needs text
+    states instead of prompts.
     """
     # steps_offset and set_alpha_to_one as in Stable Diffusion's own pipelines
     scheduler = DDIMScheduler.from_config(scheduler_config, steps_offset=1, set_alpha_to_one=False, clip_sample=False)
@@ -65,7 +61,6 @@ def load_pipeline(folder: str, label: str) -> StableDiffusionPipeline:
 
 
 def guidance_for(model_name: str) -> float:
-    """Return the guidance scale for a model."""
     return TINY_GUIDANCE if model_name == TINY_MODEL else GUIDANCE
 
 

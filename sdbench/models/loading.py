@@ -205,14 +205,11 @@ def weight_files(folder: Path) -> dict[str | None, list[Path]]:
 def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
     """Load a network of diffusers or transformers with its weights: on the CPU, in float32, frozen, in eval mode.
 
-    Args:
-        cls: class of the network, such as UNet2DConditionModel.
-        folder: folder with its configuration and weights, in one file or in shards, as safetensors or pickled tensors.
-            A variant, such as fp16, is loaded only if there are no other weights.
-        label: the flag that named the model, with its value, for error messages.
+    The folder has the configuration and the weights, in one file or in shards, as safetensors or pickled tensors. A
+    variant, such as fp16, is loaded only if there are no other weights.
 
-    Raises UserError if the weights do not load, or if some are missing or unexpected: diffusers and transformers would
-    use random numbers for missing weights and ignore unexpected ones.
+    Raises UserError, which begins with `label`, if the weights do not load, or if some are missing or unexpected:
+    diffusers and transformers would use random numbers for missing weights and ignore unexpected ones.
     """
     files = weight_files(Path(folder))
     variant = min(files, default=None, key=str) if None not in files else None
@@ -221,8 +218,9 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
     try:
         # Ask for pickled files explicitly if there are no safetensors, which avoids long warnings. Both libraries read
         # only tensors from pickled files, so no code runs.
-        network, loading = cls.from_pretrained(folder, use_safetensors=is_safe, variant=variant, local_files_only=True,
-                                               output_loading_info=True, **names)
+        with torch.device('cpu'):  # while a run builds its model, transformers would load to the GPU
+            network, loading = cls.from_pretrained(folder, use_safetensors=is_safe, variant=variant,
+                                                   local_files_only=True, output_loading_info=True, **names)
     except Exception as error:  # the libraries raise many kinds for missing, damaged or wrong files
         raise UserError(f'{label}: {folder} holds no {cls.__name__} that loads ({one_line(error, 300)}); give '
                         'another model') from None

@@ -87,9 +87,8 @@ def compile_model(model: ComposerModel, settings: Train) -> None:
 def compile_in_place(modules: list[torch.nn.Module], mode: bool | str) -> None:
     """Compile each module when it is first called, for fixed shapes. The names of tensors in checkpoints do not change.
 
-    Args:
-        modules: the modules. Each becomes a single graph, or the run fails.
-        mode: the value of --compile: a mode of torch.compile, or True for the default mode.
+    Each module becomes a single graph, or the run fails. `mode` is the value of --compile: a mode of torch.compile, or
+    True for the default mode.
 
     By default torch 2.7.0 would not make single graphs in two cases:
     - Under DDP it cuts a graph at the end of each bucket of gradients, to start the bucket's all-reduce earlier. The

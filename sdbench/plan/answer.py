@@ -4,21 +4,24 @@ import datetime
 import math
 import shlex
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from sdbench.errors import plural
+from sdbench.forecast.forecast import network_sentence
 from sdbench.forecast.speed import LARGEST_ERROR
-from sdbench.gpus import NETWORK_SHARE
 from sdbench.plan.measured import MEASURED_ERROR, UNSEEN_ERROR
-from sdbench.plan.parts import ENCODE, FORECAST, Impossible, Part, Plan, Range
+from sdbench.plan.parts import ENCODE, FORECAST, RESTART_HOURS, Impossible, Part, Plan
 from sdbench.plan.search import RECIPE, Training
 from sdbench.plan.verdict import (
+    OUTSIDE,
+    PROBABLY_OUTSIDE,
     PROBABLY_WITHIN,
     WITHIN,
     Limit,
+    and_list,
     best_and_ties,
     distances,
     figure_to_compare,
@@ -27,7 +30,7 @@ from sdbench.plan.verdict import (
     standing,
     verdict,
 )
-from sdbench.records.figures import WIDTH, rounded, text_table
+from sdbench.records.figures import WIDTH, filled, rounded, text_table
 
 RANGE_REASONS = {
     MEASURED_ERROR: 'it was measured, and the same GPUs and code differ by 2 to 4 % between MLPerf submitters',
@@ -91,103 +94,84 @@ class Answer:
 
     @property
     def best(self) -> list[Plan]:
-        """Return the plans to measure first: the best one, with one that cannot be told apart from it."""
+        """Return the best plan, and those that cannot be told apart from it."""
         plans = [plan for plan in self.plans if standing(plan, self.limits) in (WITHIN, PROBABLY_WITHIN)]
         if plans:
-            return best_and_ties(plans, figure_to_compare(plans))[:2]
+            return best_and_ties(plans, figure_to_compare(plans))
         closest = nearest(self.plans, self.limits)
         return [closest] if closest else self.plans[:1]
 
     def cells(self, plan: Plan) -> dict[str, str]:
         """Return the cells of a plan in the table, by heading; '' for a cost without a price."""
         has_price = plan.price is not None
-        return {'GPUs': plan.name, 'days': brackets(plan.days, 2), 'GPU-hours': f'{plan.gpu_hours.likely:,.0f}',
+        return {'GPUs': plan.name, 'days': plan.days.text(2), 'GPU-hours': f'{plan.gpu_hours.likely:,.0f}',
                 'GPU cost': f'${plan.gpu_dollars.likely:,.0f}' if has_price else '',
-                'whole cost': f'${brackets(plan.dollars, 0)}' if has_price else '',
+                'whole cost': f'${plan.dollars.text(0)}' if has_price else '',
                 'per GPU-hour': plan.price.describe(self.today) if has_price else 'no price'}
 
     @property
-    def notes(self) -> list[str]:
-        """Return the sentences below the table."""
-        notes = [*self.standings(), *self.impossible(), *self.ranges(), *self.flags(),
-                 *self.arithmetic()]
-        notes += self.corrections
-        notes += [self.storage(), *self.assumptions()]
-        return [note for note in notes if note]
-
-    def standings(self) -> list[str]:
-        """Return a sentence for each way to stand to the limits, with the distance of each plan."""
-        if not self.limits:
-            return []
-        groups = {}
-        for plan in self.plans:
-            groups.setdefault(standing(plan, self.limits), []).append(f'{plan.name}, {distances(plan, self.limits)}')
-        return [f'{name[:1].upper()}{name[1:]}: {"; ".join(plans)}.' for name, plans in groups.items()]
-
-    def impossible(self) -> list[str]:
-        """Return sentences about the GPUs without a plan and without a price."""
-        by_reason = {}
-        for outcome in self.outcomes:
-            if isinstance(outcome, Impossible):
-                by_reason.setdefault((outcome.reason, outcome.remedy), []).append(outcome.name)
-        sentences = [f'Impossible: {", ".join(names)}, because {reason}. This would help: {remedy}.'
-                     for (reason, remedy), names in by_reason.items()]
-        unpriced = [plan for plan in self.plans if plan.price is None]
-        if unpriced:
-            which = 'any of them' if len(unpriced) == len(self.plans) else self.names(unpriced)
-            sentences.append(f'No price is known for {which}. Give --dollars_per_gpu_hour NAME=DOLLARS, '
-                             'or NAME=0 for your own GPUs.')
+    def not_within(self) -> list[str]:
+        """Return sentences about the GPUs that are not certainly within the limits, each with its distances."""
+        groups = grouped((standing(plan, self.limits), f'{plan.name}, {distances(plan, self.limits)}')
+                         for plan in self.plans)
+        sentences = [f'{name.capitalize()}: {"; ".join(groups[name])}.'
+                     for name in (PROBABLY_WITHIN, PROBABLY_OUTSIDE, OUTSIDE) if name in groups]
+        impossible = grouped(((outcome.reason, outcome.remedy), outcome.name) for outcome in self.outcomes
+                             if isinstance(outcome, Impossible))
+        sentences += [f'Impossible: {", ".join(names)}, because {reason}. This would help: {remedy}.'
+                      for (reason, remedy), names in impossible.items()]
+        if any(plan.price is None for plan in self.plans):
+            sentences.append('For a GPU without a price, give --dollars_per_gpu_hour NAME=DOLLARS, or NAME=0 if it is '
+                             'your own.')
         return sentences
 
-    def names(self, plans: Collection[Plan]) -> str:
+    @property
+    def details(self) -> list[str]:
+        """Return sentences about the ranges, the flags, and what is assumed."""
+        network = network_sentence(part.setup for plan in self.plans for part in plan.training)
+        sentences = [*self.ranges(), *self.flags(), *self.arithmetic(), *self.corrections, self.storage(), network]
+        preemptions = self.training.preemptions
+        if preemptions:
+            sentences.append(f'Each machine is preempted every {preemptions.hours:g} hours on average. Each time, '
+                             f'{60 * RESTART_HOURS:.0f} minutes pass until the work goes on, and a training repeats '
+                             f'half of a save interval of {preemptions.batches} steps.')
+        sentences.append('Not included: waiting for data, evaluations and failures.')
+        return [sentence for sentence in sentences if sentence]
+
+    def names(self, plans: Sequence[Plan]) -> str:
         """Return the names of some plans as text, or of the others if most plans are among them."""
         others = [plan.name for plan in self.plans if plan not in plans]
         if not others:
-            return 'all'
+            return 'all plans' if len(plans) > 1 else plans[0].name
         if len(others) < len(plans) / 3:
             return f'all except {", ".join(others)}'
         return ', '.join(plan.name for plan in plans)
 
     def ranges(self) -> list[str]:
-        """Return sentences that say why each range is as wide as it is, and what was never measured."""
-        by_error = {}
-        missing = {}
-        for plan in self.plans:
-            for part in plan.parts:
-                by_error.setdefault(part.speed.error, []).append((plan, part))
-                for what in part.speed.missing:
-                    missing.setdefault(what, {})[plan] = None
-        sentences = [f'Range of {100 * error:.0f} %, because {RANGE_REASONS[error]}: {self.describe_parts(parts)}.'
-                     for error, parts in by_error.items()]
+        """Return sentences that say why each range is as wide as it is, what was never measured, and corrections."""
+        parts = [(plan, part) for plan in self.plans for part in plan.parts]
+        sentences = [f'Range of {100 * error:.0f} % for {self.where(chosen)}: {RANGE_REASONS[error]}.'
+                     for error, chosen in grouped((each[1].speed.error, each) for each in parts).items()]
+        missing = grouped((what, each) for each in parts for what in each[1].speed.missing)
         if missing:
-            texts = [f'{what} ({self.names(plans)})' for what, plans in missing.items()]
+            texts = [f'{what} ({self.names(list(dict.fromkeys(plan for plan, _ in chosen)))})'
+                     for what, chosen in missing.items()]
             sentences.append(f'Never measured with this program: {"; ".join(texts)}.')
-        by_ratio = {}
-        for plan in self.plans:
-            for part in plan.parts:
-                if part.speed.source != FORECAST:
-                    by_ratio.setdefault((part.speed.source, part.speed.ratio), []).append((plan, part))
-        sentences += [f'{source.capitalize()}, {ratio:.2f} of the forecast speed: {self.describe_parts(parts)}.'
-                      for (source, ratio), parts in by_ratio.items()]
-        return sentences
+        speeds = grouped(((each[1].speed.source, each[1].speed.ratio), each) for each in parts)
+        return sentences + [f'{source.capitalize()}, {ratio:.2f} of the forecast speed: {self.where(chosen)}.'
+                            for (source, ratio), chosen in speeds.items() if source != FORECAST]
 
-    def describe_parts(self, chosen: list[tuple[Plan, Part]]) -> str:
-        """Return some parts of plans as text: a plan of which all parts are there is named without its parts."""
-        if len(chosen) == sum(len(plan.parts) for plan in self.plans):
-            return 'all'
-        parts_of = {}
-        for plan, part in chosen:
-            parts_of.setdefault(plan, []).append(part.name)
-        return '; '.join(plan.name if len(parts) == len(plan.parts) else f'{plan.name}, {" and ".join(parts)}'
-                         for plan, parts in parts_of.items())
+    def where(self, chosen: Sequence[tuple[Plan, Part]]) -> str:
+        """Return parts of plans as text. A plan of which all parts are there is named without its parts."""
+        plans = grouped((tuple(parts) if len(parts) < len(plan.parts) else (), plan)
+                        for plan, parts in grouped((plan, part.name) for plan, part in chosen).items())
+        return '; '.join(f'{f"{and_list(parts)} on " if parts else ""}{self.names(those)}'
+                         for parts, those in plans.items())
 
     def flags(self) -> list[str]:
-        """Return the flags of each plan."""
-        by_flags = {}
-        for plan in self.plans:
-            of_phases = dict.fromkeys(switches(part) for part in plan.training)
-            text = ', then '.join(flags or 'no other flags' for flags in of_phases)
-            by_flags.setdefault(text, []).append(plan)
+        """Return a sentence about the flags of each plan."""
+        by_flags = grouped((', then '.join(dict.fromkeys(switches(part) or 'no other flags' for part in plan.training)),
+                            plan) for plan in self.plans)
         base = ' '.join(filter(None, [RECIPE, self.training_flags]))
         texts = [f'{text} for {self.names(plans)}' for text, plans in by_flags.items()]
         return [f'Flags, after {base}: {"; ".join(texts)}.'] if texts else []
@@ -197,15 +181,15 @@ class Answer:
 
         It names the first plans, and every plan whose standing to the limits would change.
         """
-        by_way = {}
+        texts = []
         for number, plan in enumerate(self.plans):
             for how, changed in self.changes[plan].items():
                 matters = standing(plan, self.limits) != standing(replace(changed, price=plan.price), self.limits)
                 is_shown = number < MOST_CHANGED and abs(plan.days.likely / changed.days.likely - 1) >= SMALLEST_CHANGE
                 if matters or is_shown:
                     days = f'{changed.days.likely:.2f} instead of {plan.days.likely:.2f} days'
-                    by_way.setdefault(how, []).append(f'{plan.name} {days}')
-        return [f'{how}: {", ".join(texts)}.' for how, texts in by_way.items()]
+                    texts.append((how, f'{plan.name} {days}'))
+        return [f'{how}: {", ".join(days)}.' for how, days in grouped(texts).items()]
 
     def storage(self) -> str:
         """Return a sentence about storage and traffic of the first plan."""
@@ -218,30 +202,11 @@ class Answer:
                 f'{rounded(storage.read_tb)} TB read at ${storage.dollars_per_tb_read:g} per TB '
                 '(--dollars_per_tb_read).')
 
-    def assumptions(self) -> list[str]:
-        """Return sentences about what is assumed or not included."""
-        sentences = []
-        crossing = [plan for plan in self.plans if plan.machines > 1]
-        if crossing:
-            gbits = self.training.base.network_gbits
-            speed = 'are assumed to have a network as fast as the interconnect of their GPUs (--network_gbits)'
-            if gbits is not None:
-                speed = f'have {gbits:g} Gbit/s each, of which the forecast uses {100 * NETWORK_SHARE:.0f} %'
-            machines = ', '.join(f'{plan.machines} for {plan.name}' for plan in crossing)
-            sentences.append(f'Machines ({machines}) {speed}.')
-        preemptions = self.training.preemptions
-        if preemptions:
-            sentences.append(f'Each machine is preempted every {preemptions.hours:g} hours on average. Each time, 15 '
-                             'minutes pass until the work goes on, and a training repeats half of a save interval of '
-                             f'{preemptions.batches} steps.')
-        sentences.append('Not included: waiting for data, evaluations and failures.')
-        return sentences
-
     @property
     def first_steps(self) -> list[tuple[str, list[str]]]:
-        """Return what to do first: for each plan to measure, a sentence and the commands for its flags."""
-        steps = []
-        for plan in self.best:
+        """Return what to do first: sentences about up to two plans to measure, and the commands for their flags."""
+        to_measure = []
+        for plan in [plan for plan in self.best if not plan.is_measured][:2]:
             seconds = sum((MEASURED_STEPS + WARMUP_STEPS) * part.setup.batch_size / part.speed.images_per_sec
                           for part in plan.training)
             minutes = MINUTES_TO_START * len(plan.training) + seconds / 60
@@ -256,8 +221,9 @@ class Answer:
                                       f'{part.setup.image_size} px' for part in plan.training)
                 rounded_up = math.ceil(100 * needed) / 100
                 sentence += f' The plan holds with at least {rounded_up:.2f} of its speeds: {speeds}.'
-            commands = [measuring_command(plan, part, self.training_flags) for part in plan.training]
-            steps.append((sentence, commands))
+            commands = tuple(measuring_command(plan, part, self.training_flags) for part in plan.training)
+            to_measure.append((commands, sentence))
+        steps = [(' '.join(sentences), list(commands)) for commands, sentences in grouped(to_measure).items()]
         if steps:
             words = ['python', 'plan.py', *self.records, *([] if 'results.jsonl' in self.records else
                                                            ['results.jsonl']), *self.command]
@@ -298,20 +264,24 @@ class Answer:
     @property
     def text(self) -> str:
         """Return the answer for a terminal."""
-        blocks = [filled(self.title), *map(filled, self.verdict)]
+        blocks = [filled([sentence]) for sentence in [*self.verdict, self.title]]
         for has_price in (True, False):
             rows = [self.cells(plan) for plan in self.plans if (plan.price is not None) == has_price]
             if rows:
                 blocks.append(text_table(rows, ['GPUs', 'per GPU-hour']))
-        blocks.append('\n'.join(map(filled, self.notes)))
+        blocks.append(filled(self.not_within))
         for sentence, commands in self.first_steps:
-            blocks.append('\n'.join([filled(sentence), *(shell_lines(command) for command in commands)]))
-        return '\n\n'.join(blocks)
+            blocks.append('\n'.join([filled([sentence]), *(shell_lines(command) for command in commands)]))
+        blocks.append(filled(self.details))
+        return '\n\n'.join(filter(None, blocks))
 
 
-def brackets(value: Range, decimals: int) -> str:
-    """Return a figure with its range, such as '25.47 (19.90 to 32.60)'."""
-    return f'{value.likely:,.{decimals}f} ({value.least:,.{decimals}f} to {value.most:,.{decimals}f})'
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list]:
+    """Return the second values of pairs by their first values, in the order of their first appearance."""
+    groups = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def switches(part: Part) -> str:
@@ -338,10 +308,6 @@ def measuring_command(plan: Plan, part: Part, training_flags: str) -> str:
     words = [launcher, 'benchmark.py', RECIPE, training_flags, switches(part),
              f'--image_size {part.setup.image_size} --measure_batches {MEASURED_STEPS}', network]
     return ' '.join(filter(None, words))
-
-
-def filled(sentence: str) -> str:
-    return textwrap.fill(sentence, WIDTH, break_on_hyphens=False)
 
 
 def shell_lines(command: str) -> str:

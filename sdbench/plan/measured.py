@@ -47,9 +47,8 @@ class Measurement(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A training on some GPUs: its setup with the microbatch, the number of its machines, and its speed."""
+    """A training on some GPUs: its setup with the microbatch, and its speed."""
     setup: Setup
-    machines: int
     speed: Speed
 
 
@@ -112,7 +111,7 @@ class Speeds:
             if setup.microbatch is None and same[-1].setup.microbatch is not None:
                 expected = forecast(replace(setup, microbatch=same[-1].setup.microbatch), card)
             speed = self.corrected(expected.images_per_sec, same[-1:], MEASURED, MEASURED_ERROR)
-            return Run(expected.setup, expected.machines, speed)
+            return Run(expected.setup, speed)
         group = (card.name, expected.setup.compile, network)
         alike = [each for each in self.measurements if each.kind == TRAIN and each.ratio is not None
                  and (each.setup.device, each.setup.compile, each.network) == group]
@@ -122,7 +121,7 @@ class Speeds:
         if alike:
             speed = self.corrected(expected.images_per_sec, alike, CORRECTED, error)
         speed = replace(speed, missing=tuple(missing))
-        return Run(expected.setup, expected.machines, speed)
+        return Run(expected.setup, speed)
 
     def encoding(self, setup: Setup, card: Card) -> Speed:
         """Return the speed at which all GPUs encode. GPUs encode independently, so any GPU count corrects any other."""

@@ -29,6 +29,11 @@ class Range:
     def __mul__(self, factor: float) -> 'Range':
         return Range(self.least * factor, self.likely * factor, self.most * factor)
 
+    def text(self, decimals: int, unit: str = '') -> str:
+        """Return the figure with its range, such as '25.47 days (19.90 to 32.60)'."""
+        likely, least, most = (f'{value:,.{decimals}f}' for value in (self.likely, self.least, self.most))
+        return f'{likely}{unit} ({least} to {most})'
+
     def overlaps(self, other: 'Range') -> bool:
         """Tell whether two ranges have a value in common."""
         return self.least <= other.most and other.least <= self.most
@@ -72,14 +77,12 @@ class Part:
         kind: ENCODE or TRAIN.
         images: images that are encoded, or trained on with repeats.
         setup: the setup that decides the speed.
-        machines: machines that work on the part.
         speed: the speed with its range.
         preemptions: None if the machines are not preempted.
     """
     kind: str
     images: int
     setup: Setup
-    machines: int
     speed: Speed
     preemptions: Preemptions | None = None
 
@@ -105,7 +108,7 @@ class Part:
         lost = RESTART_HOURS
         if self.kind == TRAIN:
             lost += self.preemptions.batches * self.setup.batch_size / 2 / images_per_sec / 3600
-        period = self.preemptions.hours / self.machines  # hours: the preemption of any machine stops all of them
+        period = self.preemptions.hours / self.setup.machines  # hours: the preemption of any machine stops all of them
         return days * period / (period - lost) if lost < period else math.inf
 
 
@@ -132,7 +135,7 @@ class Plan:
 
     @property
     def machines(self) -> int:
-        return self.parts[-1].machines
+        return self.parts[-1].setup.machines
 
     @property
     def days(self) -> Range:
@@ -162,6 +165,11 @@ class Plan:
     def training(self) -> tuple[Part, ...]:
         """Return the parts that train, one for each phase."""
         return tuple(part for part in self.parts if part.kind == TRAIN)
+
+    @property
+    def is_measured(self) -> bool:
+        """Tell whether every phase of the training was measured."""
+        return all(part.speed.source == MEASURED for part in self.training)
 
     def at_speed(self, factor: float) -> 'Plan':
         """Return the plan with every speed multiplied by `factor`."""

@@ -68,8 +68,8 @@ def read_prices(path: str, kind: str, given: Prices) -> list[Price]:
     reader = csv.DictReader(io.StringIO(read_text(path, f'--prices {path}')), restval='')
     missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
     if missing:
-        raise UserError(f'--prices {path} has no column {" and no column ".join(missing)}; a price list has the '
-                        f'columns {",".join(COLUMNS)}')
+        raise UserError(f'--prices {path} has no column {", ".join(missing)}; a price list has the columns '
+                        f'{",".join(COLUMNS)}')
     for row in reader:
         try:
             if row['kind'] not in (ON_DEMAND, SPOT):

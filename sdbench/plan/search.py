@@ -128,10 +128,10 @@ def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence
         if not ways:
             return too_large_for(card, num_devices, phase, training, speeds, too_large)
         parts += min(ways, key=lambda way: sum(part.days.likely for part in way))
-    if not all(math.isfinite(part.days.likely) for part in parts):
-        return Impossible(card, num_devices, 'a preemption comes before the work since the last checkpoint is saved',
+    if not all(math.isfinite(part.days.most) for part in parts):
+        return Impossible(card, num_devices, 'a preemption may come before the work since the last checkpoint is saved',
                           'a shorter --save_interval, fewer machines, or machines that are preempted less often')
-    machine = math.ceil(num_devices / parts[-1].machines)
+    machine = math.ceil(num_devices / parts[-1].setup.machines)
     return Plan(card, num_devices, tuple(parts), price_for(card, machine, prices), storage_of(parts, training))
 
 
@@ -172,18 +172,18 @@ def ways_to_train(setup: Setup, card: Card, phase: Phase, training: Training, sp
         microbatches += smaller[::-1][:SMALLER_MICROBATCHES]
     encoding = []
     if setup.latents:
-        encoding = [encoding_part(setup, card, phase, training, speeds, largest.machines)]
+        encoding = [encoding_part(setup, card, phase, training, speeds)]
     ways = []
     for microbatch in microbatches:
         run = largest if microbatch == microbatches[0] else speeds.training(replace(setup, microbatch=microbatch), card)
-        part = Part(TRAIN, phase.images, run.setup, run.machines, run.speed, training.preemptions)
+        part = Part(TRAIN, phase.images, run.setup, run.speed, training.preemptions)
         ways.append([*encoding, part])
     return ways
 
 
-def encoding_part(setup: Setup, card: Card, phase: Phase, training: Training, speeds: Speeds, machines: int) -> Part:
+def encoding_part(setup: Setup, card: Card, phase: Phase, training: Training, speeds: Speeds) -> Part:
     """Return the part that encodes the images of a phase once, compiled like the training."""
-    return Part(ENCODE, phase.different_images, setup, machines, speeds.encoding(setup, card), training.preemptions)
+    return Part(ENCODE, phase.different_images, setup, speeds.encoding(setup, card), training.preemptions)
 
 
 def storage_of(parts: Sequence[Part], training: Training) -> Storage:

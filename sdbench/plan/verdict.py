@@ -48,8 +48,7 @@ def distances(plan: Plan, limits: Sequence[Limit]) -> str:
     texts = []
     for limit in limits:
         share = limit.of(plan) * 100
-        if math.isnan(share.likely):
-            texts.append(f'no price to compare with {limit.name}')
+        if math.isnan(share.likely):  # no price
             continue
         remedy = ''
         affordable = (limit.most - plan.storage_dollars.likely) / plan.gpu_hours.likely
@@ -99,7 +98,7 @@ def lowest_speed(plan: Plan, limits: Sequence[Limit]) -> float | None:
 def verdict(plans: Sequence[Plan], limits: Sequence[Limit]) -> list[str]:
     """Return the verdict as sentences, the answer first."""
     if not plans:
-        return ['This training fits on none of these GPUs.']
+        return ['This training is possible on none of these GPUs.']
     standings = {plan: standing(plan, limits) for plan in plans}
     inside = [plan for plan in plans if standings[plan] in (WITHIN, PROBABLY_WITHIN)]
     within = ' and '.join(limit.name for limit in limits)
@@ -107,42 +106,52 @@ def verdict(plans: Sequence[Plan], limits: Sequence[Limit]) -> list[str]:
         closest = nearest(plans, limits)
         if closest is None:
             return [f'No plan has a price, so none can be compared with {within}: give --dollars_per_gpu_hour.']
-        sentences = [f'No plan is within {within} by its forecast. The nearest is {closest.name}: '
-                     f'{distances(closest, limits)}.']
+        which = 'No plan with a price' if NO_PRICE in standings.values() else 'No plan'
+        sentences = [f'{which} is within {within}. The nearest is {closest.name}: {distances(closest, limits)}.']
         if standings[closest] == PROBABLY_OUTSIDE:
             sentences.append('The fast end of its range is within the limits, so a measurement may change this answer.')
         return sentences
 
     # Name the plan that costs least, or those that cannot be told apart, and then the fastest.
-    figure = figure_to_compare(inside)
-    sentences = comparison(inside, figure, within)
-    if figure == 'dollars':
-        sentences += comparison(inside, 'days', '')
-    if limits and all(standings[plan] == PROBABLY_WITHIN for plan in inside):
-        sentences.append('None of them is within the limits at the slow end of its range.')
+    figures = dict.fromkeys([figure_to_compare(inside), 'days'])
+    ties = {figure: best_and_ties(inside, figure) for figure in figures}
+    sentences = [comparison(tied, figure, f' within {within}' if limits and not number else '')
+                 for number, (figure, tied) in enumerate(ties.items())]
+    unsure = [plan.name for plan in inside if standings[plan] == PROBABLY_WITHIN
+              and any(plan in tied for tied in ties.values())]
+    if unsure:
+        sentences.append(f'Only probably within the limits: {and_list(unsure)}. The slow end of the range exceeds one.')
     return sentences
 
 
-def comparison(plans: Sequence[Plan], figure: str, within: str) -> list[str]:
-    """Return sentences that name the best of some plans in a figure, or those whose ranges overlap with its range."""
-    tied = best_and_ties(plans, figure)
-    best = {'dollars': 'cheapest', 'days': 'fastest'}[figure]
-    where = f' within {within}' if within else ''
+def comparison(tied: Sequence[Plan], figure: str, where: str) -> str:
+    """Return a sentence that names the best plan in a figure, or those that cannot be told apart from it.
+
+    Args:
+        tied: the best plan, and the others whose ranges overlap with its range.
+        figure: `dollars` or `days`.
+        where: the limits that they keep, such as ' within $30,000'; '' without limits.
+    """
     if len(tied) == 1:
-        return [f'{best.capitalize()}{where}: {tied[0].name}, {with_range(tied[0], figure)}.']
-    names = and_list([plan.name for plan in tied])
-    ranges = '; '.join(f'{plan.name} {with_range(plan, figure)}' for plan in tied)
-    measure = 'measure both of them' if len(tied) == 2 else 'measure two of them'
+        best = {'dollars': 'Cheapest', 'days': 'Fastest'}[figure]
+        return f'{best}{where}: {tied[0].name}, {with_range(tied[0], figure)}.'
+    to_measure = [plan.name for plan in tied if not plan.is_measured]
+    if not to_measure:
+        advice = 'their measurements differ by less than their ranges'
+    elif len(to_measure) < len(tied):
+        advice = f'measure {and_list(to_measure)}'
+    else:
+        advice = 'measure both of them' if len(tied) == 2 else 'measure two of them'
     by = {'dollars': 'by cost', 'days': 'by days'}[figure]
-    return [f'{names} cannot be told apart {by}{where}: {measure}.', f'Their ranges overlap: {ranges}.']
+    return f'{and_list([plan.name for plan in tied])} cannot be told apart {by}{where}: {advice}.'
 
 
 def with_range(plan: Plan, figure: str) -> str:
-    """Return the dollars or the days of a plan with their range, such as '25.5 days (19.9 to 32.6)'."""
+    """Return the dollars or the days of a plan with their range, such as '25.47 days (19.90 to 32.60)'."""
     value = getattr(plan, figure)
     if figure == 'dollars':
-        return f'${value.likely:,.0f} ({value.least:,.0f} to {value.most:,.0f})'
-    return f'{value.likely:.2f} days ({value.least:.2f} to {value.most:.2f})'
+        return f'${value.text(0)}'
+    return value.text(2, ' days')
 
 
 def and_list(names: Sequence[str]) -> str:

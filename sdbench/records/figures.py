@@ -5,6 +5,7 @@ here needs torch.
 """
 import math
 import string
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -97,6 +98,11 @@ def summary_lines(headings: Iterable[str], values: dict[str, Any]) -> list[str]:
         if all(values.get(name) is not None for name in names):
             lines.append(f'{heading:<15} {FigureFormatter().vformat(template, (), values)}')
     return lines
+
+
+def filled(sentences: Iterable[str]) -> str:
+    """Return sentences as text, each on a new line and in lines of at most WIDTH characters."""
+    return '\n'.join(textwrap.fill(sentence, WIDTH, break_on_hyphens=False) for sentence in sentences)
 
 
 def text_table(rows: Sequence[dict[str, Any]], left: Sequence[str] | None = None, markdown: bool = False) -> str:

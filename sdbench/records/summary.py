@@ -35,11 +35,12 @@ def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
     if settings.ema_start and record['trained_batches'] < to_batches(settings.ema_start):
         notes['ema_start_to_come'] = settings.ema_start
 
-    # Say where the checkpoints are, and how to export a pipeline from them.
+    # Say where the checkpoints are, and how to export a pipeline from them if it can generate images.
     if settings.save_folder and record['status'] not in (FAILED, INTERRUPTED):
         notes['checkpoints'] = settings.save_folder
-        pipeline = sibling_path(settings.save_folder, 'model')
-        notes['next'] = shlex.join(['python', 'export.py', settings.save_folder, pipeline])
+        if settings.pretrained:
+            pipeline = sibling_path(settings.save_folder, 'model')
+            notes['next'] = shlex.join(['python', 'export.py', settings.save_folder, pipeline])
     return notes
 
 

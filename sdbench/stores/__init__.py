@@ -9,7 +9,8 @@
 
 Each kind of store is a class with the methods of `Store` (addresses.py): s3.py, google.py and azure.py. From any other
 store Streaming's clients can download. Every error of a client becomes one line (answers.py). Keys are passed to the
-clients as they are and never parsed as URLs, because a key may contain # or ?.
+clients as they are and never parsed as URLs, because a key may contain # or ?. A `label`, such as
+`--remote s3://bucket/mds`, begins each error message.
 """
 import contextlib
 import functools
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from sdbench.errors import UserError, one_line
-from sdbench.stores.addresses import SUPPORTED, Store, StoredFile, parse_address
+from sdbench.stores.addresses import PATIENT, QUICK, SUPPORTED, Retry, Store, StoredFile, parse_address
 from sdbench.stores.answers import store_error
 
 # Environment variables that configure the clients and that are not secret. Ray passes them to other machines.
@@ -27,20 +28,10 @@ SETTINGS = ('S3_ENDPOINT_URL', 'S3_CANNED_ACL', 'AWS_ENDPOINT_URL', 'AWS_ENDPOIN
             'AWS_DEFAULT_REGION', 'AWS_PROFILE', 'AWS_REQUEST_CHECKSUM_CALCULATION', 'AWS_RESPONSE_CHECKSUM_VALIDATION',
             'MOSAICML_STREAMING_AWS_REQUESTER_PAYS', 'AZURE_ACCOUNT_NAME', 'AZURE_AUTHORITY_HOST',
             'GOOGLE_CLOUD_PROJECT', 'GS_USER_PROJECT')
-TRIES = 4  # attempts per request if the error may be temporary
-TIMEOUT = 20  # seconds without a byte after which a request is tried again
-SENDING = {'tries': 8, 'timeout': 60}  # for checkpoints: a store takes long to assemble the parts of a large file
-PATIENT = {'tries': 20, 'timeout': 60}  # for convert.py and encode.py, which survive an outage of a few minutes
 
 
-def open_store(address: str, label: str, tries: int = TRIES, timeout: float = TIMEOUT) -> Store:
-    """Return the client for an address: an S3Store, a GoogleStore or an AzureStore.
-
-    Args:
-        address: address of a file or a folder in a store.
-        label: begins the error messages, such as `--remote s3://bucket/mds`.
-        tries: attempts per request.
-        timeout: seconds without a byte after which a request is tried again.
+def open_store(address: str, label: str, retry: Retry = QUICK) -> Store:
+    """Return the client for the address of a file or a folder: an S3Store, a GoogleStore or an AzureStore.
 
     Raises UserError if the address is malformed, or if the credentials or settings are invalid.
     """
@@ -48,13 +39,13 @@ def open_store(address: str, label: str, tries: int = TRIES, timeout: float = TI
     try:
         if place.scheme == 'azure':
             from sdbench.stores.azure import AzureStore
-            return AzureStore(place, tries, timeout)
+            return AzureStore(place, retry)
         has_google_keys = {'GCS_KEY', 'GCS_SECRET'} <= os.environ.keys() and 'GS_USER_PROJECT' not in os.environ
         if place.scheme == 'gs' and not has_google_keys:
             from sdbench.stores.google import GoogleStore
-            return GoogleStore(place, tries, timeout)
+            return GoogleStore(place, retry)
         from sdbench.stores.s3 import S3Store
-        return S3Store(place, tries, timeout)
+        return S3Store(place, retry)
     except Exception as error:  # each kind of credentials has its own exceptions
         raise UserError(f'{label}: no client can be made with these credentials and settings ({type(error).__name__}: '
                         f'{one_line(error, 300)}); check the credentials, and S3_ENDPOINT_URL if it is set') from None
@@ -69,17 +60,11 @@ def client_errors(label: str) -> Iterator[None]:
         raise store_error(error, label) from None
 
 
-def download(address: str, path: str, label: str, tries: int = TRIES, timeout: float = TIMEOUT,
-             in_threads: bool = True) -> None:
+def download(address: str, path: str, label: str, retry: Retry = QUICK, in_threads: bool = True) -> None:
     """Download a file from any store that Streaming knows, or copy a file of this machine.
 
-    Args:
-        address: address of the file.
-        path: where to write it.
-        label: begins the error messages.
-        tries: attempts per request. Streaming's clients use a number of their own.
-        timeout: seconds without a byte after which a request is tried again.
-        in_threads: whether parts of a large file are downloaded concurrently, if the store speaks S3.
+    If the store speaks S3 and `in_threads` is True, parts of a large file are downloaded concurrently. Streaming's
+    clients use their own number of tries.
 
     Raises FileNotFoundError if there is no such file, OSError if it cannot be read, and UserError if the address or
     the settings are wrong.
@@ -87,9 +72,9 @@ def download(address: str, path: str, label: str, tries: int = TRIES, timeout: f
     if not address.startswith(SUPPORTED):
         bucket = '/'.join(address.split('/')[:3])
         with client_errors(label):
-            streaming_downloader(bucket, os.getpid()).download(address, path, timeout)
+            streaming_downloader(bucket, os.getpid()).download(address, path, retry.timeout)
         return
-    store = open_store(address, label, tries, timeout)
+    store = open_store(address, label, retry)
     with client_errors(label):
         store.download(path, in_threads)
 
@@ -101,15 +86,15 @@ def streaming_downloader(bucket: str, process: int) -> Any:
     return CloudDownloader.get(bucket)
 
 
-def upload(path: str, address: str, label: str) -> None:
+def upload(path: str, address: str, label: str, retry: Retry = PATIENT) -> None:
     """Upload a file of this machine. Raises OSError or UserError as `download` does."""
     with open(path, 'rb') as file:
-        write(file, address, label, **SENDING)
+        write(file, address, label, retry)
 
 
-def write(file: BinaryIO, address: str, label: str, tries: int = TRIES, timeout: float = TIMEOUT) -> None:
+def write(file: BinaryIO, address: str, label: str, retry: Retry = QUICK) -> None:
     """Write the content of an open file to an address. Raises OSError or UserError as `download` does."""
-    store = open_store(address, label, tries, timeout)
+    store = open_store(address, label, retry)
     with client_errors(label):
         store.upload(file)
 
@@ -123,13 +108,13 @@ def addresses_in(folder: str, label: str) -> list[str]:
     return [f'{folder.rstrip("/")}/{name}' for name in names if name and '/' not in name]
 
 
-def files_below(address: str, label: str, tries: int = TRIES, timeout: float = TIMEOUT) -> list[StoredFile]:
+def files_below(address: str, label: str, retry: Retry = QUICK) -> list[StoredFile]:
     """Return all files below an address, or the file at that address if it is not a folder.
 
     Raises OSError or UserError as `download` does.
     """
     key = parse_address(address, label).key
-    store = open_store(address, label, tries, timeout)
+    store = open_store(address, label, retry)
     with client_errors(label):
         if not key:
             return list(store.files(''))

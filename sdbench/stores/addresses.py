@@ -18,6 +18,21 @@ class Address(NamedTuple):
     key: str  # without leading and trailing slashes
 
 
+class Retry(NamedTuple):
+    """How often a request is tried if its error may be temporary.
+
+    Attributes:
+        tries: attempts per request. boto3 waits up to 1, 2, 4, 8, 16, then 20 seconds in between.
+        timeout: seconds without a byte after which a request is tried again.
+    """
+    tries: int
+    timeout: float
+
+
+QUICK = Retry(tries=4, timeout=20)  # for the start of a command, when a wrong address or name must show soon
+PATIENT = Retry(tries=20, timeout=60)  # for work that has begun, which survives an outage of a few minutes
+
+
 class StoredFile(NamedTuple):
     """A file as a store lists it."""
     key: str

@@ -4,15 +4,15 @@ import os
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from sdbench.stores.addresses import Address, StoredFile
+from sdbench.stores.addresses import Address, Retry, StoredFile
 
 
 class AzureStore:
     """An address in Azure's store; `Store` in addresses.py describes its methods."""
 
-    def __init__(self, place: Address, tries: int, timeout: float):
+    def __init__(self, place: Address, retry: Retry):
         self.key = place.key
-        self.container = azure_service(place.host, tries, timeout, os.getpid()).get_container_client(place.bucket)
+        self.container = azure_service(place.host, retry, os.getpid()).get_container_client(place.bucket)
 
     def download(self, path: str, in_threads: bool) -> None:
         with open(path, 'wb') as file:
@@ -27,13 +27,13 @@ class AzureStore:
 
 
 @functools.cache
-def azure_service(host: str, tries: int, timeout: float, process: int) -> Any:
+def azure_service(host: str, retry: Retry, process: int) -> Any:
     """Return Azure's client for the account at `host`, once per process."""
     from azure.storage.blob import BlobServiceClient, LinearRetry
     from streaming.base.storage import AzureDownloader
     # The default pauses are 18, 24 and 42 seconds, even if the connection is refused. Azure's client counts the
     # attempts for each kind of error separately.
     kinds = ('retry_total', 'retry_connect', 'retry_read', 'retry_status')
-    retry = LinearRetry(backoff=tries / 2, random_jitter_range=0, **dict.fromkeys(kinds, tries - 1))
+    policy = LinearRetry(backoff=retry.tries / 2, random_jitter_range=0, **dict.fromkeys(kinds, retry.tries - 1))
     return BlobServiceClient(f'https://{host}', AzureDownloader().credential, connection_timeout=20,
-                             read_timeout=timeout, retry_policy=retry)
+                             read_timeout=retry.timeout, retry_policy=policy)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from sdbench.stores.addresses import Address, StoredFile
+from sdbench.stores.addresses import Address, Retry, StoredFile
 
 GOOGLE_S3 = 'https://storage.googleapis.com'  # where Google speaks S3
 SINGLE_UPLOAD = 64 << 20  # bytes, enough for a shard: some stores do not support uploads in several parts
@@ -15,14 +15,14 @@ CONNECTIONS = 64  # connections that a client keeps open, because a command may 
 class S3Store:
     """An address in a store that speaks S3; `Store` in addresses.py describes its methods."""
 
-    def __init__(self, place: Address, tries: int, timeout: float):
+    def __init__(self, place: Address, retry: Retry):
         self.place = place
         endpoint = os.environ.get('S3_ENDPOINT_URL', '').strip() or None  # docker --env-file keeps trailing spaces
         keys = None
         if place.scheme == 'gs':
             endpoint = GOOGLE_S3
             keys = (os.environ['GCS_KEY'], os.environ['GCS_SECRET'])
-        self.client = make_client(endpoint, keys, tries, timeout, os.getpid())
+        self.client = make_client(endpoint, keys, retry, os.getpid())
 
         # Requester-pays: Streaming's variable lists the buckets for which this account pays.
         self.request_payer = {}
@@ -58,17 +58,12 @@ class S3Store:
 
 
 @functools.cache
-def make_client(endpoint: str | None, keys: tuple[str, str] | None, tries: int, timeout: float, process: int) -> Any:
+def make_client(endpoint: str | None, keys: tuple[str, str] | None, retry: Retry, process: int) -> Any:
     """Return boto3's client, which signs requests if there are credentials.
 
     The client is made once per process, because a forked process must not share the connections of its parent.
-
-    Args:
-        endpoint: URL of the server; None means the one that boto3 finds.
-        keys: Google's HMAC key and secret; None means the credentials that boto3 finds, if any.
-        tries: attempts per request. boto3 waits up to 1, 2, 4, 8, 16, then 20 seconds in between.
-        timeout: seconds without a byte after which a request is tried again.
-        process: id of this process, a part of the cache's key.
+    `endpoint` is the URL of the server, and `keys` are Google's HMAC key and secret; None means what boto3 finds, if
+    anything.
     """
     import boto3
     from botocore import UNSIGNED
@@ -83,8 +78,8 @@ def make_client(endpoint: str | None, keys: tuple[str, str] | None, tries: int, 
     checksums = {}
     for name in ('request_checksum_calculation', 'response_checksum_validation'):
         checksums[name] = os.environ.get(f'AWS_{name.upper()}', 'when_required')
-    config = Config(signature_version=signature, read_timeout=timeout, connect_timeout=20,
-                    retries={'mode': 'standard', 'total_max_attempts': tries}, max_pool_connections=CONNECTIONS,
+    config = Config(signature_version=signature, read_timeout=retry.timeout, connect_timeout=20,
+                    retries={'mode': 'standard', 'total_max_attempts': retry.tries}, max_pool_connections=CONNECTIONS,
                     **checksums)
     client = session.client('s3', endpoint_url=endpoint, config=config)
     client.meta.events.register('after-call.s3', keep_error_page)

@@ -30,7 +30,7 @@ from sdbench.files import atomic_write, locked
 from sdbench.flags.times import is_due
 from sdbench.models.names import use_installed_names
 from sdbench.paths import is_url
-from sdbench.stores import addresses_in, download, upload
+from sdbench.stores import QUICK, addresses_in, download, upload
 from sdbench.training.compatibility import Mismatch
 from sdbench.training.frozen import add_missing_networks
 from sdbench.training.ranks import on_every_rank, on_rank_0
@@ -307,7 +307,8 @@ class AtomicCheckpointSaver(Callback):
 
         def try_to_write() -> None:
             with tempfile.NamedTemporaryFile() as file:
-                upload(file.name, f'{self.address.rstrip("/")}/{WRITE_TEST}', f'--save_folder {self.address}')
+                upload(file.name, f'{self.address.rstrip("/")}/{WRITE_TEST}', f'--save_folder {self.address}',
+                       QUICK)
         if self.is_store:
             on_rank_0(try_to_write)
 

@@ -16,7 +16,7 @@ from composer.core import get_precision_context
 from composer.utils import dist, get_device
 
 from sdbench.errors import UserError, is_out_of_memory, plural
-from sdbench.flags.train import Train
+from sdbench.flags.train import Train, divisors
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.microbatches import changes_that_take_less, largest_that_fits, memory_advice
@@ -56,7 +56,7 @@ def with_found_microbatch(settings: Train, model: ComposerModel,
         return all(dist.all_gather_object(fits_here))
 
     with torch.compiler.set_stance('force_eager'):
-        largest = largest_that_fits(settings.microbatch_sizes, partial(fits_on_all, settings.use_ema))
+        largest = largest_that_fits(divisors(settings.device_batch_size), partial(fits_on_all, settings.use_ema))
         if largest is None:
             # Find out which changes would help. They may alter the model, because the run ends here.
             fits_with = {}

@@ -41,12 +41,12 @@ def test_an_index_is_enough_and_one_screen_has_every_card_the_cheapest_first(sha
 
     start = lines.index('') + 1
     assert start <= 5  # after the description of the run and of the forecast
-    assert lines[start].split() == ['8', 'GPUs', 'microbatch', 'GiB', 'taken', 'images/s', 'days', 'dollars']
+    assert lines[start].split() == ['GPUs', 'microbatch', 'GiB', 'taken', 'images/s', 'days', 'dollars']
     by_name = {forecast.card.name: forecast for forecast in forecasts}
     costs = []
     for line in lines[start + 1:start + 5]:
         name, microbatch, taken, speed, days, dollars = re.split('  +', line)
-        forecast = by_name[CARDS.get(f'NVIDIA {name}').name]
+        forecast = by_name[CARDS.get(f'NVIDIA {name.removeprefix("8 x ")}').name]
         assert int(microbatch) == forecast.setup.microbatch == 8
         assert float(taken) == pytest.approx(forecast.gib, abs=0.05)
         assert number(speed) == pytest.approx(forecast.images_per_sec, rel=0.01)
@@ -117,21 +117,24 @@ def test_gradients_cross_the_network_only_between_gpus_that_no_interconnect_join
     assert network_rate(setup, CARDS[card]) == pytest.approx(rate)
 
 
-def test_several_gpu_counts_make_a_table_for_each_card(smallest_model, capfd):
+def test_several_gpu_counts_have_a_row_for_each_card_and_count_with_its_efficiency(smallest_model, capfd):
     argv = ['--dry_run', '64', '2', '16', '--batch_size', '64', '--image_size', '32', '--model_name',
             smallest_model, '--gpu', 'H100 80GB', 'B200', '--network_gbits', '10', '--training_images', '8640000000000']
     forecasts = benchmark.main(argv)
     lines = capfd.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
+    [start] = [number for number, line in enumerate(lines) if line.startswith('GPUs')]
+    assert lines[start].split() == ['GPUs', 'microbatch', 'GiB', 'taken', 'images/s', 'each', 'efficiency', 'days',
+                                    'GPU-hours', 'dollars']
     for name, device in (('H100 80GB HBM3', H100.name), ('B200', 'NVIDIA B200')):
         records = [found for found in forecasts if found.card.name == device]
         assert [record.setup.num_devices for record in records] == [2, 16, 64]
-        assert [(record.machines, record.setup.network_gbits) for record in records] == [(1, 10), (2, 10), (8, 10)]
-        [start] = [number for number, line in enumerate(lines) if line.startswith(name)]
-        assert lines[start].split()[-9:] == ['images/s', 'each', 'efficiency', 'days', 'GPU-hours', 'dollars',
-                                             'microbatch', 'GiB', 'taken']
-        for record, line in zip(records, lines[start + 1:start + 4], strict=True):
-            _, speed, each, efficiency, days, hours, _, microbatch, _ = re.split('  +', line)
+        machines = [(record.setup.machines, record.setup.network_gbits) for record in records]
+        assert machines == [(1, 10), (2, 10), (8, 10)]
+        shown = [line for line in lines if line.split('  ')[0].endswith(f' x {name}')]
+        for record, line in zip(records, shown, strict=True):
+            count, microbatch, _, speed, each, efficiency, days, hours, _ = re.split('  +', line)
+            assert count == f'{record.setup.num_devices} x {name}'
             assert number(speed) == pytest.approx(record.images_per_sec, rel=0.01)
             assert number(each) == pytest.approx(record.images_per_sec / record.setup.num_devices, rel=0.01)
             expected = number(each) / (records[0].images_per_sec / 2)
@@ -169,7 +172,7 @@ def test_a_card_without_a_known_peak_has_a_forecast_of_its_memory_alone(smallest
     fast = [found.card.name for found in forecasts if not math.isnan(found.images_per_sec)]
     assert fast == (['NVIDIA L40S'] if precision == 'amp_bf16' else [])
     printed = capfd.readouterr().out
-    [of_t4] = [line for line in printed.splitlines() if line.startswith('Tesla T4')]
+    [of_t4] = [line for line in printed.splitlines() if line.startswith('1 x Tesla T4')]
     _, microbatch, taken, *others = re.split('  +', of_t4)
     assert int(microbatch) == 2
     assert 0 <= float(taken) < 14.6

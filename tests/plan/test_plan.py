@@ -23,9 +23,18 @@ from sdbench.flags.train import ENCODERS, divisors
 from sdbench.forecast.forecast import DoesNotFit, Forecast
 from sdbench.gpus import CARDS, Card, peak_of
 from sdbench.plan import measured
-from sdbench.plan.parts import ENCODE, TRAIN, Impossible, Part, Plan, Preemptions, Range, Speed
+from sdbench.plan.parts import ENCODE, FORECAST, MEASURED, TRAIN, Impossible, Part, Plan, Preemptions, Range, Speed
 from sdbench.plan.prices import Price, Storage, price_for, read_prices
-from sdbench.plan.verdict import OUTSIDE, PROBABLY_OUTSIDE, WITHIN, Limit, best_and_ties, lowest_speed, standing
+from sdbench.plan.verdict import (
+    OUTSIDE,
+    PROBABLY_OUTSIDE,
+    WITHIN,
+    Limit,
+    best_and_ties,
+    lowest_speed,
+    standing,
+    verdict,
+)
 from sdbench.records import expected
 from sdbench.setup import Setup
 
@@ -68,7 +77,7 @@ def record_of(part: Part, card: Card, factor: float = 1.0, **others) -> dict:
     setup = simple_forecast(part.setup, card).setup
     speed = simple_forecast(part.setup, card)
     record = {key: value for key, value in vars(setup).items() if key not in ('latents', 'microbatch')}
-    record |= {'stage': part.kind, 'status': 'complete', 'command': 'benchmark.py', 'num_nodes': part.machines,
+    record |= {'stage': part.kind, 'status': 'complete', 'command': 'benchmark.py', 'num_nodes': part.setup.machines,
                'device': card.name, 'encoders': ENCODERS[setup.latents]}
     record['device_train_microbatch_size'] = setup.microbatch
     record['images_per_sec'] = factor * (speed.images_per_sec if part.kind == TRAIN else speed.encode_images_per_sec)
@@ -243,18 +252,18 @@ def test_a_measured_plan_keeps_its_save_interval_and_its_preemptions(tmp_path):
 
 def test_a_preemption_costs_a_restart_and_half_a_save_interval():
     """500 steps of 2,048 images at 100 images/s are 2.84 hours; of every 6 hours, 0.25 + 2.84 / 2 are lost."""
-    setup = Setup(image_size=512, batch_size=2048)
-    part = Part(TRAIN, 8_640_000, setup, 1, Speed(100, 0), Preemptions(6, 500))
+    setup = Setup(device=H100.name, num_devices=8, image_size=512, batch_size=2048)
+    part = Part(TRAIN, 8_640_000, setup, Speed(100, 0), Preemptions(6, 500))
     lost = 0.25 + 500 * 2048 / 2 / 100 / 3600
     assert part.days.likely == pytest.approx(1 / (1 - lost / 6))
     assert replace(part, kind=ENCODE).days.likely == pytest.approx(1 / (1 - 0.25 / 6))
-    assert replace(part, machines=2).days.likely == pytest.approx(1 / (1 - lost / 3))
+    assert replace(part, setup=replace(setup, num_devices=16)).days.likely == pytest.approx(1 / (1 - lost / 3))
     assert math.isinf(replace(part, preemptions=Preemptions(1, 500)).days.likely)
 
 
-def one_plan(days: float, error: float, price: float | None = 1.0, card: Card = H100) -> Plan:
-    speed = Speed(1 / days / 86_400 * 1e9, error)
-    part = Part(TRAIN, 10 ** 9, Setup(image_size=512, batch_size=1), 1, speed)
+def one_plan(days: float, error: float, price: float | None = 1.0, card: Card = H100, source: str = FORECAST) -> Plan:
+    speed = Speed(1 / days / 86_400 * 1e9, error, source)
+    part = Part(TRAIN, 10 ** 9, Setup(device=card.name, num_devices=1, image_size=512, batch_size=1), speed)
     return Plan(card, 1, (part,), None if price is None else Price(None, price, 'x'), FREE)
 
 
@@ -292,6 +301,28 @@ def test_plans_whose_ranges_overlap_are_a_tie_and_the_verdict_says_so(capsys):
     assert all(name in answer.verdict[0] for name in ('8 x H200', '8 x H100 80GB', '8 x B200'))
     answer = answer_to('--gpu', '8 B200', '8 A10', '--dollars_per_gpu_hour', 1)
     assert answer.verdict[0].startswith('Cheapest: 8 x B200')
+
+
+def test_the_verdict_advises_to_measure_only_what_was_not_measured_and_says_who_is_only_probably_within():
+    measured_plan, forecast_plan = one_plan(10, 0.05, source=MEASURED), one_plan(9, 0.28, card=B200)
+    [cost, days] = verdict([measured_plan, forecast_plan], [])
+    assert cost == '1 x B200 and 1 x H100 80GB cannot be told apart by cost: measure 1 x B200.'
+    [cost, days, unsure] = verdict([measured_plan, forecast_plan], [Limit('days', 11)])
+    assert unsure == 'Only probably within the limits: 1 x B200. The slow end of the range exceeds one.'
+    both = [measured_plan, one_plan(10.1, 0.05, card=H200, source=MEASURED)]
+    assert not any('measure ' in sentence for sentence in verdict(both, []))
+
+
+def test_plans_that_were_measured_are_not_measured_again(tmp_path):
+    argv = ['--gpu', '8 H200', '8 H100 80GB HBM3', '--images', 10 ** 6, '--dollars_per_gpu_hour', 'H200=3', 'H100=2.95']
+    before = answer_to(*argv)
+    for one in before.plans:
+        records = write_records(tmp_path / 'r.jsonl', *(record_of(part, one.card) for part in one.training))
+        [(sentence, _), *_] = answer_to(records, *argv).first_steps
+        assert one.name not in sentence
+    everything = write_records(tmp_path / 'r.jsonl', *(record_of(part, one.card) for one in before.plans
+                                                       for part in one.training))
+    assert answer_to(everything, *argv).first_steps == []
 
 
 def test_the_last_price_for_a_machine_with_enough_gpus_counts_and_old_ones_are_marked(tmp_path):

@@ -55,16 +55,21 @@ def test_a_measurement_prints_its_summary_and_writes_only_its_record(tmp_path, c
     assert 'GPU' not in output  # nobody trains the tiny model for real
 
 
-def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_it(results, tmp_path, capfd):
+def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_it(
+        results, tmp_path, smallest_model, capfd):
     kept = tmp_path / 'kept'
     flags = ['--use_synth_data', '--use_ema', *TINY[:-2], '--max_duration', '3ba', '--save_folder', str(kept),
-             '--results', '-']
+             '--results', '-', '--model_name', smallest_model, '--pretrained']
     record = main(flags)
     *lines, last = lines_of(capfd.readouterr().out)
     assert json.loads(last) == record
     assert not results.exists()
     assert [line.split()[0] for line in lines] == ['trained', 'loss', 'checkpoint', 'next', 'images/s', 'wait']
     assert lines[2:4] == [f'checkpoint      in {kept}', f'next            python export.py {kept} {kept}-model']
+
+    # A model with random encoders cannot generate images, so its export is not recommended.
+    random_encoders = settings_of(*flags, '--no-pretrained')
+    assert 'export.py' not in run_summary(record, random_encoders)
 
 
 @pytest.mark.parametrize('changed, sentence', [
