@@ -119,7 +119,7 @@ def test_an_interrupted_whole_training_continues_and_ends_with_a_pipeline_and_it
     monkeypatch.chdir(ROOT)
     commands_of(tmp_path, MODEL='tiny', SOURCE=str(write_photos(tmp_path / 'photos', 40)), WORK=f'{tmp_path}/work',
                 RESULTS=f'{tmp_path}/results.jsonl', LAUNCH='python', SIZE_1='32', SIZE_2='64', STEPS_1='6',
-                STEPS_2='6', BATCH_SIZE='4', HELD_OUT='0.3', SCORES='--samples 4 --steps 2',
+                STEPS_2='6', BATCH_SIZE='4', LATENTS='', HELD_OUT='0.3', SCORES='--samples 4 --steps 2',
                 PHASE_FLAGS='--warmup_batches 1 --ema_half_life 5ba --save_interval 2ba --num_workers 0')
     calls = calls_of(tmp_path, 'python')
     shards, phase_1 = (next(argv for program, *argv in calls if program == name) for name in
