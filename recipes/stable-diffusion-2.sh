@@ -4,12 +4,14 @@
 #   MODEL=FOLDER SOURCE=photos sh recipes/stable-diffusion-2.sh       # the whole training
 #   python plan.py                                                    # forecast its time and cost, without a GPU
 #
+# By default it trains as plan.py plans it: on latents, with fastest.txt.
+#
 # Run it in the folder of benchmark.py. If it stops, run it again with the same variables: finished steps are skipped,
 # and the others continue. phase-1.txt and phase-2.txt hold the flags of the two phases and the sources of their numbers.
 # To try all of it on a CPU in a few minutes:
 #
 #   MODEL=tiny SOURCE=photos LAUNCH=python SIZE_1=32 SIZE_2=64 STEPS_1=20 STEPS_2=20 BATCH_SIZE=4 HELD_OUT=0.3 \
-#       PHASE_FLAGS='--lr_warmup 2ba --ema_half_life 5ba' SCORES='--samples 4' \
+#       PHASE_FLAGS='--lr_warmup 2ba --ema_half_life 5ba' ENCODE_FLAGS= SCORES='--samples 4' \
 #       sh recipes/stable-diffusion-2.sh
 set -eu
 if [ -n "${1:-}" ]; then
@@ -26,12 +28,12 @@ fi
 : "${RESULTS:=results.jsonl}"     # file for the records
 
 # Training.
-: "${LATENTS:=}"                  # 1: encode the images once for each phase, and train on the latents
+: "${LATENTS=1}"                  # 1: encode the images once for each phase, and train on the latents; empty: on images
 : "${SIZE_1:=256}" "${STEPS_1:=550000}"    # image size in pixels and number of steps of phase 1
 : "${SIZE_2:=512}" "${STEPS_2:=850000}"    # the same for phase 2
 : "${BATCH_SIZE:=2048}"
-: "${PHASE_FLAGS:=}"              # more flags for benchmark.py, used in both phases
-: "${ENCODE_FLAGS:=}"             # more flags for encode.py
+: "${PHASE_FLAGS=@recipes/fastest.txt}"    # more flags for benchmark.py, used in both phases
+: "${ENCODE_FLAGS=--compile}"     # more flags for encode.py
 : "${LAUNCH:=composer}"           # command that starts a program on all GPUs of this machine
 
 # Scores.

@@ -12,6 +12,7 @@ import pytest
 from diffusers import StableDiffusionPipeline
 
 import convert
+import plan
 from benchmark import main
 from sdbench.flags.parser import parse
 from sdbench.flags.plan import SD2_SCHEDULE
@@ -51,7 +52,7 @@ def commands_of(folder: Path, *argv: str, **variables: str) -> list:
 def test_each_command_of_the_whole_training_reads_the_output_of_earlier_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     networks, convert, samples, one, two, export, evaluate = commands_of(
-        tmp_path, MODEL='sd2', SOURCE='my photos', WORK='s3://b/sd2')
+        tmp_path, MODEL='sd2', SOURCE='my photos', WORK='s3://b/sd2', LATENTS='', PHASE_FLAGS='')
     assert (convert.source, convert.held_out) == (('my photos',), 0.01)
     assert convert.out == one.remote == two.remote
     assert one == parsed(f'@{PHASES[1]}', '--model_name', 'sd2', '--remote', convert.out, '--save_folder',
@@ -68,7 +69,7 @@ def test_each_command_of_the_whole_training_reads_the_output_of_earlier_ones(tmp
 def test_each_phase_on_latents_reads_latents_of_its_image_size(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     _, convert, neither, samples, large, first, second, one, two, _, evaluate = commands_of(
-        tmp_path, MODEL='sd2', LATENTS='1', SOURCE_2='large photos', EVAL='other photos',
+        tmp_path, MODEL='sd2', SOURCE_2='large photos', EVAL='other photos',
         ENCODE_FLAGS='--compile --batch_size 64')
     assert (large.source, neither.source) == (('large photos',), ('other photos',))
     assert not (convert.held_out or large.held_out or neither.held_out)
@@ -77,6 +78,19 @@ def test_each_phase_on_latents_reads_latents_of_its_image_size(tmp_path, monkeyp
         assert encode.remote == made.out
         assert (encode.out, encode.image_size) == (train.remote, train.image_size)
         assert (encode.model_name, encode.pretrained, encode.compile, encode.batch_size) == ('sd2', True, True, 64)
+
+
+def test_by_default_the_whole_training_is_the_one_that_plan_py_plans_and_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    answer = plan.main(['--gpu', '8 H100-80GB'])
+    _, _, _, *encodings, one, two, _, _ = commands_of(tmp_path, MODEL='sd2')
+    [planned] = answer.plans
+    for train, encode, part in zip((one, two), encodings, planned.training, strict=True):
+        assert encode.out == train.remote and encode.compile == part.setup.compile and part.setup.latents
+        for name in ('image_size', 'batch_size', 'compile', 'half_precision_norms', 'cudnn_benchmark', 'use_ema',
+                     'gradient_checkpointing'):
+            assert getattr(train, name) == getattr(part.setup, name)
+    assert 'MODEL=FOLDER SOURCE=photos sh recipes/stable-diffusion-2.sh' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('words, variables, said', [
@@ -95,7 +109,7 @@ def test_the_whole_training_refuses_missing_or_wrong_variables_in_one_line(words
 def test_the_whole_training_stops_at_the_first_command_that_fails(tmp_path):
     (tmp_path / 'python').write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/calls; test "$1" != benchmark.py\n')
     (tmp_path / 'python').chmod(0o755)
-    variables = {'PATH': f'{tmp_path}:{os.defpath}', 'MODEL': 'tiny', 'LAUNCH': 'python'}
+    variables = {'PATH': f'{tmp_path}:{os.defpath}', 'MODEL': 'tiny', 'LAUNCH': 'python', 'LATENTS': ''}
     assert subprocess.run(['sh', WHOLE], cwd=ROOT, env=variables).returncode != 0
     assert (tmp_path / 'calls').read_text().split() == ['evaluate.py', 'convert.py', 'evaluate.py', 'benchmark.py']
 
@@ -105,7 +119,7 @@ def test_an_interrupted_whole_training_continues_and_ends_with_a_pipeline_and_it
     monkeypatch.chdir(ROOT)
     commands_of(tmp_path, MODEL='tiny', SOURCE=str(write_photos(tmp_path / 'photos', 40)), WORK=f'{tmp_path}/work',
                 RESULTS=f'{tmp_path}/results.jsonl', LAUNCH='python', SIZE_1='32', SIZE_2='64', STEPS_1='6',
-                STEPS_2='6', BATCH_SIZE='4', HELD_OUT='0.3', SCORES='--samples 4 --steps 2',
+                STEPS_2='6', BATCH_SIZE='4', LATENTS='', HELD_OUT='0.3', SCORES='--samples 4 --steps 2',
                 PHASE_FLAGS='--warmup_batches 1 --ema_half_life 5ba --save_interval 2ba --num_workers 0')
     calls = calls_of(tmp_path, 'python')
     shards, phase_1 = (next(argv for program, *argv in calls if program == name) for name in

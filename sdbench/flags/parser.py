@@ -287,17 +287,22 @@ def number_between(cls: type, least: float, most: float, name: str, metavar: str
             value = math.nan
         if least <= value <= most:
             return value
-        raise argparse.ArgumentTypeError(f'{text} is not {name}')
+        spelled = text.translate(str.maketrans('', '', '$,_ '))
+        hint = f'; write {spelled}' if spelled != text and spelled.replace('.', '', 1).isdigit() else ''
+        raise argparse.ArgumentTypeError(f'{text} is not {name}{hint}')
 
     parse_number.metavar = metavar
     return parse_number
 
 
 def file_ending(*suffixes: str) -> Callable[[str], str]:
-    """Return a converter for the name of a file with one of these suffixes, in any case. It changes nothing."""
+    """Return a converter for the name of a new file with one of these suffixes, in any case. It changes nothing."""
     def check_suffix(text: str) -> str:
         if text and not text.lower().endswith(suffixes):
             raise argparse.ArgumentTypeError(f'{text} does not end in {" or ".join(suffixes)}; give such a file name')
+        folder = os.path.dirname(text)
+        if folder and not os.path.isdir(folder):
+            raise argparse.ArgumentTypeError(f'there is no folder {folder} for {text}; create it, or give another file')
         return text
 
     check_suffix.metavar = 'FILE'

@@ -261,7 +261,7 @@ class Training:
                                      needs='save_folder dry_run')
     save_num_checkpoints_to_keep: int | None = flag(None, 'how many of the newest checkpoints to keep in a folder; an '
                                                     'object store keeps all (default: all; one of Stable Diffusion 2 '
-                                                    'takes 15 GB)', converter=count, needs='save_folder dry_run')
+                                                    'takes 14 GB)', converter=count, needs='save_folder dry_run')
     autoresume: bool = flag(False, 'resume from the newest complete checkpoint in --save_folder, if there is one',
                             needs='save_folder dry_run')
     dist_timeout: int = flag(1800, 'seconds that a process waits for the others before the run fails; must be longer '

@@ -100,7 +100,9 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
 
 def forecast_command(command: str, samples: int) -> str:
     """Return a training command with the flags that forecast its time and cost, for one GPU or for eight."""
-    flags = '--dry_run 1 --gpu 4090' if samples < FEWEST_FROM_RANDOM else '--dry_run 8 --gpu H100'
+    flags = '--dry_run 1 --gpu 4090 --dollars_per_gpu_hour 0.69'  # the prices are examples
+    if samples >= FEWEST_FROM_RANDOM:
+        flags = '--dry_run 8 --gpu H100 --dollars_per_gpu_hour 2.95'
     return f'{command.replace("composer", "python", 1)} {flags}'
 
 

@@ -152,19 +152,6 @@ class Row:
         return cells
 
 
-def with_one_change(setup: Setup) -> dict[str, Setup]:
-    """Return the setup with each single change that may make a run faster or fit, keyed by its description."""
-    changes = {'the largest microbatch': {'microbatch': None},
-               '--encoder_precision bf16': {'encoder_precision': 'bf16'},
-               '--half_precision_norms': {'half_precision_norms': True}}
-    if setup.num_devices > 1:
-        changes['--allreduce_precision bf16'] = {'allreduce_precision': 'bf16'}
-    changed = {change: dataclasses.replace(setup, **flags) for change, flags in changes.items()}
-    changed |= changes_that_take_less(setup)
-    changed.pop(SMALLER_MICROBATCH, None)  # it would be slower
-    return {change: other for change, other in changed.items() if other != setup}
-
-
 def title(settings: Train) -> str:
     """Return sentences that describe the run, the method of the forecast, and what the forecast does not include."""
     parts = [f'{settings.image_size} pixels', settings.precision, f'encoders in {settings.encoder_precision}']
@@ -218,10 +205,24 @@ def explanation(setup: Setup, first: Forecast) -> list[str]:
 
 
 def change_rows(setup: Setup, first: Forecast) -> list[dict]:
-    """Return a row for each single change: the microbatch that fits, its images/s, and their ratio to the forecast."""
+    """Return a row for each single change that may make a run faster or fit.
+
+    It has the microbatch that fits, its images/s, and their ratio to the images/s of the forecast.
+    """
+    changes = {'the largest microbatch': {'microbatch': None},
+               '--encoder_precision bf16': {'encoder_precision': 'bf16'},
+               '--half_precision_norms': {'half_precision_norms': True}}
+    if setup.num_devices > 1:
+        changes['--allreduce_precision bf16'] = {'allreduce_precision': 'bf16'}
+    changed = {change: dataclasses.replace(setup, **flags) for change, flags in changes.items()}
+    changed |= changes_that_take_less(setup)
+    changed.pop(SMALLER_MICROBATCH, None)  # it would be slower
+
     rows = []
-    for change, changed in with_one_change(setup).items():
-        other = forecast_or_none(changed, first.card)
+    for change, other_setup in changed.items():
+        if other_setup == setup:
+            continue
+        other = forecast_or_none(other_setup, first.card)
         row = {'one change': change, 'microbatch': other.setup.microbatch if other else 'none', 'images/s': '',
                'times as fast': ''}
         if other and not math.isnan(first.images_per_sec):

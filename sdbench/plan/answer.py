@@ -2,6 +2,7 @@
 import csv
 import datetime
 import math
+import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -10,25 +11,23 @@ from functools import cached_property
 from typing import Any
 
 from sdbench.errors import plural
+from sdbench.flags.plan import SD2_SCHEDULE
 from sdbench.forecast.forecast import network_sentence
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.plan.measured import MEASURED_ERROR, UNSEEN_ERROR
 from sdbench.plan.parts import ENCODE, FORECAST, RESTART_HOURS, Impossible, Part, Plan
+from sdbench.plan.prices import YOUR_PRICE
 from sdbench.plan.search import RECIPE, Training
 from sdbench.plan.verdict import (
     OUTSIDE,
     PROBABLY_OUTSIDE,
     PROBABLY_WITHIN,
-    WITHIN,
     Limit,
     and_list,
-    best_and_ties,
     distances,
-    figure_to_compare,
+    judge,
     lowest_speed,
-    nearest,
     standing,
-    verdict,
 )
 from sdbench.records.figures import WIDTH, filled, rounded, text_table
 
@@ -41,6 +40,7 @@ MEASURED_STEPS = 100  # of each phase, in the commands that measure a plan
 WARMUP_STEPS = 3
 MOST_CHANGED = 4  # plans for which a change of the arithmetic is shown in any case
 SMALLEST_CHANGE = 0.005  # fraction of the days below which a change is not worth a line
+QUOTED = r''''[^']*'|"[^"]*"'''  # in a shell command
 MINUTES_TO_START = 5  # of a measurement: it starts and compiles
 
 
@@ -90,16 +90,11 @@ class Answer:
 
     @property
     def verdict(self) -> list[str]:
-        return verdict(self.plans, self.limits)
+        return judge(self.plans, self.limits).sentences
 
     @property
     def best(self) -> list[Plan]:
-        """Return the best plan, and those that cannot be told apart from it."""
-        plans = [plan for plan in self.plans if standing(plan, self.limits) in (WITHIN, PROBABLY_WITHIN)]
-        if plans:
-            return best_and_ties(plans, figure_to_compare(plans))
-        closest = nearest(self.plans, self.limits)
-        return [closest] if closest else self.plans[:1]
+        return judge(self.plans, self.limits).best
 
     def cells(self, plan: Plan) -> dict[str, str]:
         """Return the cells of a plan in the table, by heading; '' for a cost without a price."""
@@ -213,7 +208,8 @@ class Answer:
             cost = ''
             if plan.price:
                 cost = f' and ${minutes / 60 * plan.num_devices * plan.price.dollars:,.2f}'
-            place = f'{plan.name} from {plan.price.provider}' if plan.price else plan.name
+            is_listed = plan.price and plan.price.provider != YOUR_PRICE
+            place = f'{plan.name} from {plan.price.provider}' if is_listed else plan.name
             sentence = f'Measure {MEASURED_STEPS} steps of each phase on {place}: about {minutes:.0f} minutes{cost}.'
             needed = lowest_speed(plan, self.limits)
             if needed is not None:
@@ -223,11 +219,13 @@ class Answer:
                 sentence += f' The plan holds with at least {rounded_up:.2f} of its speeds: {speeds}.'
             commands = tuple(measuring_command(plan, part, self.training_flags) for part in plan.training)
             to_measure.append((commands, sentence))
-        steps = [(' '.join(sentences), list(commands)) for commands, sentences in grouped(to_measure).items()]
+        steps = [('\n'.join(sentences), list(commands)) for commands, sentences in grouped(to_measure).items()]
         if steps:
             words = ['python', 'plan.py', *self.records, *([] if 'results.jsonl' in self.records else
                                                            ['results.jsonl']), *self.command]
             steps.append(('Then ask again with the measurements:', [shlex.join(words)]))
+        if self.best:
+            steps.append(whole_training(self.best[0], self.training_flags))
         return steps
 
     def rows(self) -> list[dict[str, Any]]:
@@ -271,7 +269,7 @@ class Answer:
                 blocks.append(text_table(rows, ['GPUs', 'per GPU-hour']))
         blocks.append(filled(self.not_within))
         for sentence, commands in self.first_steps:
-            blocks.append('\n'.join([filled([sentence]), *(shell_lines(command) for command in commands)]))
+            blocks.append('\n'.join([filled(sentence.splitlines()), *(shell_lines(command) for command in commands)]))
         blocks.append(filled(self.details))
         return '\n\n'.join(filter(None, blocks))
 
@@ -297,6 +295,26 @@ def switches(part: Part) -> str:
     return ' '.join(flags)
 
 
+def whole_training(plan: Plan, training_flags: str) -> tuple[str, list[str]]:
+    """Return a sentence and the command that trains a plan, where the recipe for one machine can train it."""
+    latents = {part.setup.latents for part in plan.training}
+    flags = {' '.join(switches(part).split()[1:]) for part in plan.training}  # without --use_synth_...
+    sizes = [part.setup.image_size for part in plan.training]
+    if plan.machines > 1 or len(latents) > 1 or len(flags) > 1 or sizes != [size for _, size in SD2_SCHEDULE]:
+        return 'docs/two-phases.md says how to train it with these flags.', []
+    variables = '' if latents == {True} else 'LATENTS= '
+    more = ' '.join(filter(None, [training_flags, *flags]))
+    if more:
+        variables += f'PHASE_FLAGS={shlex.quote(f"@recipes/fastest.txt {more}")} '
+    for number, part in enumerate(plan.training, start=1):
+        steps = part.images // part.setup.batch_size
+        if steps != SD2_SCHEDULE[number - 1][0]:
+            variables += f'STEPS_{number}={steps} '
+    return (f'Train it on {plan.name}, with your images in the folder photos and the weights of the encoders in FOLDER '
+            '(docs/two-phases.md):',
+            [f'{variables}MODEL=FOLDER SOURCE=photos sh recipes/stable-diffusion-2.sh'])
+
+
 def measuring_command(plan: Plan, part: Part, training_flags: str) -> str:
     """Return the command that measures a phase of a plan, on all of its machines."""
     launcher = 'composer'
@@ -311,6 +329,7 @@ def measuring_command(plan: Plan, part: Part, training_flags: str) -> str:
 
 
 def shell_lines(command: str) -> str:
-    """Return a shell command in lines of at most WIDTH characters."""
-    lines = textwrap.wrap(command, WIDTH - 6, break_on_hyphens=False, break_long_words=False)
-    return ' \\\n        '.join([f'    {lines[0]}', *lines[1:]])
+    """Return a shell command in lines of at most WIDTH characters, none of which ends between quotes."""
+    whole = re.sub(QUOTED, lambda quoted: quoted[0].replace(' ', '\0'), command)
+    lines = textwrap.wrap(whole, WIDTH - 6, break_on_hyphens=False, break_long_words=False)
+    return ' \\\n        '.join([f'    {lines[0]}', *lines[1:]]).replace('\0', ' ')

@@ -113,25 +113,28 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a training takes on some GPUs.
-
-    Attributes:
-        card: the GPU model.
-        num_devices: GPU count.
-        parts: the parts in the order of the work.
-        price: price of a GPU-hour; None if no price applies to this GPU.
-        storage: what the training stores and reads.
-    """
+class Gpus:
+    """The GPUs that an outcome is about: a model and a count."""
     card: Card
     num_devices: int
-    parts: tuple[Part, ...]
-    price: Price | None
-    storage: Storage
 
     @property
     def name(self) -> str:
         return f'{self.num_devices} x {short_name(self.card.name)}'
+
+
+@dataclass(frozen=True)
+class Plan(Gpus):
+    """What a training takes on some GPUs.
+
+    Attributes:
+        parts: the parts in the order of the work.
+        price: price of a GPU-hour; None if no price applies to this GPU.
+        storage: what the training stores and reads.
+    """
+    parts: tuple[Part, ...]
+    price: Price | None
+    storage: Storage
 
     @property
     def machines(self) -> int:
@@ -179,20 +182,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Impossible:
-    """GPUs on which the training cannot run, or not in finite time.
-
-    Attributes:
-        card: the GPU model.
-        num_devices: GPU count.
-        reason: why not.
-        remedy: what would help.
-    """
-    card: Card
-    num_devices: int
+class Impossible(Gpus):
+    """Why a training cannot run on some GPUs, or not in finite time, and what would help."""
     reason: str
     remedy: str
-
-    @property
-    def name(self) -> str:
-        return f'{self.num_devices} x {short_name(self.card.name)}'

@@ -19,7 +19,7 @@ DAYS_PER_MONTH = 365.25 / 12
 # Sizes for storage and traffic. JPEGs of 256 and 512 pixels took 17 and 80 KB.
 JPEG_BYTES_PER_PIXEL = 0.3
 LATENT_BYTES_PER_PIXEL = 0.25  # mean and log variance of 4 channels in float16 for each 8 x 8 pixels
-CHECKPOINT_TB = 0.015  # one checkpoint of Stable Diffusion 2 with EMA
+CHECKPOINT_TB = 0.015  # one checkpoint of Stable Diffusion 2 with EMA; 14 GB if its encoders are pretrained
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,10 @@ class Storage:
     dollars_per_tb_month: float
     dollars_per_tb_read: float
 
-    @property
-    def tb(self) -> float:
-        return self.images_tb + self.latents_tb + self.checkpoints_tb
-
     def dollars(self, days: float) -> float:
         """Return the cost of storing everything for some days, and of reading."""
-        return self.tb * self.dollars_per_tb_month * days / DAYS_PER_MONTH + self.read_tb * self.dollars_per_tb_read
+        stored = self.images_tb + self.latents_tb + self.checkpoints_tb
+        return stored * self.dollars_per_tb_month * days / DAYS_PER_MONTH + self.read_tb * self.dollars_per_tb_read
 
 
 def terabytes(images: int, size: int, bytes_per_pixel: float) -> float:

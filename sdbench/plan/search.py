@@ -36,7 +36,6 @@ ARITHMETIC = {
                              False: 'With --no-half_precision_norms, which computes norm layers in float32'}}
 
 
-
 class Phase(NamedTuple):
     """A phase of the training.
 
@@ -171,8 +170,9 @@ def ways_to_train(setup: Setup, card: Card, phase: Phase, training: Training, sp
         smaller = [size for size in divisors(setup.batch_size // setup.num_devices) if size < microbatches[0]]
         microbatches += smaller[::-1][:SMALLER_MICROBATCHES]
     encoding = []
-    if setup.latents:
-        encoding = [encoding_part(setup, card, phase, training, speeds)]
+    if setup.latents:  # the images of a phase are encoded once, compiled like the training
+        speed = speeds.encoding(setup, card)
+        encoding = [Part(ENCODE, phase.different_images, setup, speed, training.preemptions)]
     ways = []
     for microbatch in microbatches:
         run = largest if microbatch == microbatches[0] else speeds.training(replace(setup, microbatch=microbatch), card)
@@ -181,16 +181,10 @@ def ways_to_train(setup: Setup, card: Card, phase: Phase, training: Training, sp
     return ways
 
 
-def encoding_part(setup: Setup, card: Card, phase: Phase, training: Training, speeds: Speeds) -> Part:
-    """Return the part that encodes the images of a phase once, compiled like the training."""
-    return Part(ENCODE, phase.different_images, setup, speeds.encoding(setup, card), training.preemptions)
-
-
 def storage_of(parts: Sequence[Part], training: Training) -> Storage:
     """Return what a training stores and reads: the images of all phases, the latents, and all checkpoints."""
-    images, latents, read = 0.0, 0.0, 0.0
-    for phase in training.phases:
-        images += terabytes(phase.different_images, phase.size, JPEG_BYTES_PER_PIXEL)
+    images = sum(terabytes(phase.different_images, phase.size, JPEG_BYTES_PER_PIXEL) for phase in training.phases)
+    latents, read = 0.0, 0.0
     for part in parts:
         is_latents = part.kind == TRAIN and part.setup.latents
         size = part.setup.image_size

@@ -2,6 +2,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sdbench.plan.parts import Plan, Range
 from sdbench.records.figures import rounded
@@ -50,24 +51,14 @@ def distances(plan: Plan, limits: Sequence[Limit]) -> str:
         share = limit.of(plan) * 100
         if math.isnan(share.likely):  # no price
             continue
+        # A lower price helps only if no other limit is exceeded.
         remedy = ''
+        exceeded = [other for other in limits if other.of(plan).likely > 1]
         affordable = (limit.most - plan.storage_dollars.likely) / plan.gpu_hours.likely
-        if limit.figure == 'dollars' and share.likely > 100 and affordable > 0:
+        if limit.figure == 'dollars' and exceeded == [limit] and affordable > 0:
             remedy = f'; ${affordable:.2f} per GPU-hour would be within'
         texts.append(f'{share.likely:.0f} % of {limit.name} ({share.least:.0f} to {share.most:.0f} %{remedy})')
     return ' and '.join(texts)
-
-
-def nearest(plans: Sequence[Plan], limits: Sequence[Limit]) -> Plan | None:
-    """Return the plan that exceeds its limits least; None if no plan can be compared with them."""
-    fractions = {number: max(limit.of(plan).likely for limit in limits) for number, plan in enumerate(plans)
-                 if standing(plan, limits) != NO_PRICE}
-    return plans[min(fractions, key=fractions.get)] if fractions else None
-
-
-def figure_to_compare(plans: Sequence[Plan]) -> str:
-    """Return the figure by which plans are compared: their dollars, or their days if no plan has a price."""
-    return 'days' if all(math.isnan(plan.dollars.likely) for plan in plans) else 'dollars'
 
 
 def best_and_ties(plans: Sequence[Plan], figure: str) -> list[Plan]:
@@ -95,33 +86,47 @@ def lowest_speed(plan: Plan, limits: Sequence[Limit]) -> float | None:
     return high
 
 
-def verdict(plans: Sequence[Plan], limits: Sequence[Limit]) -> list[str]:
-    """Return the verdict as sentences, the answer first."""
+class Verdict(NamedTuple):
+    """What is said of some plans.
+
+    Attributes:
+        sentences: the answer first.
+        best: the best plan, and those that cannot be told apart from it; [] if no plan is possible.
+    """
+    sentences: list[str]
+    best: list[Plan]
+
+
+def judge(plans: Sequence[Plan], limits: Sequence[Limit]) -> Verdict:
+    """Return the verdict on some plans. They are compared by their dollars, or by their days if none has a price."""
     if not plans:
-        return ['This training is possible on none of these GPUs.']
+        return Verdict(['This training is possible on none of these GPUs.'], [])
     standings = {plan: standing(plan, limits) for plan in plans}
     inside = [plan for plan in plans if standings[plan] in (WITHIN, PROBABLY_WITHIN)]
     within = ' and '.join(limit.name for limit in limits)
     if not inside:
-        closest = nearest(plans, limits)
-        if closest is None:
-            return [f'No plan has a price, so none can be compared with {within}: give --dollars_per_gpu_hour.']
-        which = 'No plan with a price' if NO_PRICE in standings.values() else 'No plan'
+        # Name the plan that exceeds its limits least.
+        known = [plan for plan in plans if standings[plan] != NO_PRICE]
+        if not known:
+            sentence = f'No plan has a price, so none can be compared with {within}: give --dollars_per_gpu_hour.'
+            return Verdict([sentence], [plans[0]])
+        closest = min(known, key=lambda plan: max(limit.of(plan).likely for limit in limits))
+        which = 'No plan with a price' if len(known) < len(plans) else 'No plan'
         sentences = [f'{which} is within {within}. The nearest is {closest.name}: {distances(closest, limits)}.']
         if standings[closest] == PROBABLY_OUTSIDE:
             sentences.append('The fast end of its range is within the limits, so a measurement may change this answer.')
-        return sentences
+        return Verdict(sentences, [closest])
 
     # Name the plan that costs least, or those that cannot be told apart, and then the fastest.
-    figures = dict.fromkeys([figure_to_compare(inside), 'days'])
-    ties = {figure: best_and_ties(inside, figure) for figure in figures}
+    has_price = any(plan.price for plan in inside)
+    ties = {figure: best_and_ties(inside, figure) for figure in (['dollars', 'days'] if has_price else ['days'])}
     sentences = [comparison(tied, figure, f' within {within}' if limits and not number else '')
                  for number, (figure, tied) in enumerate(ties.items())]
     unsure = [plan.name for plan in inside if standings[plan] == PROBABLY_WITHIN
               and any(plan in tied for tied in ties.values())]
     if unsure:
         sentences.append(f'Only probably within the limits: {and_list(unsure)}. The slow end of the range exceeds one.')
-    return sentences
+    return Verdict(sentences, next(iter(ties.values())))
 
 
 def comparison(tied: Sequence[Plan], figure: str, where: str) -> str:

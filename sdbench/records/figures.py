@@ -12,8 +12,13 @@ from typing import Any, NamedTuple
 WIDTH = 120  # characters in the longest line that is printed
 
 
-def rounded(value: float, decimals: int = 0) -> str:
-    """Return a number as text with `decimals` decimals, or with more if three significant digits need more."""
+def rounded(value: float, decimals: int | None = 0) -> str:
+    """Return a number as text with `decimals` decimals, or with more if three significant digits need more.
+
+    Without `decimals`, the number is whole.
+    """
+    if decimals is None:
+        return f'{value:,.0f}'
     if value:
         decimals = max(decimals, 2 - math.floor(math.log10(abs(value))))
     return f'{value:,.{decimals}f}'
@@ -192,4 +197,4 @@ def format_figure(key: str, value: float) -> str:
         return format_days(value)
     if key == 'forecast_error':
         return f'{round(value):+} %' if round(value) else '0 %'
-    return template.format(f'{value:,.0f}' if decimals is None else rounded(value, decimals))
+    return template.format(rounded(value, decimals))

@@ -86,7 +86,9 @@ def setup_of(record: dict) -> dict[str, str]:
     stated['input'] = INPUTS.get(record.get('encoders'), record.get('encoders'))
 
     # Gradients travel over a network only between machines that NVLink does not connect.
-    nodes = num_machines(record)
+    nodes = record.get('num_nodes')
+    if record.get('gpus_per_node') and 'num_devices' in record:
+        nodes = machines_for(record['num_devices'], record['gpus_per_node'])
     stated['num_nodes'] = nodes
     stated['network'] = None
     if nodes and nodes > 1 and not is_one_nvlink_domain(record['device'], record['num_devices']):
@@ -102,11 +104,3 @@ def setup_of(record: dict) -> dict[str, str]:
     if record['stage'] == 'loader':
         without_effect += MODEL_SETTINGS
     return {key: '' if key in without_effect else text_of(stated.get(key)) for key in (*SETTINGS, 'num_nodes')}
-
-
-def num_machines(record: dict) -> int | None:
-    """Return the number of machines that a run used, rounded up; None if its record does not say."""
-    if record.get('gpus_per_node') and 'num_devices' in record:
-        return machines_for(record['num_devices'], record['gpus_per_node'])
-    return record.get('num_nodes')
-

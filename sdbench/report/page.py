@@ -7,7 +7,7 @@ Readers without JavaScript, such as mail programs, still show the tables.
 import datetime
 import math
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,14 +34,14 @@ class Table(NamedTuple):
 
     Attributes:
         caption: heading of the table.
-        cells: texts and numbers; '' or NaN for an empty cell. The headings of numbers include their units.
-        decimals: minimum number of decimals of each column of numbers, by heading; None: whole numbers.
+        cells: texts. The headings of numbers include their units.
+        numbers: headings of the columns of numbers.
         marks: mark of each row, such as 'cheapest'; '' for none.
         doubtful: whether each row is not reliable.
     """
     caption: str
     cells: pd.DataFrame
-    decimals: dict[str, int | None]
+    numbers: Sequence[str]
     marks: Sequence[str]
     doubtful: Sequence[bool]
 
@@ -84,26 +84,11 @@ def write_page(path: Path, verdict: str, answers: Sequence[str], figures: Sequen
     # Fill in the template. The figures, the tables and DataTables are part of the page, which loads nothing.
     page = template.render(
         verdict=verdict, answers=answers, figures=figures, notes=notes, command=redacted(command),
-        tables=[(table, list(formatted_rows(table))) for table in tables],
+        tables=tables,
         date=datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M UTC'), commit=git_commit(),
         style=(bundle / 'dt_bundle.css').read_text(), library=library)
     # Records may come from strangers, and a terminal that prints the page would obey control characters in them.
     path.write_text(''.join(char if char.isprintable() or char == '\n' else ' ' for char in page), encoding='utf-8')
-
-
-def formatted_rows(table: Table) -> Iterable[tuple[str, bool, list[str]]]:
-    """Yield the mark of each row, whether the row is doubtful, and the texts of its cells."""
-    for mark, is_doubtful, (_, row) in zip(table.marks, table.doubtful, table.cells.iterrows(), strict=True):
-        cells = []
-        for heading, value in row.items():
-            if heading not in table.decimals:
-                cells.append(value)
-            elif pd.isna(value):
-                cells.append('')
-            else:
-                decimals = table.decimals[heading]
-                cells.append(f'{value:,.0f}' if decimals is None else rounded(value, decimals))
-        yield mark, is_doubtful, cells
 
 
 def html_table(rows: pd.DataFrame, keys: Sequence[str], caption: str) -> Table:
@@ -120,22 +105,23 @@ def html_table(rows: pd.DataFrame, keys: Sequence[str], caption: str) -> Table:
 
     # FIRST_FIGURES come first, then marks, notes and settings, and then all other figures.
     marks = best_marks(rows)
-    decimals = {}
+    numbers = []
     for key in dict.fromkeys((*FIRST_FIGURES, *COLUMNS)):
         if key not in FIRST_FIGURES and 'settings' not in cells:
             cells['best'], cells['notes'] = marks, rows['notes']
             cells['settings'] = labels['settings']
         values = rows.get(key, pd.Series(math.nan, rows.index))
         heading = heading_with_unit(key, devices)
-        decimals[heading] = COLUMNS[key].decimals
-        cells[heading] = values * 100 if '%' in COLUMNS[key].cell else values
+        numbers.append(heading)
+        unit = 100 if '%' in COLUMNS[key].cell else 1
+        cells[heading] = ['' if pd.isna(value) else rounded(unit * value, COLUMNS[key].decimals) for value in values]
     cells['date'] = rows['date'].str[:10] if 'date' in rows else ''
     cells['libraries'] = [describe_settings(row, versions) for _, row in rows.iterrows()]
 
     # Remove columns that are empty in all rows.
-    cells = cells.loc[:, [column.notna().any() and (column != '').any() for _, column in cells.items()]]
+    cells = cells.loc[:, (cells != '').any()]
     doubtful = [status not in WITH_FIGURES for status in rows['status']]
-    return Table(caption, cells, decimals, marks, doubtful)
+    return Table(caption, cells, numbers, marks, doubtful)
 
 
 def best_marks(rows: pd.DataFrame) -> list[str]:

@@ -56,7 +56,7 @@ def are_same_weights(saved: dict[str, torch.Tensor], ours: dict[str, torch.Tenso
     if saved.keys() != ours.keys():
         return False
     for name, other in ours.items():
-        one = saved[name]  # on the GPU if it is ours: torch passes the same state through its hooks twice
+        one = saved[name]  # on the GPU if a resume has added it before torch calls the hook
         if one.shape != other.shape or not torch.allclose(one.cpu().float(), other.cpu().float(), rtol=0.01, atol=1e-6):
             return False
     return True

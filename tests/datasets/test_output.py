@@ -122,7 +122,7 @@ def test_what_is_forecast_is_the_training_and_each_model_has_its_own_folder(samp
     for run, command in zip(runs, commands, strict=True):
         _, _, *argv = shlex.split(forecast_command(command, samples))
         forecast = parse(Train, '', argv, 'benchmark.py')
-        assert dataclasses.replace(forecast, dry_run=None, gpu=()) == run
+        assert dataclasses.replace(forecast, dry_run=None, gpu=(), dollars_per_gpu_hour=()) == run
 
 
 @pytest.mark.parametrize('name, samples, limit', [

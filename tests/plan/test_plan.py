@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 import statistics
 from collections import Counter
 from dataclasses import replace
@@ -23,6 +24,7 @@ from sdbench.flags.train import ENCODERS, divisors
 from sdbench.forecast.forecast import DoesNotFit, Forecast
 from sdbench.gpus import CARDS, Card, peak_of
 from sdbench.plan import measured
+from sdbench.plan.answer import shell_lines
 from sdbench.plan.parts import ENCODE, FORECAST, MEASURED, TRAIN, Impossible, Part, Plan, Preemptions, Range, Speed
 from sdbench.plan.prices import Price, Storage, price_for, read_prices
 from sdbench.plan.verdict import (
@@ -31,9 +33,9 @@ from sdbench.plan.verdict import (
     WITHIN,
     Limit,
     best_and_ties,
+    judge,
     lowest_speed,
     standing,
-    verdict,
 )
 from sdbench.records import expected
 from sdbench.setup import Setup
@@ -305,12 +307,12 @@ def test_plans_whose_ranges_overlap_are_a_tie_and_the_verdict_says_so(capsys):
 
 def test_the_verdict_advises_to_measure_only_what_was_not_measured_and_says_who_is_only_probably_within():
     measured_plan, forecast_plan = one_plan(10, 0.05, source=MEASURED), one_plan(9, 0.28, card=B200)
-    [cost, days] = verdict([measured_plan, forecast_plan], [])
+    [cost, days] = judge([measured_plan, forecast_plan], []).sentences
     assert cost == '1 x B200 and 1 x H100 80GB cannot be told apart by cost: measure 1 x B200.'
-    [cost, days, unsure] = verdict([measured_plan, forecast_plan], [Limit('days', 11)])
+    [cost, days, unsure] = judge([measured_plan, forecast_plan], [Limit('days', 11)]).sentences
     assert unsure == 'Only probably within the limits: 1 x B200. The slow end of the range exceeds one.'
     both = [measured_plan, one_plan(10.1, 0.05, card=H200, source=MEASURED)]
-    assert not any('measure ' in sentence for sentence in verdict(both, []))
+    assert not any('measure ' in sentence for sentence in judge(both, []).sentences)
 
 
 def test_plans_that_were_measured_are_not_measured_again(tmp_path):
@@ -322,7 +324,16 @@ def test_plans_that_were_measured_are_not_measured_again(tmp_path):
         assert one.name not in sentence
     everything = write_records(tmp_path / 'r.jsonl', *(record_of(part, one.card) for one in before.plans
                                                        for part in one.training))
-    assert answer_to(everything, *argv).first_steps == []
+    [(sentence, _)] = answer_to(everything, *argv).first_steps
+    assert sentence.startswith('Train it on ')
+
+
+@given(words=st.lists(st.sampled_from(['python', '--gpu', '16 L40S', "it's", '42', "a 'b' c"]), min_size=1))
+@CASES
+def test_a_command_in_several_lines_is_the_same_command(words):
+    shown = shell_lines(shlex.join(words))
+    assert shlex.split(shown.replace('\\\n', '')) == words
+    assert all(len(line) <= 120 for line in shown.splitlines())
 
 
 def test_the_last_price_for_a_machine_with_enough_gpus_counts_and_old_ones_are_marked(tmp_path):
@@ -352,7 +363,8 @@ def test_storage_and_traffic_are_part_of_the_cost():
 
 def test_the_commands_to_measure_have_the_flags_of_the_plan_and_name_its_machines(capsys):
     answer = answer_to('--gpu', '16 L40S', '--network_gbits', 100, '--images', 10 ** 6, '--max_days', 1000)
-    (sentence, commands), (_, [again]) = answer.first_steps
+    (sentence, commands), (_, [again]), (training, []) = answer.first_steps
+    assert 'docs/two-phases.md' in training  # the recipe is for one machine
     assert 'images/s at 256 px and' in sentence and 'The plan holds with at least' in sentence
     assert [re.search('--image_size ([0-9]+)', command)[1] for command in commands] == ['256', '512']
     for command in commands:
