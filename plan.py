@@ -47,8 +47,9 @@ def make_answer(settings: PlanSettings, command: list[str], today: datetime.date
     """Return the answer to a command line. `command` is its words without the records."""
     # Read what was measured: by the user, which corrects forecasts, and in results/, which decides the ranges.
     training = training_of(settings)
-    measurements, corrections = read_measurements(read_all(settings.records))
-    published, _ = read_measurements(read_all(sorted(map(str, ROOT.glob('results/*.jsonl')))))
+    model = training.base.model_name
+    measurements, corrections = read_measurements(read_all(settings.records), model)
+    published, _ = read_measurements(read_all(sorted(map(str, ROOT.glob('results/*.jsonl')))), model)
     speeds = Speeds(measurements, published + measurements)
     prices = read_prices(settings.prices or str(ROOT / 'recipes/prices.csv'), SPOT if settings.spot else ON_DEMAND,
                          settings.dollars_per_gpu_hour)

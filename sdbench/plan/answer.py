@@ -317,9 +317,11 @@ def whole_training(plan: Plan, training_flags: str) -> tuple[str, list[str]]:
 
 def measuring_command(plan: Plan, part: Part, training_flags: str) -> str:
     """Return the command that measures a phase of a plan, on all of its machines."""
-    launcher = 'composer'
+    launcher = 'composer'  # on all GPUs of a machine
+    each = plan.num_devices // plan.machines
+    if plan.machines == 1 and each != plan.card.gpus_per_node:
+        launcher += f' -n {each}'
     if plan.machines > 1:
-        each = math.ceil(plan.num_devices / plan.machines)
         launcher += (f' -n {each} --world_size {plan.num_devices} --node_rank $N --base_rank $(({each} * N)) '
                      '--master_addr $HOST --master_port 29500')
     network = f'--network_gbits {part.setup.network_gbits:g}' if plan.machines > 1 and part.setup.network_gbits else ''

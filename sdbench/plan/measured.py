@@ -3,6 +3,7 @@
 A correction is measured speed / forecast speed of the same setup. A measurement that equals its forecast changes no
 speed, but its range becomes smaller. Nothing here needs torch.
 """
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -63,8 +64,8 @@ def same_run(setup: Setup, network: Any) -> Setup:
                    allreduce_precision=setup.allreduce_precision if setup.num_devices > 1 else None)
 
 
-def read_measurements(rows: Sequence[dict]) -> tuple[list[Measurement], list[str]]:
-    """Return the measurements among the rows of records, and a sentence about each that corrects nothing.
+def read_measurements(rows: Sequence[dict], model_name: str) -> tuple[list[Measurement], list[str]]:
+    """Return the measurements of a model among the rows of records, and a sentence about each that corrects nothing.
 
     Only time in which the GPUs worked counts, so a run that waited for its data corrects nothing.
     """
@@ -74,7 +75,11 @@ def read_measurements(rows: Sequence[dict]) -> tuple[list[Measurement], list[str
         record, kind = row['record'], row['record']['stage']
         if row['status'] != RELIABLE or kind not in (TRAIN, ENCODE) or record['device'] not in CARDS:
             continue
-        setup, speed, why_not = expected_of(record)
+        of_another_model = record.get('model_name', model_name) != model_name
+        if of_another_model:
+            setup, speed, why_not = None, math.nan, f'its model is {record["model_name"]}'
+        else:
+            setup, speed, why_not = expected_of(record)
         waited = record.get('data_wait_fraction') or 0
         if not why_not and waited > MUCH_WAITING_FOR_DATA:
             why_not = f'it waited for its data {100 * waited:.0f} % of the time'
@@ -112,9 +117,11 @@ class Speeds:
                 expected = forecast(replace(setup, microbatch=same[-1].setup.microbatch), card)
             speed = self.corrected(expected.images_per_sec, same[-1:], MEASURED, MEASURED_ERROR)
             return Run(expected.setup, speed)
-        group = (card.name, expected.setup.compile, network)
-        alike = [each for each in self.measurements if each.kind == TRAIN and each.ratio is not None
-                 and (each.setup.device, each.setup.compile, each.network) == group]
+        # Without a measurement of this --compile, one of another corrects it, too. Otherwise a GPU that is slower than
+        # its forecast would make the setups win that nobody has measured on it.
+        of_card = [each for each in self.measurements if each.kind == TRAIN and each.ratio is not None
+                   and (each.setup.device, each.network) == (card.name, network)]
+        alike = [each for each in of_card if each.setup.compile == expected.setup.compile] or of_card
         missing = () if expected.is_tested else self.never_measured(expected.setup)
         error = UNSEEN_ERROR if missing else LARGEST_ERROR
         speed = Speed(expected.images_per_sec, error)
@@ -128,7 +135,8 @@ class Speeds:
         expected: Forecast = forecast(setup, card)
         alike = [each for each in self.measurements if each.kind == ENCODE and each.ratio is not None
                  and (each.setup.device, bool(each.setup.compile)) == (card.name, bool(setup.compile))]
-        same = [each for each in alike if each.setup.image_size == setup.image_size]
+        same = [each for each in alike if (each.setup.image_size, each.setup.encoder_precision)
+                == (setup.image_size, expected.setup.encoder_precision)]
         if same:
             return self.corrected(expected.encode_images_per_sec, same[-1:], MEASURED, MEASURED_ERROR)
         if alike:

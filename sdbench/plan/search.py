@@ -114,6 +114,10 @@ def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence
         largest = base.batch_size // num_devices * num_devices or num_devices
         return Impossible(card, num_devices, f'a batch of {base.batch_size} images is not divisible by {num_devices} '
                           f"GPUs", f"another GPU count, or --training_flags '--batch_size {largest}'")
+    machines = replace(base, device=card.name, num_devices=num_devices).machines
+    if num_devices % machines:
+        return Impossible(card, num_devices, f'{num_devices} GPUs do not divide over {machines} machines',
+                          'another GPU count, or --gpus_per_node')
     parts = []
     for phase in training.phases:
         setup = replace(base, device=card.name, num_devices=num_devices, image_size=phase.size)

@@ -394,3 +394,33 @@ def test_the_picture_has_the_range_of_each_plan_and_the_limits(tmp_path):
 def test_ranges_add_up_with_their_bounds():
     assert Range(1, 2, 3) + Range(10, 20, 30) == Range(11, 22, 33)
     assert Range(1, 2, 3).overlaps(Range(3, 4, 5)) and not Range(1, 2, 3).overlaps(Range(4, 5, 6))
+
+
+def test_a_record_of_another_model_corrects_nothing_and_says_so(tmp_path):
+    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
+    [plain] = answer_to(*argv).plans
+    records = write_records(tmp_path / 'r.jsonl', *(record_of(part, H200, 0.1, model_name='tiny')
+                                                    for part in plain.parts))
+    answer = answer_to(records, *argv)
+    assert [one.days for one in answer.plans] == [plain.days]
+    assert len(answer.corrections) == len(plain.parts)
+    assert all(sentence.endswith('corrects nothing, because its model is tiny.') for sentence in answer.corrections)
+
+
+def test_a_gpu_slower_than_its_forecast_does_not_make_a_setup_win_that_nobody_has_measured(tmp_path):
+    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
+    [plain] = answer_to(*argv).plans
+    first, _ = plain.training
+    [after] = answer_to(write_records(tmp_path / 'r.jsonl', record_of(first, H200, 0.7)), *argv).plans
+    for part, before in zip(after.training, plain.training, strict=True):
+        assert part.setup == before.setup
+        assert part.speed.images_per_sec == pytest.approx(0.7 * before.speed.images_per_sec)
+
+
+def test_commands_start_as_many_processes_as_the_plan_has_gpus(capsys):
+    for gpus, launcher in (('8 H100 80GB HBM3', 'composer benchmark.py'), ('4 H100 80GB HBM3', 'composer -n 4 bench')):
+        [(_, commands), *_] = answer_to('--gpu', gpus, '--images', 10 ** 6).first_steps
+        assert all(command.startswith(launcher) for command in commands)
+    [outcome] = answer_to('--gpu', '20 H100 80GB HBM3', '--images', 10 ** 6, '--training_flags',
+                          '--batch_size 2000').outcomes
+    assert outcome.reason == '20 GPUs do not divide over 3 machines'
