@@ -211,19 +211,19 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
                            default=argparse.SUPPRESS, help=f'turn --{field.name} off after a @FILE turned it on')
 
 
-def with_files(arguments: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
+def with_files(arguments: Sequence[str], containing: Sequence[str] = (), within: tuple[str, ...] = ()) -> list[str]:
     """Replace each @FILE by the arguments in that file, and return all arguments.
 
     argparse has the same feature, but it reads a byte order mark as part of the first flag, and its errors do not name
     the file.
 
-    `within` are the @FILEs that contain the arguments.
+    The value of a flag in `containing` stays as it is. `within` are the @FILEs that contain the arguments.
 
     Raises UserError if a file cannot be read, contains an unclosed quotation mark or names itself.
     """
     found = []
     for argument in arguments:
-        if not argument.startswith('@'):
+        if not argument.startswith('@') or found and found[-1] in containing:
             found.append(argument)
             continue
         if argument in within:
@@ -233,7 +233,7 @@ def with_files(arguments: Sequence[str], within: tuple[str, ...] = ()) -> list[s
                 words = shlex.split(line, comments=True)
             except ValueError as error:
                 raise UserError(f'{argument}, line {number}: {str(error).lower()}') from None
-            found += with_files(words, (*within, argument))
+            found += with_files(words, containing, (*within, argument))
     return found
 
 
@@ -259,7 +259,7 @@ class Parser(argparse.ArgumentParser):
 
         Raises UserError if a @FILE cannot be read.
         """
-        words = with_files(sys.argv[1:] if args is None else args)
+        words = with_files(sys.argv[1:] if args is None else args, self.containing_flags)
         for number in reversed(range(len(words) - 1)):
             if words[number] in self.containing_flags:  # argparse takes a value that begins with a dash only after a =
                 words[number:number + 2] = [f'{words[number]}={words[number + 1]}']

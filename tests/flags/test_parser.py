@@ -12,6 +12,7 @@ import pytest
 
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import build_parser, parse
+from sdbench.flags.plan import PlanSettings
 from sdbench.flags.train import Train
 from tests.runs import COMMANDS, ROOT
 
@@ -100,3 +101,9 @@ def test_whoever_waits_at_a_terminal_is_told_at_once_that_a_command_has_begun():
     subprocess.run([sys.executable, '-c', code, 'results.jsonl'], cwd=ROOT, stderr=end, check=True)
     os.close(end)
     assert os.read(terminal, 100) == b'loading the libraries\r\n'
+
+
+def test_a_file_in_flags_for_another_command_is_read_by_that_command(tmp_path):
+    (tmp_path / 'flags.txt').write_text('--batch_size 1024')
+    given = f'@{tmp_path}/flags.txt'
+    assert parse(PlanSettings, '', ['--training_flags', given], 'plan.py').training_flags == given
