@@ -213,10 +213,10 @@ class Answer:
             sentence = f'Measure {MEASURED_STEPS} steps of each phase on {place}: about {minutes:.0f} minutes{cost}.'
             needed = lowest_speed(plan, self.limits)
             if needed is not None:
-                speeds = ' and '.join(f'{rounded(part.speed.images_per_sec * needed)} images/s at '
-                                      f'{part.setup.image_size} px' for part in plan.training)
+                speeds = ' or '.join(f'{rounded(part.speed.images_per_sec * needed)} images/s at '
+                                     f'{part.setup.image_size} px' for part in plan.training)
                 rounded_up = math.ceil(100 * needed) / 100
-                sentence += f' The plan holds with at least {rounded_up:.2f} of its speeds: {speeds}.'
+                sentence += f' Stop if you measure less than {speeds}, {rounded_up:.2f} of the forecast.'
             commands = tuple(measuring_command(plan, part, self.training_flags) for part in plan.training)
             to_measure.append((commands, sentence))
         steps = [('\n'.join(sentences), list(commands)) for commands, sentences in grouped(to_measure).items()]

@@ -365,7 +365,7 @@ def test_the_commands_to_measure_have_the_flags_of_the_plan_and_name_its_machine
     answer = answer_to('--gpu', '16 L40S', '--network_gbits', 100, '--images', 10 ** 6, '--max_days', 1000)
     (sentence, commands), (_, [again]), (training, []) = answer.first_steps
     assert 'docs/two-phases.md' in training  # the recipe is for one machine
-    assert 'images/s at 256 px and' in sentence and 'The plan holds with at least' in sentence
+    assert re.search('Stop if you measure less than [0-9,.]+ images/s at 256 px or [0-9,.]+ images/s at 512', sentence)
     assert [re.search('--image_size ([0-9]+)', command)[1] for command in commands] == ['256', '512']
     for command in commands:
         assert command.startswith('composer -n 4 --world_size 16 --node_rank $N')
