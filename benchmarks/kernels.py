@@ -2,10 +2,10 @@
 
     python -m benchmarks.kernels trace/rank0.*.pt.trace.json        # GB/s counts inputs only: a lower bound
 """
+import argparse
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -88,4 +88,7 @@ def main(path: str) -> None:
 
 
 if __name__ == '__main__':
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser('python -m benchmarks.kernels', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('trace', metavar='TRACE', help='file that benchmark.py --profile has written')
+    main(parser.parse_args().trace)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.savings PICTURE [GPU[=DOLLARS] ...]    # such as mine.png H200=3.2; a few seconds, no GPU
 """
+import argparse
 import json
 import sys
 from functools import cache
@@ -107,6 +108,12 @@ def steps_of(cards: list[str]) -> pd.DataFrame:
 
 
 if __name__ == '__main__':
-    table = steps_of(sys.argv[2:] or ['A100-80GB', 'H100-80GB', 'B200'])
+    parser = argparse.ArgumentParser('python -m benchmarks.savings', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('picture', metavar='PICTURE', help='file for the waterfall chart')
+    parser.add_argument('gpus', metavar='GPU[=DOLLARS]', nargs='*', default=['A100-80GB', 'H100-80GB', 'B200'],
+                        help='GPUs of the last steps, with a price per GPU-hour (default: A100-80GB H100-80GB B200)')
+    arguments = parser.parse_args()
+    table = steps_of(arguments.gpus)
     print(table.to_markdown(index=False, floatfmt=('', ',.0f', ',.0f', '.2f', '.2f', '.2f', '')))
-    draw(sys.argv[1], table)
+    draw(arguments.picture, table)
