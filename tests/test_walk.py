@@ -29,7 +29,7 @@ def lines_shown(cell: dict) -> list[str]:
             continue
         line = re.sub(r'/\S*/walk-\w+/', '', line)
         line = re.sub(r'(device|on \d+ x) [^,]+', r'\1 CPU', line)
-        line = re.sub(r'git_commit \S+', 'git_commit', line)
+        line = re.sub(r'(git_commit|eval_sha256) [^\s,]+', r'\1', line)
         line = re.sub(r'-[0-9a-f]{12}\b', '', line)  # a training id
         lines.append(re.sub(r'\d[\d.,e-]*', '#', line))
     return sorted(lines)  # `run_forked` returns standard error after standard output

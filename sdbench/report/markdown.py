@@ -131,7 +131,7 @@ def shared_settings(rows: pd.DataFrame, keys: Sequence[str]) -> str:
     for key in keys:
         value = rows[key].max()  # '' sorts first, so a row that does not state the setting is ignored
         if key not in differing and value not in ('', 'no'):
-            settings.append(f'{key} {value}')
+            settings.append(f'{key} {value[:8] if key == "eval_sha256" else value}')
     return f'All rows: {", ".join(settings)}' if settings else ''
 
 
@@ -225,4 +225,4 @@ def table_width(table: str) -> int:
 def describe_gpus(row: pd.Series) -> str:
     """Return the GPUs and the input of a row as text, such as '8 x B200 on latents'."""
     on = f' on {row["input"]}' if row['input'] else ''
-    return f'{row["num_devices"]} x {short_name(row["device"])}{on}'
+    return f'{row["num_devices"]:g} x {short_name(row["device"])}{on}'
