@@ -112,7 +112,7 @@ def test_an_epoch_ends_with_an_error_if_a_shard_is_missing(tmp_path, remote, num
             loaded(dataset, num_workers)
 
 
-@pytest.mark.parametrize('status, code, tries', [(503, 'SlowDown', 20), (400, 'InvalidRequest', 2)])
+@pytest.mark.parametrize('status, code, tries', [(503, 'SlowDown', 12), (400, 'InvalidRequest', 2)])
 def test_a_request_for_a_shard_is_tried_again_if_the_error_may_be_temporary(tmp_path, remote, s3, status, code, tries):
     for path in remote.iterdir():
         s3.put(f'mds/{path.name}', path.read_bytes())
