@@ -27,7 +27,7 @@ from sdbench.inputs.captions import CAPTIONS, choose_caption, require_names
 from sdbench.inputs.images import decode_image, decode_whole_image
 from sdbench.inputs.loader import CountedCollate, TimedDataLoader, TimedStreamingDataLoader, begin_worker
 from sdbench.inputs.shards import MOMENTS, hash_of_images, number_of_samples, read_index, require_same_origin
-from sdbench.inputs.stream import VerifiedDataset, VerifiedStream, is_readable_in_place
+from sdbench.inputs.stream import VerifiedDataset, VerifiedStream
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer, token_ids
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
 from sdbench.stores.addresses import RETRY, Retry
@@ -355,11 +355,9 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
     if number_of_samples(index) == 0:
         raise UserError(f'{flag} {remote} holds no samples')
 
-    # Open the samples with the training's cache flags, and give each sample its noise and timestep. Omit
-    # --cache_limit for data that are read in place, because VerifiedStream refuses it there.
-    is_cached = settings.local is not None or not is_readable_in_place(remote, index['shards'])
+    # Open the samples with the training's cache flags, and give each sample its noise and timestep.
     images = StreamingLAIONDataset(remote, settings.local, image_size=settings.image_size, index=index, batch_size=1,
-                                   cache_limit=settings.cache_limit if is_cached else None)
+                                   cache_limit=settings.cache_limit)
     timesteps = len(DDPMScheduler.from_config(files.configs['scheduler']))
     return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, EVALUATION_SEED)
 

@@ -82,10 +82,7 @@ ROWS = [
 
     # Data
     ('benchmark.py', f'--remote nowhere {TINY}', '--remote nowhere holds no index.json, so it is not a complete MDS'),
-    ('benchmark.py', f'--remote shards/index.json {TINY}', '--remote shards/index.json is a file; give the folder'),
     ('benchmark.py', f'--remote shards {TINY} --batch_size 25', 'holds 24 samples, fewer than --batch_size 25'),
-    ('benchmark.py', f'--remote shards {TINY} --cache_limit 1mb', '--cache_limit 1mb has no cache to limit'),
-    ('benchmark.py', f'--remote shards {TINY} --cache_limit 0', '--cache_limit 0 leaves no room for a shard; omit'),
     ('convert.py', 'notes oci://bucket/a', 'OUT oci://bucket/a: only the stores s3://, gs:// and azure:// can be used; '
      'use an S3-compatible address with S3_ENDPOINT_URL'),
     ('convert.py', "notes 's3://<my-bucket>/a'", 'Invalid bucket name "<my-bucket>"'),
