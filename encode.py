@@ -35,7 +35,7 @@ from sdbench.inputs.captions import CAPTIONS
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, number_of_samples, read_image_index
 from sdbench.models.flops import flops_of_latents
 from sdbench.models.loading import find_model
-from sdbench.records.figures import ENCODING_LINES, summary_lines
+from sdbench.records.metrics import ENCODING_LINES, summary_lines
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, UNMEASURED, why_unreliable
 

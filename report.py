@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, describe_prices, require_named
-from sdbench.records.figures import COLUMNS, WIDTH
+from sdbench.records.metrics import COLUMNS, WIDTH
 from sdbench.records.read import EVALUATION_SETTINGS, read_all
-from sdbench.records.setup import SETTINGS
+from sdbench.records.settings import SETTINGS
 from sdbench.records.status import FORECAST
 from sdbench.report.markdown import markdown_tables, shared_settings
 from sdbench.report.page import Figure, html_table, verdict_and_answers, write_page

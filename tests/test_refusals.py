@@ -34,9 +34,9 @@ ROWS = [
     ('benchmark.py', '@quote.txt', '@quote.txt, line 2: no closing quotation'),
     ('benchmark.py', '@itself.txt', '@itself.txt names itself (@itself.txt @itself.txt)'),
     ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'variable WORLD_SIZE is 4(x2), which is not a number'),
-    ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect '
+    ('benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect '
      'with --lr_schedule constant'),
-    ('WORLD_SIZE= LOCAL_RANK= convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a '
+    ('convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a '
      'glob that matches files'),
     ('convert.py', "'' out", 'SOURCE is empty; is a shell variable unset?'),
 
@@ -76,25 +76,21 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --compile reduce-overhead --device_train_microbatch_size 2',
      'use --device_train_microbatch_size 4'),
     ('benchmark.py', f'{SYNTHETIC} --model_name nobody/nothing', '--model_name nobody/nothing is not a folder here, '
-     'and the hub has no such repository (Cannot reach'),
+     'and cannot be downloaded from the hub (Cannot'),
     ('benchmark.py', f'{SYNTHETIC} --use_ema --max_duration 9ba --ema_start 9ba',
      '--ema_start 9ba is not before the end of the run, --max_duration 9ba'),
 
     # Data
     ('benchmark.py', f'--remote nowhere {TINY}', '--remote nowhere holds no index.json, so it is not a complete MDS'),
-    ('benchmark.py', f'--remote shards/index.json {TINY}', '--remote shards/index.json is a file; give the folder'),
     ('benchmark.py', f'--remote shards {TINY} --batch_size 25', 'holds 24 samples, fewer than --batch_size 25'),
-    ('benchmark.py', f'--remote shards {TINY} --cache_limit 1mb', '--cache_limit 1mb has no cache to limit'),
-    ('benchmark.py', f'--remote shards {TINY} --cache_limit 0', '--cache_limit 0 leaves no room for a shard; omit'),
     ('convert.py', 'notes oci://bucket/a', 'OUT oci://bucket/a: only the stores s3://, gs:// and azure:// can be used; '
      'use an S3-compatible address with S3_ENDPOINT_URL'),
-    ('convert.py', 'notes s3://', 'OUT s3:// names no bucket; write s3://BUCKET/folder'),
-    ('convert.py', "notes 's3://<my-bucket>/a'", 'OUT s3://<my-bucket>/a: <my-bucket> cannot be the name of a bucket'),
-    ('S3_ENDPOINT_URL=http://<host>:9 benchmark.py', f'--remote s3://b/a {TINY}', 'Invalid endpoint: http://<host>:9'),
+    ('convert.py', "notes 's3://<my-bucket>/a'", 'Invalid bucket name "<my-bucket>"'),
+    ('S3_ENDPOINT_URL=http://<host>:9 benchmark.py', f'--remote s3://b/a {TINY}', '(ValueError: Invalid endpoint:)'),
     ('convert.py', 'notes nowhere://me:PASSWORD@bucket/out', 'OUT nowhere://***@bucket/out: only the stores s3://, gs://'),
     ('convert.py', 'photo.jpg notes', 'OUT notes already holds other files; give a new folder'),
     ('convert.py', 'photo.jpg prompts.txt', 'OUT prompts.txt cannot be written to (File exists)'),
-    ('convert.py', 'photo.jpg s3://bucket/out', 'OUT s3://bucket/out: the connection is refused; check the address'),
+    ('convert.py', 'photo.jpg s3://bucket/out', 'OUT s3://bucket/out cannot be read or written (Endpoint'),
     ('convert.py', 'empty out', 'nothing to convert in SOURCE empty: it holds no tars, Parquet or images'),
     ('convert.py', 'notes out --captions nothing.csv', '--captions nothing.csv cannot be read (No such file'),
     ('convert.py', 'notes out --size_limit 4gb', '--size_limit: 4gb'),

@@ -26,7 +26,7 @@ from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.gpus import GIB, Card, cards_named, short_name
 from sdbench.microbatches import SMALLER_MICROBATCH, changes_that_take_less, memory_advice
 from sdbench.process import launcher_variable
-from sdbench.records.figures import filled, format_days, rounded, text_table
+from sdbench.records.metrics import filled, format_days, rounded, text_table
 from sdbench.records.status import NOT_IN_A_FORECAST
 from sdbench.setup import Setup, setup_of_settings
 

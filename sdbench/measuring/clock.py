@@ -34,7 +34,7 @@ from torch.profiler import profile, schedule, tensorboard_trace_handler
 from sdbench.flags.train import Train
 from sdbench.gpus import GIB
 from sdbench.measuring.power import GpuMonitor, gather_gpu_figures
-from sdbench.records.figures import LOADER_LINES, summary_lines
+from sdbench.records.metrics import LOADER_LINES, summary_lines
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, QUEUES_IN_WINDOW, caution_about
 

@@ -30,7 +30,7 @@ from sdbench.plan.verdict import (
     lowest_speed,
     standing,
 )
-from sdbench.records.figures import WIDTH, filled, rounded, text_table
+from sdbench.records.metrics import WIDTH, filled, rounded, text_table
 
 RANGE_REASONS = {
     MEASURED_ERROR: 'the same GPUs and code differ by 2 to 4 % between MLPerf submitters',

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sdbench.plan.parts import Plan, Range
-from sdbench.records.figures import rounded
+from sdbench.records.metrics import rounded
 
 # How a plan stands to the limits. The likely figures decide between within and outside, so a wider range makes a
 # statement less certain, and never turns 'outside' into 'within'.

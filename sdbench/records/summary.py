@@ -9,7 +9,7 @@ from sdbench.errors import plural
 from sdbench.flags.times import to_batches
 from sdbench.flags.train import Train
 from sdbench.paths import sibling_path
-from sdbench.records.figures import EVALUATION_LINES, LINES, TRAINING_LINES, rounded, summary_lines, text_table
+from sdbench.records.metrics import EVALUATION_LINES, LINES, TRAINING_LINES, rounded, summary_lines, text_table
 from sdbench.records.status import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05

@@ -12,7 +12,7 @@ import report
 from benchmark import main
 from sdbench.errors import DataError, redacted
 from sdbench.flags.train import Train
-from sdbench.records.figures import COLUMNS
+from sdbench.records.metrics import COLUMNS
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
 from tests.runs import SMALLEST, TINY, check_keys, one_error_line, settings_of
