@@ -3,9 +3,8 @@
 A row is a command (behind variables of its environment, if any), its flags and the words that its line must hold.
 It is run in a folder that has `shards` (24 samples), `pipeline` (of the tiny model), `prompts.txt` (one caption),
 `no-prompt.txt`, `utf-16.txt`, `quote.txt` and `itself.txt` (flags), `records.csv` (a record with a comma too many),
-`notes` (a folder with a file of the user's), `empty` (a folder), `photo.jpg`, `whole.safetensors`, and a LoRA in
-`lora.safetensors` and `lora`; nothing listens at S3_ENDPOINT_URL. Refusals that need other files are tested next to the
-code that makes them.
+`notes` (a folder with a file of the user's), `empty` (a folder), `photo.jpg` and `whole.safetensors`; nothing listens
+at S3_ENDPOINT_URL. Refusals that need other files are tested next to the code that makes them.
 """
 import importlib
 import shlex
@@ -131,16 +130,12 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes does not exist, or holds no complete checkpoint'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts no-prompt.txt', 'no-prompt.txt holds no prompt'),
     ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, but the training'),
-    ('benchmark.py', f'{SYNTHETIC} --load_weights whole.safetensors', '--load_weights whole.safetensors is a single '
-     'file, and not a model folder in the layout of diffusers; if it holds the weights of a Stable Diffusion, '
-     'convert it: python -c "from diffusers import StableDiffusionPipeline as P; P.from_single_file('),
+    ('benchmark.py', f'{SYNTHETIC} --load_weights whole.safetensors', '--load_weights whole.safetensors is a file, '
+     'and not a model folder in the layout of diffusers; convert a single file of a Stable Diffusion: python -c'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --model_name whole.safetensors', '--model_name whole.safetensors is a '
-     'single file'),
-    ('benchmark.py', f'{SYNTHETIC} --load_weights lora.safetensors', '--load_weights lora.safetensors is a LoRA'),
-    ('benchmark.py', f'{SYNTHETIC} --load_weights lora', '--load_weights lora is a LoRA, which changes a model and is '
-     'not a model itself; merge it into its model FOLDER: python -c'),
-    ('export.py', 'photo.jpg out', 'CHECKPOINT photo.jpg is a single file'),
-    ('evaluate.py', 'whole.safetensors shards --out out', 'MODEL whole.safetensors is a single file'),
+     'file'),
+    ('export.py', 'photo.jpg out', 'CHECKPOINT photo.jpg is a file'),
+    ('evaluate.py', 'whole.safetensors shards --out out', 'MODEL whole.safetensors is a file'),
     ('evaluate.py', 'notes shards --out out', 'notes does not exist, or holds no complete checkpoint'),
     ('evaluate.py', 'pipeline shards --out out --samples 25', 'fewer than --samples 25'),
     ('WORLD_SIZE=5 evaluate.py', 'pipeline shards --out out --samples 4', '4 is fewer than the 5'),
@@ -168,9 +163,6 @@ def folder(tmp_path, monkeypatch, shards, pipeline):
     (tmp_path / 'notes/mine.txt').write_text('mine')
     (tmp_path / 'photo.jpg').write_bytes(shaded(1))
     save_file({'model.diffusion_model.out.2.bias': torch.zeros(4)}, tmp_path / 'whole.safetensors')
-    save_file({'lora_unet_mid_block.lora_up.weight': torch.zeros(4)}, tmp_path / 'lora.safetensors')
-    (tmp_path / 'lora').mkdir()
-    shutil.copy(tmp_path / 'lora.safetensors', tmp_path / 'lora/pytorch_lora_weights.safetensors')
     monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:1')
     make_client.cache_clear()
     shutil.copy(ROOT / 'published.csv', tmp_path)
