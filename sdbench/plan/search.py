@@ -11,7 +11,7 @@ from sdbench.flags.parser import build_parser, parse
 from sdbench.flags.plan import GPUS, PlanSettings
 from sdbench.flags.train import Train, divisors
 from sdbench.forecast.forecast import DoesNotFit
-from sdbench.gpus import CARDS, Card, cards_named, full_name, peak_of
+from sdbench.gpus import CARDS, Card, cards_named, peak_of
 from sdbench.plan.measured import Speeds
 from sdbench.plan.parts import ENCODE, TRAIN, Impossible, Part, Plan, Preemptions
 from sdbench.plan.prices import (
@@ -94,8 +94,7 @@ def cards_wanted(gpus: Sequence[tuple[int, str]]) -> list[tuple[Card, int]]:
     """Return each GPU model with its count; without any, GPUS of each known GPU."""
     wanted = []
     for count, name in gpus:
-        cards = [CARDS[full_name(name)]] if full_name(name) in CARDS else cards_named((name,))
-        wanted += [(card, count) for card in cards]
+        wanted += [(card, count) for card in cards_named((name,))]
     return list(dict.fromkeys(wanted or [(card, GPUS) for card in CARDS.values()]))
 
 
