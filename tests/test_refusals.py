@@ -43,8 +43,6 @@ ROWS = [
      'does not divide the per-device batch of 6 images (--batch_size 6); use 3'),
     ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu: RTX4091 is not a known GPU; did you '
      'mean RTX 4090 or'),
-    ('benchmark.py', '--dry_run 8 --gpu A10G', '--gpu: A10G is not a known GPU; with memory '
-     'nearest to its 24 GB, there are '),
     ('benchmark.py', '--dry_run 8 x', '--dry_run: x is not a whole number above 0'),
     ('benchmark.py', '--dry_run 8 7', '--batch_size 2048 is not divisible by 7 devices; use 2044'),
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size: 100 is not a multiple of 8; use 96'),

@@ -13,7 +13,7 @@ from sdbench.flags.parser import build_parser, parse
 from sdbench.flags.plan import GPUS, PlanSettings
 from sdbench.flags.train import Train
 from sdbench.forecast.forecast import DoesNotFit
-from sdbench.gpus import CARDS, Card, cards_named, full_name, peak_of
+from sdbench.gpus import CARDS, Card, cards_named, peak_of
 from sdbench.plan.measured import Speeds
 from sdbench.plan.parts import ENCODE, TRAIN, Impossible, Part, Plan, Preemptions
 from sdbench.plan.prices import CHECKPOINT_TB, JPEG_BYTES_PER_PIXEL, LATENT_BYTES_PER_PIXEL, Price, Storage, terabytes
@@ -110,8 +110,7 @@ def cards_wanted(gpus: Sequence[tuple[int, str]]) -> list[tuple[Card, int]]:
     """Return each GPU model with its count; without any, GPUS of each known GPU."""
     wanted = []
     for count, name in gpus:
-        cards = [CARDS[full_name(name)]] if full_name(name) in CARDS else cards_named((name,))
-        wanted += [(card, count) for card in cards]
+        wanted += [(card, count) for card in cards_named((name,))]
     return list(dict.fromkeys(wanted or [(card, GPUS) for card in CARDS.values()]))
 
 
