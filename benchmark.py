@@ -9,7 +9,7 @@ The composer launcher starts one process per GPU. Without --max_duration only a 
 import sys
 
 from sdbench.flags.parser import answer_early, parse
-from sdbench.flags.train import SD2_BASE, Train
+from sdbench.flags.train import SD2_BASE, Run, Train
 from sdbench.process import begin, one_line_errors
 
 PROGRAM = 'benchmark.py'
@@ -238,7 +238,7 @@ class StableDiffusion(ComposerModel):
         return len(batch['caption']) * sum(self.flops_per_image.values())
 
 
-def build_model(settings: Train, latents: bool, device: torch.device | None = None,
+def build_model(settings: Run, latents: bool, device: torch.device | None = None,
                 files: ModelFiles | None = None) -> StableDiffusion:
     """Build the model and apply the switches of --compile, --attention and so on.
 
@@ -252,7 +252,7 @@ def build_model(settings: Train, latents: bool, device: torch.device | None = No
     return model
 
 
-def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Optimizer:
+def build_optimizer(model: StableDiffusion, settings: Run) -> torch.optim.Optimizer:
     """Build AdamW for the weights of the UNet; the frozen encoders need no optimizer."""
     # Without `fused`, choose `foreach` explicitly: torch does so by default on a GPU, and a dry run has no GPU.
     return torch.optim.AdamW(model.unet.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay,
@@ -260,7 +260,7 @@ def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Opti
                              foreach=not settings.fused_optimizer)
 
 
-def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Algorithm]:
+def build_algorithms(settings: Run, ema_state: dict | None = None) -> list[Algorithm]:
     """Build the EMA, if --use_ema is given. `ema_state` is the state of an EMA to continue; None starts a new one."""
     if not settings.use_ema:
         return []
@@ -270,7 +270,7 @@ def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Alg
     return [ema]
 
 
-def build_callbacks(settings: Train, end_of_batch: EndOfBatch, more: Sequence[Callback] = ()) -> list[Callback]:
+def build_callbacks(settings: Run, end_of_batch: EndOfBatch, more: Sequence[Callback] = ()) -> list[Callback]:
     """Build the callbacks of a run. `more` are callbacks of the caller."""
     # SpeedMonitor gets the GPU's peak from here, because Composer does not know every GPU by its name.
     window = min(10, settings.measure_batches or 10)  # batches
@@ -289,8 +289,8 @@ def build_callbacks(settings: Train, end_of_batch: EndOfBatch, more: Sequence[Ca
     return callbacks
 
 
-def build_initial_model(settings: Train, files: ModelFiles, latents: bool, is_resumed: bool
-                        ) -> tuple[Train, StableDiffusion, dict | None, list[dict]]:
+def build_initial_model(settings: Run, files: ModelFiles, latents: bool, is_resumed: bool
+                        ) -> tuple[Run, StableDiffusion, dict | None, list[dict]]:
     """Build the model with the weights that a training starts from, and find its microbatch.
 
     Returns the settings with the microbatch, the model, the state of the EMA that came with --load_weights if there was
@@ -309,7 +309,7 @@ def build_initial_model(settings: Train, files: ModelFiles, latents: bool, is_re
     return settings, model, ema_state, data_before
 
 
-def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
+def build_trainer(settings: Run, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
                   algorithms: list[Algorithm], callbacks: list[Callback], name: str) -> Trainer:
     """Build Composer's Trainer with the optimizer and the loggers, for a training with this `name`."""
     trainer = Trainer(
@@ -333,7 +333,7 @@ def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, evalu
     return trainer
 
 
-def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback] = ()) -> dict:
+def train(settings: Run, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback] = ()) -> dict:
     """Train, append the record to --results, and return it. `callbacks` run before the callbacks that measure and save.
 
     Raises DataError if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.

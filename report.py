@@ -33,10 +33,10 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from sdbench.costs import DOLLARS_PER_GPU_HOUR, ONE_PRICE, TRAINING_IMAGES, describe_prices, require_named
-from sdbench.records.figures import COLUMNS, WIDTH
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, describe_prices, require_named
+from sdbench.records.metrics import COLUMNS, WIDTH
 from sdbench.records.read import EVALUATION_SETTINGS, read_all
-from sdbench.records.setup import SETTINGS
+from sdbench.records.settings import SETTINGS
 from sdbench.records.status import FORECAST
 from sdbench.report.markdown import markdown_tables, shared_settings
 from sdbench.report.page import Figure, html_table, verdict_and_answers, write_page
@@ -156,10 +156,7 @@ def price_notes(sections: list[Section], settings: Report) -> list[str]:
         return []
     are_from_records = not settings.dollars_per_gpu_hour and (priced['price'] != DOLLARS_PER_GPU_HOUR).any()
     source = 'from the records; --dollars_per_gpu_hour replaces them' if are_from_records else '--dollars_per_gpu_hour'
-    notes = [f'Costs: {describe_prices(zip(priced["device"], priced["price"], strict=True))} ({source}).']
-    if not are_from_records and priced['price'].nunique() == 1 and priced['device'].nunique() > 1:
-        notes.append(ONE_PRICE)
-    return notes
+    return [f'Costs: {describe_prices(zip(priced["device"], priced["price"], strict=True))} ({source}).']
 
 
 def write_html(sections: list[Section], figures: dict[str, tuple[str, Callable[[], Any]]], notes: list[str],

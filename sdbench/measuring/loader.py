@@ -5,13 +5,13 @@ import time
 from composer.core import DataSpec
 from composer.utils import dist
 
-from sdbench.flags.train import Train
-from sdbench.records.figures import LOADER_LINES, summary_lines
+from sdbench.flags.train import Run
+from sdbench.records.metrics import LOADER_LINES, summary_lines
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, caution_about
 
 
-def measure_loader(settings: Train, data: DataSpec) -> dict:
+def measure_loader(settings: Run, data: DataSpec) -> dict:
     """Measure the loader alone, on all ranks, by taking its batches as fast as possible after the warm-up.
 
     Appends the record to --results, prints it, and returns it.
@@ -38,4 +38,4 @@ def measure_loader(settings: Train, data: DataSpec) -> dict:
         'status': COMPLETE, 'loader_images_per_sec': sum(images) / max(seconds), 'measured_batches': measured,
         'bad_samples': len(set.union(*bad))})
     summary = summary_lines(LOADER_LINES, record | {'caution': caution_about(record)})
-    return append_record(record, '\n'.join(summary), settings.results_file)
+    return append_record(record, '\n'.join(summary), settings.results)

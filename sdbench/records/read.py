@@ -16,8 +16,8 @@ from typing import Any
 from sdbench.costs import Prices
 from sdbench.errors import UserError
 from sdbench.gpus import full_name
-from sdbench.records.figures import RUN_FIGURES
-from sdbench.records.setup import EVAL_DATA, SPEED_SETTINGS, has_training_result, known_value, setup_of, text_of
+from sdbench.records.metrics import RUN_METRICS
+from sdbench.records.settings import EVAL_DATA, SPEED_SETTINGS, has_training_result, known_value, setup_of, text_of
 from sdbench.records.status import COMPLETE, FAILED, UNMEASURED, why_unreliable
 
 # Losses on --eval_remote are ranked and plotted together only if these settings agree: losses on other latents or other
@@ -30,7 +30,7 @@ EVALUATION_SETTINGS = ['model', 'weights', 'data', 'samples', 'image_size', 'ste
 OLDER_WEIGHTS = {'live': 'raw', 'averaged': 'EMA'}  # names in records of older versions
 
 # The training result: its figures in a table, and the keys that the last record of a training has for all of it
-RESULT_FIGURES = ['eval_loss', 'eval_batch', 'eval_samples', 'loss', 'trained_batches']
+RESULT_METRICS = ['eval_loss', 'eval_batch', 'eval_samples', 'loss', 'trained_batches']
 EVAL_KEYS = (*EVAL_DATA, 'eval_loss', 'eval_batch', 'eval_samples', 'eval_held_out', 'evaluations',
              'other_evaluations')
 RESULT_KEYS = (*EVAL_KEYS, 'loss', 'trained_batches', 'trained_epochs', 'gpu_hours', 'dollars', 'max_duration')
@@ -174,9 +174,9 @@ def speed_row(record: dict) -> dict:
     # A figure that the record lacks is NaN. A measurement has no training result, although it has a loss.
     row['num_devices'] = record['num_devices']
     row['microbatch'] = finite_number(record, 'device_train_microbatch_size')  # from the flag or from the search
-    for key in RUN_FIGURES:
+    for key in RUN_METRICS:
         row[key] = finite_number(record, key)
-    for key in RESULT_FIGURES:
+    for key in RESULT_METRICS:
         row[key] = finite_number(record, key) if has_training_result(record) else math.nan
     row['images_per_sec'] = finite_number(record, speed)
     row['evaluations'] = [(float(images), math.nan if loss is None else float(loss))

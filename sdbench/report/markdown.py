@@ -13,8 +13,8 @@ import pandas as pd
 from sdbench.flags.parser import build_parser
 from sdbench.flags.train import Train
 from sdbench.gpus import short_name
-from sdbench.records.figures import COLUMNS, WIDTH, format_figure, text_table
-from sdbench.records.setup import DEFAULTS, SETTINGS, UNSTATED_NETWORK, VERSIONS, text_of
+from sdbench.records.metrics import COLUMNS, WIDTH, format_metric, text_table
+from sdbench.records.settings import DEFAULTS, SETTINGS, UNSTATED_NETWORK, VERSIONS, text_of
 
 RECIPES = Path(__file__).parents[2] / 'recipes'
 NAMED_RECIPES = ('fastest.txt', 'original.txt')  # their names replace their settings in tables and legends
@@ -142,7 +142,7 @@ def markdown_tables(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     headings = {key: column.heading.format(device) for key, column in COLUMNS.items()}
     for key, heading in headings.items():
         if key in rows:
-            cells[heading] = [format_figure(key, value) for value in rows[key]]
+            cells[heading] = [format_metric(key, value) for value in rows[key]]
     cells['notes'] = rows['notes']
 
     # If the table is split, each part repeats the columns that identify a row.

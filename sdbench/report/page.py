@@ -15,9 +15,9 @@ import pandas as pd
 
 from sdbench.errors import UserError, redacted
 from sdbench.gpus import short_name
-from sdbench.records.figures import COLUMNS, format_days, format_figure, heading_with_unit, rounded
+from sdbench.records.metrics import COLUMNS, format_days, format_metric, heading_with_unit, rounded
 from sdbench.records.read import EVALUATION_SETTINGS, LOSS_SETTINGS, MEASURED, WITH_FIGURES
-from sdbench.records.setup import VERSIONS
+from sdbench.records.settings import VERSIONS
 from sdbench.records.versions import git_commit
 from sdbench.report.markdown import describe_gpus, describe_settings, differing_settings, label_columns, usual_value
 
@@ -209,6 +209,6 @@ def describe_row(row: pd.Series, mark: str) -> str:
                       ('cost_usd', ''), ('days', ' days'), ('images_per_sec', ' images/s')):
         value = row.get(key, math.nan)
         if not math.isnan(value):
-            texts.append(format_days(value, unit) if key == 'days' else format_figure(key, value) + unit)
+            texts.append(format_days(value, unit) if key == 'days' else format_metric(key, value) + unit)
     text = ', '.join(texts)
     return f'{mark[:1].upper()}{mark[1:]}: {text}' if mark else text

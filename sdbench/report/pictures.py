@@ -21,7 +21,7 @@ from sdbench.flags.train import SD2_BASE
 from sdbench.forecast.forecast import forecast
 from sdbench.gpus import CARDS, short_name
 from sdbench.records.expected import NO_FORECAST
-from sdbench.records.figures import format_days, format_figure, rounded
+from sdbench.records.metrics import format_days, format_metric, rounded
 from sdbench.records.read import (
     EVALUATION_SETTINGS,
     EXTRAPOLATED,
@@ -30,7 +30,7 @@ from sdbench.records.read import (
     WITH_FIGURES,
     speed_row,
 )
-from sdbench.records.setup import EVAL_DATA, SETTINGS, VERSIONS
+from sdbench.records.settings import EVAL_DATA, SETTINGS, VERSIONS
 from sdbench.records.status import COMPLETE, FORECAST
 from sdbench.report.markdown import (
     describe_gpus,
@@ -110,7 +110,7 @@ def point_tooltip(row: pd.Series, name: str) -> str:
     if pd.notna(row.get('images_per_sec_least')):
         speed += f' ({rounded(row["images_per_sec_least"], 1)} to {rounded(row["images_per_sec_most"], 1)})'
     days = format_days(row['days'], ' days') if pd.notna(row['days']) else ''
-    cost = format_figure('cost_usd', row['cost_usd'])
+    cost = format_metric('cost_usd', row['cost_usd'])
     lines = [describe_gpus(row), name, speed, days, cost, row['status'], row['date'][:10]]
     return '\n'.join(filter(None, lines))
 

@@ -10,21 +10,21 @@ from sdbench.costs import TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
 from sdbench.records.expected import expected_of
-from sdbench.records.figures import RUN_FIGURES
+from sdbench.records.metrics import RUN_METRICS
 from sdbench.records.read import (
     EXTRAPOLATED,
     LOSS_SETTINGS,
     MEASURED,
-    RESULT_FIGURES,
+    RESULT_METRICS,
     UNRELIABLE,
     WITH_FIGURES,
     joined_notes,
 )
-from sdbench.records.setup import SETTINGS
+from sdbench.records.settings import SETTINGS
 from sdbench.report.markdown import describe_settings, differing_settings
 
 # Empty figures, for a row that is not about a run, such as a prediction or a plan
-NO_RUN_FIGURES = dict.fromkeys((*RUN_FIGURES, *RESULT_FIGURES, 'microbatch'), math.nan)
+NO_RUN_METRICS = dict.fromkeys((*RUN_METRICS, *RESULT_METRICS, 'microbatch'), math.nan)
 
 
 def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
@@ -123,7 +123,7 @@ def merge_repeated_runs(rows: pd.DataFrame) -> pd.DataFrame:
     for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes', evaluated_training]):
         runs = runs.sort_values(['trained_batches', 'date', 'identity'], na_position='first')
         longest = runs.iloc[[-1]]  # the row whose settings and training result are shown
-        row = longest.assign(**{key: runs[key].median() for key in RUN_FIGURES})
+        row = longest.assign(**{key: runs[key].median() for key in RUN_METRICS})
         if len(runs) > 1:
             speeds = runs['images_per_sec']
             median = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
@@ -211,10 +211,10 @@ def fit_and_predict(runs: pd.DataFrame, counts: Sequence[int]) -> tuple[list[dic
         note = 'extrapolated'
         if first['batch_size'] and batch / count < microbatch:
             note += f'; {batch / count:.3g} images per GPU, a smaller microbatch'
-        rows.append(first.to_dict() | NO_RUN_FIGURES | {
+        rows.append(first.to_dict() | NO_RUN_METRICS | {
             'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
             'status': EXTRAPOLATED, 'notes': note,
-            'record': first['record'] | dict.fromkeys(RUN_FIGURES) | {'num_devices': count, 'extrapolated': True}})
+            'record': first['record'] | dict.fromkeys(RUN_METRICS) | {'num_devices': count, 'extrapolated': True}})
 
     # Say how far the fit is from the measurements.
     residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1

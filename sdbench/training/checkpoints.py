@@ -1,6 +1,7 @@
 """Save checkpoints in Composer's format, find the newest one, and load it without running code from the file."""
 import contextlib
 import datetime
+import io
 import os
 import pickle
 import re
@@ -27,7 +28,7 @@ from sdbench.errors import DataError, UserError, disk_is_full, one_line
 from sdbench.files import atomic_write, locked
 from sdbench.models.names import use_installed_names
 from sdbench.paths import is_url
-from sdbench.stores import QUICK, addresses_in, download, upload
+from sdbench.stores import addresses_in, download, upload
 from sdbench.training.compatibility import Mismatch, add_missing_networks
 from sdbench.training.ranks import on_every_rank, on_rank_0
 from sdbench.training.resuming import kept_in, require_same_flags
@@ -107,10 +108,7 @@ def write_text_in(folder: str, name: str, text: str) -> None:
         with atomic_write(path) as file:
             file.write(text.encode())
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary, name)
-        copy.write_text(text, encoding='utf-8')
-        upload(str(copy), path, f'--save_folder {folder}')
+    upload(io.BytesIO(text.encode()), path, f'--save_folder {folder}')
 
 
 def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
@@ -284,8 +282,7 @@ class CheckpointSaver:
         os.makedirs(self.folder, exist_ok=True)
 
         def try_to_write() -> None:
-            with tempfile.NamedTemporaryFile() as file:
-                upload(file.name, f'{folder.rstrip("/")}/{WRITE_TEST}', f'--save_folder {folder}', QUICK)
+            upload(io.BytesIO(), f'{folder.rstrip("/")}/{WRITE_TEST}', f'--save_folder {folder}')
         if self.is_store:
             on_rank_0(try_to_write)
 

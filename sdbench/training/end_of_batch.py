@@ -7,7 +7,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from sdbench.flags.times import is_due
-from sdbench.flags.train import Train
+from sdbench.flags.train import Run
 from sdbench.measuring.clock import Measurement
 from sdbench.process import progress_bar
 from sdbench.training.checkpoints import CheckpointSaver
@@ -39,7 +39,7 @@ class EndOfBatch(Callback):
     """
     trainer: Trainer  # set once it is built
 
-    def __init__(self, settings: Train, kept: dict, loss: float | None, spending: Spending, stop: GracefulStop,
+    def __init__(self, settings: Run, kept: dict, loss: float | None, spending: Spending, stop: GracefulStop,
                  held_out: HeldOutLoss, sampling: Sampling | None, saver: CheckpointSaver | None,
                  load: Callable[[State, Logger], None] | None):
         self.settings = settings

@@ -17,7 +17,7 @@ from composer.utils import dist
 from torch.utils.data import Dataset
 
 from sdbench.errors import redacted
-from sdbench.flags.train import SAME_ON_RESUME, Train
+from sdbench.flags.train import SAME_ON_RESUME, Run
 from sdbench.inputs.shards import DRAW, IMAGES_HASH, hash_of_images, index_hash
 from sdbench.inputs.stream import VerifiedDataset
 from sdbench.inputs.tokenizer import hash_of_tokenizer
@@ -52,7 +52,7 @@ def kept_in(state: dict) -> dict[str, Any]:
     return kept
 
 
-def with_kept_defaults(settings: Train, before: dict) -> Train:
+def with_kept_defaults(settings: Run, before: dict) -> Run:
     """Return the settings of a run in which a default that depends on its length is that of the resumed run.
 
     A longer --max_duration would otherwise change the half-life of the EMA, and the resume would be refused. `before`
@@ -64,7 +64,7 @@ def with_kept_defaults(settings: Train, before: dict) -> Train:
     return settings
 
 
-def facts_to_keep(settings: Train, files: ModelFiles, dataset: Dataset, before: dict) -> dict[str, Any]:
+def facts_to_keep(settings: Run, files: ModelFiles, dataset: Dataset, before: dict) -> dict[str, Any]:
     """Return what all checkpoints of a training keep: its identity, and the flags that a resume compares.
 
     The identity is `training_id`, 12 random hexadecimal digits; `beginning`, the readable part of its name, which is

@@ -16,7 +16,7 @@ from composer.utils import dist
 
 from sdbench.errors import DataError, UserError, known_reason, one_line, plural, redacted
 from sdbench.flags.times import to_batches
-from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
+from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Run
 from sdbench.flags.training_command import caution_about_steps
 from sdbench.inputs.captions import CAPTIONS
 from sdbench.microbatches import changes_that_take_less
@@ -34,7 +34,7 @@ from sdbench.training.ranks import on_rank_0, print_on_rank_0
 COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
 
 
-def announce_build(settings: Train) -> None:
+def announce_build(settings: Run) -> None:
     """Print on rank 0 that the model is being built, because this and the first batch can take minutes.
 
     Raises UserError as `require_memory_of_cpu` does.
@@ -46,7 +46,7 @@ def announce_build(settings: Train) -> None:
                     f'{settings.batch_size:,} a batch, on {devices}')
 
 
-def require_memory_of_cpu(settings: Train) -> None:
+def require_memory_of_cpu(settings: Run) -> None:
     """Warn on rank 0 that Stable Diffusion 2 is slow on a CPU. Raises UserError if the machine has too little memory.
 
     Otherwise a newcomer's first command would run for hours, or fill the memory of a laptop until the system stalls.
@@ -66,7 +66,7 @@ def require_memory_of_cpu(settings: Train) -> None:
                     f'the tiny model is faster: {TINY_COMMAND}')
 
 
-def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
+def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
     """Log the settings, print on rank 0 where the run starts, and warn of results that the user may not expect.
 
     Raises SystemExit if the training is already complete: it has all of its batches and its record.
@@ -102,7 +102,7 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
               file=sys.stderr)
 
     # Warn of a training that cannot generate good images.
-    caution = caution_about_steps(settings, state.train_dataloader.dataset.num_samples)
+    caution = caution_about_steps(settings)
     if caution and not checkpoint:
         print(f'warning: {caution}', file=sys.stderr)
     if (settings.save_folder or settings.eval_remote) and not settings.pretrained:
@@ -111,7 +111,7 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
               '--pretrained', file=sys.stderr)
 
 
-def less_memory(settings: Train) -> str:
+def less_memory(settings: Run) -> str:
     """Return advice for a training that ran out of memory. It skips changes that the user has already made."""
     advice = 'use a GPU with more memory'
     changes = changes_that_take_less(setup_of_settings(settings))
@@ -120,7 +120,7 @@ def less_memory(settings: Train) -> str:
     return f'--device_train_microbatch_size {settings.device_train_microbatch_size} is too large; {advice}'
 
 
-def fit(settings: Train, trainer: Trainer, end_of_batch: EndOfBatch) -> dict[str, Any]:
+def fit(settings: Run, trainer: Trainer, end_of_batch: EndOfBatch) -> dict[str, Any]:
     """Train to the end, and return the outcome for the record.
 
     The outcome has the `first_batch` after which this run started, a `status` (complete, interrupted by a signal or the
@@ -150,7 +150,7 @@ def fit(settings: Train, trainer: Trainer, end_of_batch: EndOfBatch) -> dict[str
     return outcome
 
 
-def training_record(settings: Train, model: ComposerModel, data: DataSpec, trainer: Trainer,
+def training_record(settings: Run, model: ComposerModel, data: DataSpec, trainer: Trainer,
                     outcome: dict[str, Any]) -> dict:
     """Return the record of a training. `outcome` is what `fit` returned."""
     # Collect the length of the training, its FLOPs, and the outcome.
@@ -183,7 +183,7 @@ def training_record(settings: Train, model: ComposerModel, data: DataSpec, train
     return make_record('train', settings, found)
 
 
-def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
+def finish_run(settings: Run, trainer: Trainer, record: dict) -> None:
     """Close the loggers, append the record to --results, print its summary, and end the process if it is incomplete.
 
     Raises DataError if the training failed or the record could not be written, and SystemExit if it was interrupted.
@@ -210,7 +210,7 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
         trainer.logger.log_metrics(numbers)  # each number becomes a curve with one point
         trainer.close()
-    append_record(record, text, settings.results_file)
+    append_record(record, text, settings.results)
 
     # Save the record next to the checkpoints. If the command is started again, the record shows that the training is
     # complete.

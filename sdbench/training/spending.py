@@ -8,7 +8,7 @@ from composer.utils import dist
 from sdbench.costs import price_of
 from sdbench.errors import UserError
 from sdbench.flags.times import to_batches
-from sdbench.flags.train import Train
+from sdbench.flags.train import Run
 
 
 class Spending:
@@ -24,7 +24,7 @@ class Spending:
     Raises UserError if there is a budget but no price for this device, or if the resumed runs have spent it.
     """
 
-    def __init__(self, settings: Train, before: dict):
+    def __init__(self, settings: Run, before: dict):
         self.budget = settings.budget
         self.device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
         price = price_of(self.device, settings.dollars_per_gpu_hour) if settings.dollars_per_gpu_hour else math.nan

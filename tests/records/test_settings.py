@@ -7,8 +7,8 @@ import pytest
 from sdbench.errors import redacted
 from sdbench.forecast.forecast import DoesNotFit, forecast
 from sdbench.gpus import CARDS
-from sdbench.records.figures import summary_lines
-from sdbench.records.setup import setup_of
+from sdbench.records.metrics import summary_lines
+from sdbench.records.settings import setup_of
 from sdbench.setup import Setup
 
 
