@@ -302,7 +302,7 @@ def evaluate(settings: Evaluate) -> dict:
         found['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
         found['fid_is_biased'] = settings.samples < FEWEST_FOR_FID
     record = make_record('evaluate', settings, found)
-    return append_record(record, evaluation_summary(record), settings.results_file)
+    return append_record(record, evaluation_summary(record), settings.results)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from sdbench.errors import UserError, one_line
 from sdbench.files import atomic_write, read_text
 from sdbench.flags.times import is_due
-from sdbench.flags.train import Train
+from sdbench.flags.train import Run
 from sdbench.inputs.tokenizer import token_ids
 from sdbench.measuring.clock import Stopwatch
 from sdbench.models.generation import STEPS, build_pipeline, captioned_grid, generate, guidance_for
@@ -57,7 +57,7 @@ class Sampling(Callback):
         stop: tells whether a signal has ended the training.
     """
 
-    def __init__(self, settings: Train, prompts: list[str], model: ComposerModel, files: ModelFiles,
+    def __init__(self, settings: Run, prompts: list[str], model: ComposerModel, files: ModelFiles,
                  stopwatch: Stopwatch, stop: GracefulStop):
         self.settings = settings
         self.prompts = prompts
