@@ -16,6 +16,7 @@ from sdbench.gpus import CARDS, Card, short_name
 from sdbench.plan.parts import CORRECTED, ENCODE, MEASURED, TRAIN, Speed
 from sdbench.records.expected import expected_of
 from sdbench.records.read import MEASURED as RELIABLE
+from sdbench.records.read import Row
 from sdbench.records.summary import MUCH_WAITING_FOR_DATA
 from sdbench.setup import Setup
 
@@ -64,7 +65,7 @@ def same_run(setup: Setup, network: Any) -> Setup:
                    allreduce_precision=setup.allreduce_precision if setup.num_devices > 1 else None)
 
 
-def read_measurements(rows: Sequence[dict], model_name: str) -> tuple[list[Measurement], list[str]]:
+def read_measurements(rows: Sequence[Row], model_name: str) -> tuple[list[Measurement], list[str]]:
     """Return the measurements of a model among the rows of records, and a sentence about each that corrects nothing.
 
     Only time in which the GPUs worked counts, so a run that waited for its data corrects nothing.
@@ -72,8 +73,8 @@ def read_measurements(rows: Sequence[dict], model_name: str) -> tuple[list[Measu
     found = []
     sentences = []
     for row in rows:
-        record, kind = row['record'], row['record']['stage']
-        if row['status'] != RELIABLE or kind not in (TRAIN, ENCODE) or record['device'] not in CARDS:
+        record, kind = row.record, row.stage
+        if row.status != RELIABLE or kind not in (TRAIN, ENCODE) or record['device'] not in CARDS:
             continue
         of_another_model = record.get('model_name', model_name) != model_name
         if of_another_model:
