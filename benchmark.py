@@ -9,7 +9,7 @@ The composer launcher starts one process per GPU. Without --max_duration only a 
 import sys
 
 from sdbench.flags.parser import answer_early, parse
-from sdbench.flags.train import SD2_BASE, Train
+from sdbench.flags.train import SD2_BASE, Run, Train
 from sdbench.process import begin, one_line_errors
 
 PROGRAM = 'benchmark.py'
@@ -247,7 +247,7 @@ def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Opti
                              foreach=not settings.fused_optimizer)
 
 
-def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Algorithm]:
+def build_algorithms(settings: Run, ema_state: dict | None = None) -> list[Algorithm]:
     """Build the EMA, if --use_ema is given. `ema_state` is the state of an EMA to continue; None starts a new one."""
     if not settings.use_ema:
         return []
@@ -257,7 +257,7 @@ def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Alg
     return [ema]
 
 
-def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, flags: dict, identity: Identity,
+def build_callbacks(settings: Run, model: StableDiffusion, files: ModelFiles, flags: dict, identity: Identity,
                     stop: GracefulStop, prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
     """Build the callbacks of a run except the one that saves, in the order of their calls at each event.
 
@@ -290,8 +290,8 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
     return [callback for callback in callbacks if callback is not None]
 
 
-def build_initial_model(settings: Train, files: ModelFiles, latents: bool, is_resumed: bool
-                        ) -> tuple[Train, StableDiffusion, dict | None, list[dict]]:
+def build_initial_model(settings: Run, files: ModelFiles, latents: bool, is_resumed: bool
+                        ) -> tuple[Run, StableDiffusion, dict | None, list[dict]]:
     """Build the model with the weights that a training starts from, and find its microbatch.
 
     Returns the settings with the microbatch, the model, the state of the EMA that came with --load_weights if there was
@@ -310,7 +310,7 @@ def build_initial_model(settings: Train, files: ModelFiles, latents: bool, is_re
     return settings, model, ema_state, data_before
 
 
-def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
+def build_trainer(settings: Run, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
                   algorithms: list[Algorithm], callbacks: list[Callback], name: str) -> Trainer:
     """Build Composer's Trainer with the optimizer and the loggers, for a training with this `name`."""
     trainer = Trainer(
@@ -334,7 +334,7 @@ def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, evalu
     return trainer
 
 
-def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback] = ()) -> dict:
+def train(settings: Run, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback] = ()) -> dict:
     """Train, append the record to --results, and return it. `callbacks` run before the callbacks that measure and save.
 
     Raises DataError if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.

@@ -49,7 +49,7 @@ from sdbench.inputs.captions import CAPTIONS, require_names
 from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index
 from sdbench.inputs.tokenizer import hash_of_ids
 from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
-from sdbench.models.generation import SAMPLER, decode, load_pipeline, seeded
+from sdbench.models.generation import SAMPLER, generate, load_pipeline
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.process import progress_bar
 from sdbench.records.record import append_record, make_record
@@ -207,10 +207,10 @@ def generate_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, capt
     # Generate each image from noise that depends on its number only. It is then the same for every batch size.
     start = time.perf_counter()
     for guidance, numbers in with_progress(batches, 'generating', len(batches)):
-        output = pipeline([captions[number] for number in numbers], guidance_scale=guidance, height=image_size,
-                          width=image_size, num_inference_steps=settings.steps, output_type='latent',
-                          generator=seeded(settings.seed * SEED_STRIDE + number for number in numbers))
-        for number, image in zip(numbers, decode(pipeline, output.images), strict=True):
+        seeds = [settings.seed * SEED_STRIDE + number for number in numbers]
+        images = generate(pipeline, seeds, image_size, settings.steps, guidance,
+                          prompt=[captions[number] for number in numbers])
+        for number, image in zip(numbers, images, strict=True):
             save_image(image, image_path(settings, guidance, number))
 
     # The speed is the images of all ranks divided by the seconds of the slowest rank.
@@ -302,7 +302,7 @@ def evaluate(settings: Evaluate) -> dict:
         found['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
         found['fid_is_biased'] = settings.samples < FEWEST_FOR_FID
     record = make_record('evaluate', settings, found)
-    return append_record(record, evaluation_summary(record), settings.results_file)
+    return append_record(record, evaluation_summary(record), settings.results)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

@@ -32,7 +32,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from sdbench.costs import DOLLARS_PER_GPU_HOUR, ONE_PRICE, TRAINING_IMAGES, describe_prices, require_named
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, describe_prices, require_named
 from sdbench.records.metrics import COLUMNS, WIDTH
 from sdbench.records.read import Row, read_all
 from sdbench.records.status import FORECAST
@@ -136,11 +136,7 @@ def price_notes(tables: Sequence[Table], settings: Report) -> list[str]:
         return []
     are_from_records = not settings.dollars_per_gpu_hour and any(price != DOLLARS_PER_GPU_HOUR for _, price in prices)
     source = 'from the records; --dollars_per_gpu_hour replaces them' if are_from_records else '--dollars_per_gpu_hour'
-    notes = [f'Costs: {describe_prices(prices)} ({source}).']
-    devices, dollars = ({*values} for values in zip(*prices, strict=True))
-    if not are_from_records and len(dollars) == 1 and len(devices) > 1:
-        notes.append(ONE_PRICE)
-    return notes
+    return [f'Costs: {describe_prices(prices)} ({source}).']
 
 
 def write_csv(path: str, rows: Sequence[Row]) -> None:

@@ -384,8 +384,8 @@ def test_values_that_the_program_chose_are_not_settings(printed, write):
     assert columns(tables(text)[0], 'device', 'GPUs', 'efficiency', 'microbatch') == [
         ('H200', '1', '100.0 %', '64'), ('H200', '8', '100.0 %', '32'), ('H200', '16', '100.0 %', '16'),
         ('B200', '1', '100.0 %', '64'), ('B200', '8', '100.0 %', '32'), ('B200', '16', '100.0 %', '16')]
-    assert '$3 per GPU-hour for H200, $5 for B200 (from the records; --dollars_per_gpu_hour replaces them)' in text
-    assert 'Costs: $9 per GPU-hour (--dollars_per_gpu_hour).' in printed(path, '--dollars_per_gpu_hour', 9)
+    assert 'H200 $3, B200 $5 per GPU-hour (from the records; --dollars_per_gpu_hour replaces them)' in text
+    assert 'Costs: $9 per GPU-hour for every GPU (' in printed(path, '--dollars_per_gpu_hour', 9)
 
 
 def test_each_run_has_the_forecast_for_its_own_flags_and_its_error_but_a_record_without_flags_has_none(printed, write):
@@ -410,15 +410,15 @@ def test_a_gpu_without_a_datasheet_needs_a_price_for_its_exact_name(write, capfd
     path = write({'device': 'NVIDIA H800'}, {'device': 'NVIDIA A100-SXM4-80GB MIG 3g.40gb'})
     prices = ('--dollars_per_gpu_hour', 'H800=3', 'A100-SXM4-80GB MIG 3g.40gb=1', 'A100=9')
     report.main([path, *prices])
-    assert '$3 per GPU-hour for H800, $1 for A100 80GB MIG 3g.40gb' in capfd.readouterr().out
+    assert 'H800 $3, A100 80GB MIG 3g.40gb $1 per GPU-hour' in capfd.readouterr().out
     line = one_error_line([path, '--dollars_per_gpu_hour', 'H10=3'], capfd, report.main)
     assert '--dollars_per_gpu_hour H10=3: no record has this GPU, and H10 is not a known GPU; did you' in line
 
 
 def test_a_note_says_if_all_gpus_have_one_price(printed, write):
     path = write({}, {'device': 'NVIDIA B200'})
-    assert 'Every GPU has the same price here' in printed(path)
-    assert 'Every GPU has the same price here' not in printed(path, '--dollars_per_gpu_hour', 'H200=3', 'B200=5')
+    assert 'per GPU-hour for every GPU' in printed(path)
+    assert 'for every GPU' not in printed(path, '--dollars_per_gpu_hour', 'H200=3', 'B200=5')
 
 
 @pytest.mark.parametrize('records, argv, reason', [

@@ -25,12 +25,6 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     Raises UserError, which names `flag`, if the index.json cannot be read or trusted, or if a shard lacks a column.
     """
     label = f'{flag} {remote}'
-
-    # Explain a common mistake, the path of the file instead of its folder, before a confusing "not a directory".
-    if os.path.isfile(remote) or os.path.basename(remote) == INDEX:
-        raise UserError(f'{label} is a file; give the folder that holds {INDEX} and the shards')
-
-    # Get the content of the file.
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(remote, INDEX)
@@ -104,13 +98,12 @@ def check_shard(shard: dict, latents: bool, label: str) -> None:
         name = PurePosixPath(file['basename'] if file else '')
         if name.is_absolute() or '..' in name.parts:
             raise UserError(f'{label} has a shard named {name}, outside its folder; do not use it')
-    columns = list(zip(shard['column_names'], shard['column_encodings'], strict=True))
-    for name, encoding in columns:
+    columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
+    for name, encoding in columns.items():
         if encoding in RUN_CODE:
             raise UserError(f'{label} has a column {name} of type {encoding}, which can run code; do not use it')
 
     # Require the columns that training reads.
-    columns = dict(columns)
     needed = MDS_COLUMNS
     if latents:
         needed = LATENT_COLUMNS | {MOMENTS: columns.get(MOMENTS, 'ndarray')}  # any type, because it contains the size

@@ -31,7 +31,7 @@ from composer.core import DataSpec, State
 from composer.utils import dist, get_device
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
-from sdbench.flags.train import Train
+from sdbench.flags.train import Run
 from sdbench.gpus import GIB
 from sdbench.measuring.power import GpuMonitor, gather_gpu_figures
 from sdbench.records.metrics import LOADER_LINES, summary_lines
@@ -271,7 +271,7 @@ def drift(batch_seconds: np.ndarray) -> float | None:
     return float(batch_seconds[:third].sum() / batch_seconds[-third:].sum() - 1)
 
 
-def measure_loader(settings: Train, data: DataSpec) -> dict:
+def measure_loader(settings: Run, data: DataSpec) -> dict:
     """Measure the loader alone, on all ranks, by taking its batches as fast as possible after the warm-up.
 
     Appends the record to --results, prints it, and returns it.
@@ -298,7 +298,7 @@ def measure_loader(settings: Train, data: DataSpec) -> dict:
         'status': COMPLETE, 'loader_images_per_sec': sum(images) / max(seconds), 'measured_batches': measured,
         'bad_samples': len(set.union(*bad))})
     summary = summary_lines(LOADER_LINES, record | {'caution': caution_about(record)})
-    return append_record(record, '\n'.join(summary), settings.results_file)
+    return append_record(record, '\n'.join(summary), settings.results)
 
 
 def peak_memory_gib() -> float:

@@ -1,6 +1,7 @@
 """Save checkpoints in Composer's format, find the newest one, and load it without running code from the file."""
 import contextlib
 import datetime
+import io
 import os
 import pickle
 import re
@@ -30,7 +31,7 @@ from sdbench.files import atomic_write, locked
 from sdbench.flags.times import is_due
 from sdbench.models.names import use_installed_names
 from sdbench.paths import is_url
-from sdbench.stores import QUICK, addresses_in, download, upload
+from sdbench.stores import addresses_in, download, upload
 from sdbench.training.compatibility import Mismatch
 from sdbench.training.frozen import add_missing_networks
 from sdbench.training.ranks import on_every_rank, on_rank_0
@@ -130,10 +131,7 @@ def write_text_in(folder: str, name: str, text: str) -> None:
         with atomic_write(path) as file:
             file.write(text.encode())
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary, name)
-        copy.write_text(text, encoding='utf-8')
-        upload(str(copy), path, f'--save_folder {folder}')
+    upload(io.BytesIO(text.encode()), path, f'--save_folder {folder}')
 
 
 def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
@@ -306,9 +304,7 @@ class AtomicCheckpointSaver(Callback):
         os.makedirs(self.folder, exist_ok=True)
 
         def try_to_write() -> None:
-            with tempfile.NamedTemporaryFile() as file:
-                upload(file.name, f'{self.address.rstrip("/")}/{WRITE_TEST}', f'--save_folder {self.address}',
-                       QUICK)
+            upload(io.BytesIO(), f'{self.address.rstrip("/")}/{WRITE_TEST}', f'--save_folder {self.address}')
         if self.is_store:
             on_rank_0(try_to_write)
 

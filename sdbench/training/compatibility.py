@@ -7,7 +7,7 @@ from composer import Callback
 from torch.utils.data import Dataset
 
 from sdbench.errors import UserError, redacted
-from sdbench.flags.train import SAME_ON_RESUME, TIMES, Train
+from sdbench.flags.train import SAME_ON_RESUME, TIMES, Run
 from sdbench.inputs.shards import DRAW, IMAGES_HASH, are_two_sides, hash_of_images, index_hash
 from sdbench.inputs.tokenizer import hash_of_tokenizer
 from sdbench.models.loading import ModelFiles
@@ -79,7 +79,7 @@ def difference_of_models(before: dict, now: dict) -> str | None:
     return None
 
 
-def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset, data_before: list[dict]) -> dict:
+def flags_to_keep(settings: Run, files: ModelFiles, dataset: Dataset, data_before: list[dict]) -> dict:
     """Return the flags that a checkpoint keeps, without passwords, and the hashes of the tokenizer and the data.
 
     `data_before` is the DATA of the weights that the run starts from.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from composer import Callback
 
 from sdbench.errors import redacted
-from sdbench.flags.train import Train
+from sdbench.flags.train import Run
 from sdbench.training.checkpoints import RUN_NAME, callback_state, load_checkpoint, write_text_in
 
 
@@ -34,7 +34,7 @@ class Identity(NamedTuple):
         return f'{self.beginning}-{self.training_id}'
 
 
-def identify_training(settings: Train, checkpoint: str | None) -> Identity:
+def identify_training(settings: Run, checkpoint: str | None) -> Identity:
     """Return the identity in a checkpoint, or a new one, whose name is written to --save_folder for people to read.
 
     The name begins as in the checkpoint, or else with the last part of --save_folder.

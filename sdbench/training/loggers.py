@@ -3,10 +3,10 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
 
 from sdbench.errors import DataError, one_line
-from sdbench.flags.train import Train
+from sdbench.flags.train import Run
 
 
-def build_loggers(settings: Train, name: str) -> list[LoggerDestination]:
+def build_loggers(settings: Run, name: str) -> list[LoggerDestination]:
     """Return Composer's loggers for the flags that are given.
 
     Args:

@@ -18,7 +18,7 @@ from composer.utils import dist
 from sdbench.errors import DataError, UserError, known_reason, one_line, plural, redacted
 from sdbench.files import parse_json
 from sdbench.flags.times import is_due, to_batches
-from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
+from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Run
 from sdbench.flags.training_command import caution_about_steps
 from sdbench.inputs.captions import CAPTIONS
 from sdbench.measuring.clock import TRACE_WARMUP, TRACED_BATCHES
@@ -39,7 +39,7 @@ from sdbench.training.spending import Spending
 COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
 
 
-def with_kept_defaults(settings: Train, checkpoint: str | None) -> Train:
+def with_kept_defaults(settings: Run, checkpoint: str | None) -> Run:
     """Return the settings of a resumed run, in which a default that depends on its length is that of the checkpoint.
 
     A longer --max_duration would otherwise change the half-life of the EMA, and the resume would be refused.
@@ -54,7 +54,7 @@ def with_kept_defaults(settings: Train, checkpoint: str | None) -> Train:
     return replace(settings, ema_half_life=half_life or settings.ema_half_life)
 
 
-def announce_build(settings: Train) -> None:
+def announce_build(settings: Run) -> None:
     """Print on rank 0 that the model is being built, because this and the first batch can take minutes.
 
     Raises UserError as `require_memory_of_cpu` does.
@@ -66,7 +66,7 @@ def announce_build(settings: Train) -> None:
                     f'{settings.batch_size:,} a batch, on {devices}')
 
 
-def require_memory_of_cpu(settings: Train) -> None:
+def require_memory_of_cpu(settings: Run) -> None:
     """Warn on rank 0 that Stable Diffusion 2 is slow on a CPU. Raises UserError if the machine has too little memory.
 
     Otherwise a newcomer's first command would run for hours, or fill the memory of a laptop until the system stalls.
@@ -86,7 +86,7 @@ def require_memory_of_cpu(settings: Train) -> None:
                     f'the tiny model is faster: {TINY_COMMAND}')
 
 
-def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
+def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
     """Log the settings, print on rank 0 where the run starts, and warn of results that the user may not expect.
 
     Raises SystemExit if the training is already complete: it has all of its batches and its record. Raises UserError if
@@ -130,7 +130,7 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
               file=sys.stderr)
 
     # Warn of a training that cannot generate good images, and of an evaluation that may not be on held-out data.
-    caution = caution_about_steps(settings, state.train_dataloader.dataset.num_samples)
+    caution = caution_about_steps(settings)
     if caution and not checkpoint:
         print(f'warning: {caution}', file=sys.stderr)
     for evaluator in state.evaluators:
@@ -149,7 +149,7 @@ def is_recorded(folder: str, batches: int) -> bool:
     return text is not None and parse_json(text, f'{folder}/{RECORD}')['trained_batches'] == batches
 
 
-def evaluate_and_generate_if_due(settings: Train, trainer: Trainer) -> None:
+def evaluate_and_generate_if_due(settings: Run, trainer: Trainer) -> None:
     """Generate images before the first batch, and evaluate and generate images on a resume, if they are due by then.
 
     Later images are compared with those of the initial weights. On a resume, a signal or a crash may have ended the
@@ -173,7 +173,7 @@ def evaluate_and_generate_if_due(settings: Train, trainer: Trainer) -> None:
             callback.generate_if_due(state, trainer.logger)
 
 
-def less_memory(settings: Train) -> str:
+def less_memory(settings: Run) -> str:
     """Return advice for a training that ran out of memory. It skips changes that the user has already made."""
     advice = 'use a GPU with more memory'
     changes = changes_that_take_less(setup_of_settings(settings))
@@ -182,7 +182,7 @@ def less_memory(settings: Train) -> str:
     return f'--device_train_microbatch_size {settings.device_train_microbatch_size} is too large; {advice}'
 
 
-def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]:
+def fit(settings: Run, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]:
     """Train to the end, and return the outcome for the record.
 
     The outcome has the `first_batch` after which this run started, a `status` (complete, interrupted by a signal that
@@ -212,7 +212,7 @@ def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]
     return outcome
 
 
-def training_record(settings: Train, model: ComposerModel, data: DataSpec, trainer: Trainer,
+def training_record(settings: Run, model: ComposerModel, data: DataSpec, trainer: Trainer,
                     outcome: dict[str, Any]) -> dict:
     """Return the record of a training. `outcome` is what `fit` returned."""
     # Collect the length of the training, its FLOPs, and the outcome.
@@ -245,7 +245,7 @@ def training_record(settings: Train, model: ComposerModel, data: DataSpec, train
     return make_record('train', settings, found)
 
 
-def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
+def finish_run(settings: Run, trainer: Trainer, record: dict) -> None:
     """Close the loggers, append the record to --results, print its summary, and end the process if it is incomplete.
 
     Raises DataError if the training failed or the record could not be written, and SystemExit if it was interrupted.
@@ -272,7 +272,7 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
         trainer.logger.log_metrics(numbers)  # each number becomes a curve with one point
         trainer.close()
-    append_record(record, text, settings.results_file)
+    append_record(record, text, settings.results)
 
     # Save the record next to the checkpoints. If the command is started again, the record shows that the training is
     # complete.

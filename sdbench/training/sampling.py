@@ -1,5 +1,4 @@
 """Generate images from --sample_prompts during the training."""
-import math
 import sys
 from pathlib import Path
 
@@ -10,17 +9,16 @@ from composer.loggers import Logger
 from composer.utils import dist
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from torchvision.transforms.functional import pil_to_tensor, to_pil_image
-from torchvision.utils import make_grid
+from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 
 from sdbench.errors import UserError, one_line
 from sdbench.files import atomic_write, read_text
 from sdbench.flags.times import is_due
-from sdbench.flags.train import Train
+from sdbench.flags.train import Run
 from sdbench.inputs.tokenizer import token_ids
 from sdbench.measuring.clock import Stopwatch
-from sdbench.models.generation import STEPS, build_pipeline, decode, guidance_for, seeded, with_captions
+from sdbench.models.generation import STEPS, build_pipeline, captioned_grid, generate, guidance_for
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer, build_vae
 from sdbench.training.ranks import GracefulStop
 
@@ -59,7 +57,7 @@ class Sampling(Callback):
         stop: tells whether a signal has ended the training.
     """
 
-    def __init__(self, settings: Train, prompts: list[str], model: ComposerModel, files: ModelFiles,
+    def __init__(self, settings: Run, prompts: list[str], model: ComposerModel, files: ModelFiles,
                  stopwatch: Stopwatch, stop: GracefulStop):
         self.settings = settings
         self.prompts = prompts
@@ -107,12 +105,9 @@ class Sampling(Callback):
             if getattr(algorithm, 'ema_started', False):  # of EMA
                 unet, weights = algorithm.get_ema_model(self.model).unet, 'EMA'
 
-        # Put the images into a nearly square grid, in the order of the prompts.
         images = self.generate(unet, state.device_train_microbatch_size)
         captions = [f'{prompt} (batch {state.timestamp.batch.value})' for prompt in self.prompts]
-        cells = [pil_to_tensor(cell) for cell in with_captions(images, captions)]
-        columns = math.ceil(math.sqrt(len(cells)))
-        grid = make_grid(cells, columns, padding=0, pad_value=255)  # uint8 (3, H, W), empty cells are white
+        grid = captioned_grid(images, captions)
 
         # Write the prompts and the kind of weights into the PNG, because the file may be copied elsewhere.
         text = PngInfo()
@@ -121,8 +116,8 @@ class Sampling(Callback):
         folder = Path(self.settings.sample_folder)
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / f'ba{state.timestamp.batch.value}.png') as file:
-            to_pil_image(grid).save(file, 'PNG', pnginfo=text)
-        logger.log_images(grid.numpy(), 'samples', use_table=False)
+            grid.save(file, 'PNG', pnginfo=text)
+        logger.log_images(pil_to_tensor(grid).numpy(), 'samples', use_table=False)
 
     def generate(self, unet: torch.nn.Module, microbatch: int) -> list[Image.Image]:
         """Generate one image per prompt, in batches that need less memory than a microbatch of the training."""
@@ -135,15 +130,13 @@ class Sampling(Callback):
         try:
             for first in range(0, len(self._tokens), batch_size):
                 tokens = self._tokens[first:first + batch_size]  # (B, 77)
-                noise = seeded(self.settings.seed + first + index for index in range(len(tokens)))  # one per prompt
+                seeds = range(self.settings.seed + first, self.settings.seed + first + len(tokens))  # one per prompt
                 # Run the UNet uncompiled: its compiled graphs are for the shapes of the training.
                 with torch.compiler.set_stance('force_eager'), get_precision_context(self.settings.precision):
                     text = self.model.text_states(tokens)  # (B, 77, D)
                     empty_text = self.model.text_states(self._empty[None]).expand_as(text)
-                    output = pipeline(prompt_embeds=text, negative_prompt_embeds=empty_text, height=side, width=side,
-                                      generator=noise, num_inference_steps=STEPS,
-                                      guidance_scale=guidance_for(self.settings.model_name), output_type='latent')
-                images += decode(pipeline, output.images)
+                    images += generate(pipeline, seeds, side, STEPS, guidance_for(self.settings.model_name),
+                                       prompt_embeds=text, negative_prompt_embeds=empty_text)
         finally:
             unet.train(was_training)
         return images

@@ -10,7 +10,7 @@ from composer.utils import dist
 
 from sdbench.costs import price_of
 from sdbench.errors import UserError
-from sdbench.flags.train import Train
+from sdbench.flags.train import Run
 from sdbench.training.ranks import GracefulStop
 
 
@@ -29,7 +29,7 @@ class Spending(Callback):
     Raises UserError if there is a budget but no price for this device.
     """
 
-    def __init__(self, settings: Train, stop: GracefulStop):
+    def __init__(self, settings: Run, stop: GracefulStop):
         self.budget = settings.budget
         self.price = None  # dollars per hour and device
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
