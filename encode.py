@@ -35,7 +35,7 @@ from sdbench.inputs.captions import CAPTIONS
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, number_of_samples, read_image_index
 from sdbench.models.flops import flops_of_latents
 from sdbench.models.loading import find_model
-from sdbench.records.figures import ENCODING_LINES, summary_lines
+from sdbench.records.metrics import ENCODING_LINES, summary_lines
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, UNMEASURED, why_unreliable
 
@@ -114,7 +114,7 @@ def encode(settings: Encode) -> dict | None:
     elif why_unreliable(record):
         notes['caution'] = f'{why_unreliable(record)} per device, too few to rely on images/s'
     summary = '\n'.join(summary_lines(ENCODING_LINES, record | notes))
-    return append_record(record, summary, settings.results_file)
+    return append_record(record, summary, settings.results)
 
 
 def speed_of_devices(figures: list[dict], devices: int) -> dict:
@@ -151,7 +151,7 @@ def encode_missing(settings: Encode, output: OutputFolder, parts: list[Part], mi
     # Prepare the function that workers call. Relative paths become absolute, because workers run in other folders.
     to_do = sum(part.size for part in missing)
     print(f'encoding {plural(to_do, "image")} from {redacted(settings.remote)}', file=sys.stderr, flush=True)
-    paths = {flag: absolute_if_folder(getattr(settings, flag)) for flag in ('remote', 'local', 'model_name')}
+    paths = {flag: absolute_if_folder(getattr(settings, flag)) for flag in ('remote', 'model_name')}
     on_gpus = not settings.cpu if settings.ray else torch.cuda.is_available()
     do = partial(encode_parts, dataclasses.replace(settings, **paths), output, on_gpus)
 

@@ -59,14 +59,15 @@ def make_answer(settings: PlanSettings, command: list[str], today: datetime.date
     changes = {plan: with_other_arithmetic(plan, training, speeds) for plan in outcomes if isinstance(plan, Plan)}
     limits = [Limit(figure, most) for figure, most in (('dollars', settings.max_dollars), ('days', settings.max_days))
               if most is not None]
-    return Answer(training, outcomes, limits, changes, corrections, settings.training_flags, command,
-                  settings.records, today or datetime.date.today())
+    return Answer(training, outcomes, limits, changes, corrections, command, settings.records,
+                  today or datetime.date.today())
 
 
 def write_files(answer: Answer, settings: PlanSettings) -> None:
     """Write the files that --csv, --html and --figure name."""
     if settings.csv:
-        answer.write_csv(settings.csv)
+        import pandas as pd
+        pd.DataFrame(answer.rows()).to_csv(settings.csv, index=False)
     if settings.html:
         from sdbench.plan.page import write_sheet
         write_sheet(answer, settings.html)

@@ -4,36 +4,24 @@ import getpass
 import io
 import math
 import os
-import shutil
 import signal
-import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sdbench.errors import UserError, known_reason, one_line, redacted
 
 GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # device files of the NVIDIA driver and the AMD driver
 
-LAUNCHER_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')
-# Job scripts often set these from other variables, as in WORLD_SIZE=$SLURM_NTASKS. If SLURM_NTASKS is unset, that gives
-# an empty text.
-EMPTY_IS_UNSET = (*LAUNCHER_VARIABLES, 'MASTER_ADDR', 'MASTER_PORT', 'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
-SECONDS_BETWEEN_CHECKS = 1.0  # between checks whether the launcher of a rank is still running
 SECONDS_BETWEEN_LINES = 60  # between progress lines in a log; shorter work prints none
 LINE = '{desc}{n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}'  # tqdm's bar_format
 
 
 def begin() -> None:
     """Prepare the process of a command. Call it before torch is imported, because torch reads the environment then."""
-    # Remove empty variables, because the libraries read these variables, too, and fail on an empty text.
-    for name in EMPTY_IS_UNSET:
-        if name in os.environ and not os.environ[name].strip():
-            del os.environ[name]
-
     # Print a character that the terminal or log cannot encode as an escape such as \u732b. By default such a character
     # in a path or a caption would end the command with a UnicodeEncodeError.
     for stream in (sys.stdout, sys.stderr):
@@ -56,59 +44,47 @@ def begin() -> None:
     if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # the second name is new in torch 2.9
         os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'
 
-    # If the launcher of this rank is killed, send the rank SIGTERM, so it saves a checkpoint and does not run on alone.
-    if os.environ.get('LOCAL_RANK'):
-        end_with_parent(signal.SIGTERM)
-
 
 def cpu_cores(cgroups: str = '/sys/fs/cgroup') -> int:
     """Return how many CPU cores this process may use: its CPU affinity or its container's quota, whichever is less.
 
-    `cgroups` is the folder with the container's limits, in the layout of cgroups version 2 (cpu.max) or version 1.
+    `cgroups` is the folder with the container's limits, in the layout of cgroups version 2.
     """
     cores = len(os.sched_getaffinity(0))
-    for names in (['cpu.max'], ['cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us']):
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max" in version 2, which means no limit
-            quota, period = map(int, ' '.join(Path(cgroups, name).read_text() for name in names).split())
-            if quota > 0:  # version 1 writes -1 for no limit
-                cores = min(cores, math.ceil(quota / period))
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max", which means no limit
+        quota, period = map(int, Path(cgroups, 'cpu.max').read_text().split())
+        cores = min(cores, math.ceil(quota / period))
     return cores
 
 
-def end_with_parent(signal_number: int) -> None:
-    """Start a thread that sends this process a signal when the process that started it has ended.
+def end_with_parent() -> None:
+    """Start a thread that kills this process when the process that started it through multiprocessing has ended.
 
-    If multiprocessing started this process, the thread waits for the parent that multiprocessing reports, which is the
-    right one even if a fork server did the fork. In any other process, such as a rank under a launcher, the thread
-    checks once per second whether the parent process id has changed. Linux's PR_SET_PDEATHSIG is no alternative,
-    because it watches the fork server, which lives as long as the processes that it forked.
+    The parent that multiprocessing reports is the right one even if a fork server did the fork. Linux's
+    PR_SET_PDEATHSIG is no alternative, because it watches the fork server, which lives as long as the processes that
+    it forked.
     """
     import multiprocessing  # here, because --help starts faster without it
     parent = multiprocessing.parent_process()
-    parent_id = os.getppid()
 
     def wait_for_parent() -> None:
-        if parent is not None:
-            parent.join()
-        else:
-            while os.getppid() == parent_id:
-                time.sleep(SECONDS_BETWEEN_CHECKS)
-        os.kill(os.getpid(), signal_number)
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
 def launcher_variable(name: str) -> int | None:
     """Return the number in an environment variable that a launcher sets, such as RANK; None if it is not set.
 
-    Raises UserError if any of LAUNCHER_VARIABLES is not a number.
+    Raises UserError if it is not a number.
     """
-    for variable in LAUNCHER_VARIABLES:
-        text = os.environ.get(variable) or '0'
-        if not text.isdecimal():
-            raise UserError(f'environment variable {variable} is {text}, which is not a number; unset it, or start the '
-                            'command with a launcher, which sets it')
     text = os.environ.get(name)
-    return int(text) if text else None
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise UserError(f'environment variable {name} is {text}, which is not a number; unset it, or start the command '
+                        'with a launcher, which sets it')
+    return int(text)
 
 
 def exit_with_error(program: str, status: int, message: str) -> NoReturn:
@@ -126,38 +102,17 @@ def exit_with_error(program: str, status: int, message: str) -> NoReturn:
     sys.exit(status)
 
 
-def handle_signals(numbers: Sequence[int], handler: Callable) -> dict[int, Any]:
-    """Set the handler of several signals, and return the handlers before, by signal.
-
-    If SIGHUP is ignored, as `nohup` does, it stays ignored. Otherwise it means that the terminal has closed. Writing to
-    a closed terminal is an error, so what is printed from then on is dropped.
-    """
-    def handle(number: int, frame: Any) -> None:
-        for stream in (1, 2):
-            if number == signal.SIGHUP and stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        handler(number, frame)
-
-    before = {}
-    for number in numbers:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, handle)
-    return before
-
-
 @contextlib.contextmanager
 def one_line_errors(program: str, how_to_continue: str = '') -> Iterator[None]:
     """End the process with one line if code in this context raises an error that a user can fix.
 
     The exit status is 2 if the command line or a file named there is wrong (UserError), 1 for errors of data, a disk or
-    a package (DataError, OSError, ImportError), and 130 after Ctrl-C, SIGTERM or SIGHUP. Any other error keeps its
-    traceback.
+    a package (DataError, OSError, ImportError), and 130 after Ctrl-C or SIGTERM. Any other error keeps its traceback.
 
     `how_to_continue` follows an error with status 1 or 130: it says which results are kept, and how to continue.
     """
     suffix = how_to_continue and f'; {how_to_continue}'
-    # These signals raise KeyboardInterrupt, as Ctrl-C does.
-    handlers_before = handle_signals((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler)
+    handler_before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C
     try:
         yield
     except UserError as error:
@@ -170,8 +125,7 @@ def one_line_errors(program: str, how_to_continue: str = '') -> Iterator[None]:
     except KeyboardInterrupt:
         exit_with_error(program, 130, f'interrupted{suffix}')
     finally:
-        for number, handler in handlers_before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, handler_before)
 
 
 class LogLines:
@@ -202,7 +156,6 @@ def progress_bar(total: int, unit: str, done: int = 0, doing: str | None = None,
     options = {'desc': doing and f'{doing}: ', 'total': total, 'initial': done, 'unit': unit, 'unit_scale': unit == 'B',
                'disable': hidden}
     if sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns  # 80 if the terminal does not report its width
-        return tqdm(**options, ncols=columns, nrows=20)
+        return tqdm(**options)
     return tqdm(**options, file=LogLines(), bar_format=LINE, mininterval=SECONDS_BETWEEN_LINES,
                 maxinterval=SECONDS_BETWEEN_LINES, delay=SECONDS_BETWEEN_LINES)

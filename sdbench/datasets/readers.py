@@ -33,7 +33,7 @@ from sdbench.errors import BadSample, DataError, UserError, one_line
 from sdbench.inputs.captions import Named
 from sdbench.inputs.images import decode_whole_image
 from sdbench.paths import is_url
-from sdbench.stores import PATIENT, download
+from sdbench.stores import download
 
 BUFFER_BYTES = 1 << 20  # read buffer of a file
 
@@ -141,7 +141,7 @@ def open_file(path: str) -> Iterator[BinaryIO]:
         if is_url(path):  # each seek in a tar or a Parquet file would be a request
             copy = os.path.join(folder, 'copy')
             try:
-                download(path, copy, path, PATIENT)
+                download(path, copy, path)
             except OSError as error:
                 raise DataError(str(error)) from None
         with open(copy, 'rb', BUFFER_BYTES) as file:

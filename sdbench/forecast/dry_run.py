@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sdbench.complete import complete, index_of_data
-from sdbench.costs import ONE_PRICE, days_to_train, describe_prices, gpu_hours, price_of
+from sdbench.costs import days_to_train, describe_prices, gpu_hours, price_of
 from sdbench.errors import UserError, plural
-from sdbench.flags.train import Train, divisors
+from sdbench.flags.train import Run, Train, divisors
 from sdbench.forecast.forecast import (
     UNCOUNTED_SHARE,
     DoesNotFit,
@@ -26,7 +26,7 @@ from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.gpus import GIB, Card, cards_named, short_name
 from sdbench.microbatches import SMALLER_MICROBATCH, changes_that_take_less, memory_advice
 from sdbench.process import launcher_variable
-from sdbench.records.figures import filled, format_days, rounded, text_table
+from sdbench.records.metrics import filled, format_days, rounded, text_table
 from sdbench.records.status import NOT_IN_A_FORECAST
 from sdbench.setup import Setup, setup_of_settings
 
@@ -101,7 +101,7 @@ def too_little_memory(setup: Setup, largest: Card) -> str:
 @dataclass(frozen=True)
 class Row:
     """A row of a table: the settings of a run, and the forecast for it on one card."""
-    settings: Train
+    settings: Run
     forecast: Forecast
 
     @property
@@ -152,7 +152,7 @@ class Row:
         return cells
 
 
-def title(settings: Train) -> str:
+def title(settings: Run) -> str:
     """Return sentences that describe the run, the method of the forecast, and what the forecast does not include."""
     parts = [f'{settings.image_size} pixels', settings.precision, f'encoders in {settings.encoder_precision}']
     if settings.latents:
@@ -176,8 +176,6 @@ def what_figures_mean(rows: list[Row]) -> list[str]:
             epochs = f' ({rounded(settings.training_images / settings.batch_size / settings.batches_per_epoch)} epochs)'
         sentences.append(f'Days and dollars: {settings.training_images:,} images{epochs}, {prices} '
                          '(--dollars_per_gpu_hour).')
-        if len({row.name for row in rows}) > 1 and len({row.price for row in rows}) == 1:
-            sentences.append(ONE_PRICE)
     sentences += filter(None, [network_sentence(row.forecast.setup for row in rows)])
     unknown = {short_name(row.forecast.card.name): None for row in rows if math.isnan(row.each)}
     if unknown:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from sdbench.flags.commands import Encode
-from sdbench.flags.train import divisors
+from sdbench.flags.train import SD2_BASE, divisors
 from sdbench.forecast.compiling import compiled_memory, compiled_work
 from sdbench.forecast.speed import (
     COMPILED,
@@ -23,7 +23,7 @@ from sdbench.forecast.speed import (
     seconds_by_kind,
 )
 from sdbench.forecast.step import Step
-from sdbench.forecast.stored import step_of
+from sdbench.forecast.stored import has_same_unet, step_of
 from sdbench.gpus import CARDS, GIB, NETWORK_SHARE, Card, peak_of
 from sdbench.microbatches import largest_that_fits
 from sdbench.setup import Setup
@@ -54,6 +54,10 @@ class Forecast:
     seconds: Counter
     encode_images_per_sec: float
     is_tested: bool
+
+    def speed_of(self, stage: str) -> float:
+        """Return the images per second of a stage, train or encode."""
+        return self.images_per_sec if stage == 'train' else self.encode_images_per_sec
 
     @property
     def images_per_sec_range(self) -> tuple[float, float] | None:
@@ -114,7 +118,7 @@ def forecast(setup: Setup, card: Card) -> Forecast:
     # The speed of encoding, for which GPUs share nothing
     split = BatchSplit(Encode.batch_size, Encode.batch_size)
     encoding = float(images_per_sec(card, StepWork(work.encoder), split, constants) * setup.num_devices)
-    is_tested = step.is_sd2 and was_published(setup, card, network) and not math.isnan(speed)
+    is_tested = was_published(setup, card, network) and not math.isnan(speed)
     return Forecast(setup, card, gib_taken(setup, microbatch), speed, seconds, encoding, is_tested)
 
 
@@ -189,6 +193,8 @@ def was_published(setup: Setup, card: Card, network: float) -> bool:
         network: GB/s of the network, as `network_rate` returns it.
     """
     if setup.gradient_checkpointing or setup.attention == 'math' or setup.compile_blocks:
+        return False
+    if not has_same_unet(setup.model_name, SD2_BASE):
         return False
     if network < card.link_gigabytes_per_sec:
         return False

@@ -89,14 +89,24 @@ def name_of(traced: Setup) -> str:
     return json.dumps(values, sort_keys=True)
 
 
-def hash_of_model(name: str) -> str:
-    """Return a hash of the configuration of a model. Raises UserError if there is no such model."""
+@functools.cache
+def configs_of(name: str) -> dict[str, dict]:
+    """Return the configuration of each network of a model. Raises UserError if there is no such model."""
     if name in BUILT_IN:
-        configs = {part: json.loads((BUILT_IN[name] / part / file).read_bytes()) for part, file in CONFIG_FILES.items()}
-    else:
-        from sdbench.models.loading import find_model  # needs torch, to check the configuration
-        configs = find_model(name).configs
-    return hashlib.sha256(json.dumps(configs, sort_keys=True).encode()).hexdigest()
+        return {part: json.loads((BUILT_IN[name] / part / file).read_bytes()) for part, file in CONFIG_FILES.items()}
+    from sdbench.models.loading import find_model  # needs torch, to check the configuration
+    return find_model(name).configs
+
+
+def hash_of_model(name: str) -> str:
+    return hashlib.sha256(json.dumps(configs_of(name), sort_keys=True).encode()).hexdigest()
+
+
+def has_same_unet(name: str, other: str) -> bool:
+    """Tell whether the UNets of two models have the same shape. A value that one does not state is the usual one."""
+    first, second = (configs_of(each)['unet'] for each in (name, other))
+    stated = (first.keys() & second.keys()) - {'_class_name', '_diffusers_version', '_name_or_path', 'sample_size'}
+    return all(first[key] == second[key] for key in stated)
 
 
 @functools.cache

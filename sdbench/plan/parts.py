@@ -56,6 +56,11 @@ class Speed:
     ratio: float = 1.0
     missing: tuple[str, ...] = ()
 
+    @property
+    def basis(self) -> tuple[float, str, float, tuple[str, ...]]:
+        """Return everything except the speed: what the range follows from."""
+        return self.error, self.source, self.ratio, self.missing
+
 
 @dataclass(frozen=True)
 class Preemptions:
@@ -89,6 +94,11 @@ class Part:
     @property
     def name(self) -> str:
         return f'{self.kind} {self.setup.image_size} px'
+
+    @property
+    def steps(self) -> int:
+        """Return the optimizer steps of a part that trains."""
+        return self.images // self.setup.batch_size
 
     @property
     def days(self) -> Range:
@@ -170,9 +180,12 @@ class Plan(Gpus):
         return tuple(part for part in self.parts if part.kind == TRAIN)
 
     @property
-    def is_measured(self) -> bool:
-        """Tell whether every phase of the training was measured."""
-        return all(part.speed.source == MEASURED for part in self.training)
+    def unmeasured(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if part.speed.source != MEASURED)
+
+    def text_of(self, figure: str) -> str:
+        """Return the dollars or the days with their range, such as '25.47 days (19.90 to 32.60)'."""
+        return f'${self.dollars.text(0)}' if figure == 'dollars' else self.days.text(2, ' days')
 
     def at_speed(self, factor: float) -> 'Plan':
         """Return the plan with every speed multiplied by `factor`."""

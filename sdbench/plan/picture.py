@@ -5,7 +5,7 @@ from typing import Any
 
 from sdbench.errors import UserError
 from sdbench.plan.parts import Plan
-from sdbench.plan.verdict import Limit, with_range
+from sdbench.plan.verdict import Limit
 from sdbench.report.pictures import set_tooltips
 
 MOST_PLANS = 10  # in the picture, the cheapest first
@@ -44,7 +44,7 @@ def draw_panel(axes: Any, figure: str, plans: Sequence[Plan], limits: Sequence[L
         axes.plot([value.least, value.most], [position] * 2, color=COLOR, linewidth=5, alpha=0.45,
                   solid_capstyle='round')
         point, = axes.plot([value.likely], [position], 'o', color=COLOR)
-        set_tooltips(point, [f'{plan.name}\n{with_range(plan, figure)}'])
+        set_tooltips(point, [f'{plan.name}\n{plan.text_of(figure)}'])
     for limit in limits:
         axes.axvline(limit.most, color=LIMIT_COLOR, linewidth=1.5)
         axes.annotate(limit.name, (limit.most, 1), (0, 2), xycoords=('data', 'axes fraction'), ha='center',

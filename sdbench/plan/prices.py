@@ -3,13 +3,12 @@ import csv
 import datetime
 import io
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from sdbench.costs import Prices, card_names_for, price_applies
+from sdbench.costs import Prices, require_named
 from sdbench.errors import UserError
 from sdbench.files import read_text
-from sdbench.gpus import Card, unknown_gpu
 
 ON_DEMAND, SPOT = 'on demand', 'spot'
 COLUMNS = ('gpu', 'dollars_per_gpu_hour', 'provider', 'gpus_per_machine', 'kind', 'date', 'source')
@@ -22,8 +21,7 @@ LATENT_BYTES_PER_PIXEL = 0.25  # mean and log variance of 4 channels in float16 
 CHECKPOINT_TB = 0.015  # one checkpoint of Stable Diffusion 2 with EMA; 14 GB if its encoders are pretrained
 
 
-@dataclass(frozen=True)
-class Price:
+class Price(NamedTuple):
     """A price per GPU-hour.
 
     Attributes:
@@ -31,17 +29,13 @@ class Price:
         dollars: dollars per GPU-hour.
         provider: who rents it out.
         gpus_per_machine: GPUs in the machine that has this price; None for any machine.
-        kind: ON_DEMAND or SPOT; '' for both.
         date: when the price was listed; None if its source does not say.
-        source: where it was read.
     """
     gpu: str | None
     dollars: float
-    provider: str
+    provider: str = YOUR_PRICE
     gpus_per_machine: int | None = None
-    kind: str = ''
     date: datetime.date | None = None
-    source: str = ''
 
     def is_old(self, today: datetime.date) -> bool:
         """Tell whether the price must be checked: it is older than OLD_DAYS, or a list price without a date."""
@@ -82,22 +76,10 @@ def read_prices(path: str, kind: str, given: Prices) -> list[Price]:
         except ValueError as error:
             raise UserError(f'--prices {path}, line {reader.line_num}: {error}; fix that line') from None
         if row['kind'] == kind:
-            prices.append(Price(row['gpu'], dollars, row['provider'], machine, row['kind'], date, row['source']))
+            prices.append(Price(row['gpu'], dollars, row['provider'], machine, date))
 
-    for name, dollars in given:
-        if name and not card_names_for(name):
-            raise UserError(f'--dollars_per_gpu_hour {name}={dollars:g}: {unknown_gpu(name)}')
-        prices.append(Price(name, dollars, YOUR_PRICE))
-    return prices
-
-
-def price_for(card: Card, gpus_per_machine: int, prices: Sequence[Price]) -> Price | None:
-    """Return the last price for a GPU in machines of at least this size; None if there is none."""
-    for price in reversed(prices):
-        is_for_card = price.gpu is None or price_applies(price.gpu, card.name)
-        if is_for_card and (price.gpus_per_machine is None or price.gpus_per_machine >= gpus_per_machine):
-            return price
-    return None
+    require_named((), given)
+    return prices + [Price(*price) for price in given]
 
 
 @dataclass(frozen=True)

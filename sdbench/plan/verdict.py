@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sdbench.plan.parts import Plan, Range
-from sdbench.records.figures import rounded
+from sdbench.records.metrics import rounded
 
 # How a plan stands to the limits. The likely figures decide between within and outside, so a wider range makes a
 # statement less certain, and never turns 'outside' into 'within'.
 WITHIN, PROBABLY_WITHIN = 'within', 'probably within'
 PROBABLY_OUTSIDE, OUTSIDE = 'probably outside', 'outside'
 NO_PRICE = 'no price'
-SMALLEST_FACTOR = 0.01  # lowest fraction of the forecast speed for which a plan is tried
+FACTORS = (0.01, 2.0)  # lowest and highest fraction of the forecast speed for which a plan is tried
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,17 @@ def best_and_ties(plans: Sequence[Plan], figure: str) -> list[Plan]:
 
 
 def lowest_speed(plan: Plan, limits: Sequence[Limit]) -> float | None:
-    """Return the fraction of its speeds with which a plan just keeps the limits; None if no speed below 1 does.
+    """Return the fraction of its speeds with which a plan just keeps the limits; None if no fraction in FACTORS does.
 
-    Days and dollars fall with the speed, so bisection finds the fraction.
+    It is above 1 for a plan outside the limits. Days and dollars fall with the speed, so bisection finds the fraction.
     """
     def keeps(factor: float) -> bool:
         slower = plan.at_speed(factor)
         return all(limit.of(slower).likely <= 1 for limit in limits)
 
-    if not limits or not keeps(1.0):
+    low, high = FACTORS
+    if not limits or not keeps(high):
         return None
-    low, high = SMALLEST_FACTOR, 1.0
     for _ in range(40):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if keeps(middle) else (middle, high)
@@ -139,8 +139,8 @@ def comparison(tied: Sequence[Plan], figure: str, where: str) -> str:
     """
     if len(tied) == 1:
         best = {'dollars': 'Cheapest', 'days': 'Fastest'}[figure]
-        return f'{best}{where}: {tied[0].name}, {with_range(tied[0], figure)}.'
-    to_measure = [plan.name for plan in tied if not plan.is_measured]
+        return f'{best}{where}: {tied[0].name}, {tied[0].text_of(figure)}.'
+    to_measure = [plan.name for plan in tied if plan.unmeasured]
     if not to_measure:
         advice = 'their measurements differ by less than their ranges'
     elif len(to_measure) < len(tied):
@@ -149,14 +149,6 @@ def comparison(tied: Sequence[Plan], figure: str, where: str) -> str:
         advice = 'measure both of them' if len(tied) == 2 else 'measure two of them'
     by = {'dollars': 'by cost', 'days': 'by days'}[figure]
     return f'{and_list([plan.name for plan in tied])} cannot be told apart {by}{where}: {advice}.'
-
-
-def with_range(plan: Plan, figure: str) -> str:
-    """Return the dollars or the days of a plan with their range, such as '25.47 days (19.90 to 32.60)'."""
-    value = getattr(plan, figure)
-    if figure == 'dollars':
-        return f'${value.text(0)}'
-    return value.text(2, ' days')
 
 
 def and_list(names: Sequence[str]) -> str:
