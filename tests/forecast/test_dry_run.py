@@ -161,7 +161,7 @@ def test_the_work_of_an_ema_update_agrees_with_a_trace_of_the_real_one(smallest_
     model = build_on_meta(settings, benchmark.build_model)
     trace_step(model, settings.precision)
     shadow = ShadowModel(model.unet)
-    traced = work_of_update({'EMA update': lambda: compute_ema(model.unet, shadow, 0.999)})
+    traced = work_of_update('EMA update', lambda: compute_ema(model.unet, shadow, 0.999))
     assert ema_update(model)['EMA update'].tolist() == traced['EMA update'].tolist()
 
 
