@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, Train
+from sdbench.flags.train import ENCODERS, Train, default_switches
 from sdbench.gpus import is_one_nvlink_domain, machines_for
 
 
@@ -64,11 +64,7 @@ class Setup:
         fits. So does the network, which is then assumed to be as fast as the interconnect of the GPUs.
         """
         known = DEFAULTS | {name: value for name, value in vars(self).items() if value is not None}
-        several = known['num_devices'] > 1
-        known.setdefault('encoder_precision', ENCODER_PRECISIONS[known['precision']])
-        known.setdefault('channels_last', bool(known['compile']))
-        known.setdefault('compile_blocks', several and known['compile'] not in (False, 'reduce-overhead'))
-        return Setup(**known)
+        return Setup(**default_switches(known['precision'], known['compile'], known['num_devices']) | known)
 
 
 NAMES = tuple(field.name for field in fields(Setup))
@@ -115,7 +111,8 @@ def setup_of_record(record: dict[str, Any]) -> Setup:
 
 
 def settings_of_setup(setup: Setup) -> Train:
-    """Return the completed settings of a run with this setup, which must have defaults."""
-    values = {FLAGS[name]: getattr(setup, name) for name in NAMES if name not in ('device', 'latents', 'microbatch')}
-    return Train(**values, encoders=ENCODERS[setup.latents], dry_run=(setup.num_devices,),
+    """Return the flags of a run with this setup, which must have defaults."""
+    values = {FLAGS[name]: getattr(setup, name) for name in NAMES
+              if name not in ('device', 'num_devices', 'latents', 'microbatch')}
+    return Train(**values, use_synth_latents=setup.latents, dry_run=(setup.num_devices,),
                  device_train_microbatch_size=setup.microbatch or 'auto')

@@ -11,7 +11,7 @@ from dataclasses import replace
 from sdbench.complete import complete, index_of_data
 from sdbench.costs import days_to_train, describe_prices, price_of
 from sdbench.errors import UserError, plural
-from sdbench.flags.train import Train, divisors
+from sdbench.flags.train import Run, Train, divisors
 from sdbench.forecast.forecast import (
     UNCOUNTED_SHARE,
     DoesNotFit,
@@ -104,7 +104,7 @@ def dollars_per_image(found: Forecast, prices: Sequence[tuple]) -> float:
     return math.inf if math.isnan(dollars) else dollars
 
 
-def row_of(found: Forecast, first: Forecast, settings: Train, has_efficiency: bool) -> dict[str, str]:
+def row_of(found: Forecast, first: Forecast, settings: Run, has_efficiency: bool) -> dict[str, str]:
     """Return the cells of a forecast in the table, by heading; '-' for what is not known.
 
     `first` is the forecast for the fewest GPUs of the same card, whose speed per GPU is an efficiency of 100 %.
@@ -127,7 +127,7 @@ def known(value: float, text_of: Callable[[float], str]) -> str:
     return '-' if math.isnan(value) else text_of(value)
 
 
-def title(settings: Train) -> str:
+def title(settings: Run) -> str:
     """Return sentences that describe the run, the method of the forecast, and what the forecast does not include."""
     parts = [f'{settings.image_size} pixels', settings.precision, f'encoders in {settings.encoder_precision}']
     if settings.latents:
@@ -140,7 +140,7 @@ def title(settings: Train) -> str:
                    f'This is a forecast from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'])
 
 
-def what_figures_mean(settings: Train, forecasts: Sequence[Forecast]) -> list[str]:
+def what_figures_mean(settings: Run, forecasts: Sequence[Forecast]) -> list[str]:
     """Return sentences that say what the figures in the table mean and how accurate they are."""
     sentences = []
     if settings.training_images:
