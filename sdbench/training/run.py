@@ -130,7 +130,7 @@ def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint:
               file=sys.stderr)
 
     # Warn of a training that cannot generate good images, and of an evaluation that may not be on held-out data.
-    caution = caution_about_steps(settings)
+    caution = caution_about_steps(settings, state.train_dataloader.dataset.num_samples)
     if caution and not checkpoint:
         print(f'warning: {caution}', file=sys.stderr)
     for evaluator in state.evaluators:
