@@ -369,5 +369,5 @@ def build_evaluator(settings: Run, files: ModelFiles, held_out: HeldOutSamples |
     microbatch = settings.device_train_microbatch_size
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     data = build_loader(held_out, microbatch, settings.num_workers, tokenizer, settings.max_bad_samples)
-    return Evaluator(label='eval', dataloader=data, eval_interval=settings.eval_interval,
+    return Evaluator(label='eval', dataloader=data, eval_interval=lambda state, event: False,  # EndOfBatch evaluates
                      device_eval_microbatch_size=microbatch)

@@ -1,4 +1,5 @@
 """Log the curves of a run with Composer's own loggers."""
+from composer.callbacks import SpeedMonitor
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
 
@@ -44,3 +45,12 @@ class WandB(WandBLogger):
                             f'({one_line(error, 200)}); log in by `wandb login` or WANDB_API_KEY, or set '
                             'WANDB_MODE=offline to log to this machine') from None
 
+
+class Throughput(SpeedMonitor):
+    """Composer's curves of speed, for a training that evaluates inside of a callback.
+
+    Composer counts the time of such an evaluation in the time of the batch, and must not add it to the total again.
+    """
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Do not count the evaluation."""
