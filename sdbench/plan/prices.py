@@ -18,7 +18,7 @@ DAYS_PER_MONTH = 365.25 / 12
 # Sizes for storage and traffic. JPEGs of 256 and 512 pixels took 17 and 80 KB.
 JPEG_BYTES_PER_PIXEL = 0.3
 LATENT_BYTES_PER_PIXEL = 0.25  # mean and log variance of 4 channels in float16 for each 8 x 8 pixels
-CHECKPOINT_TB = 0.015  # one checkpoint of Stable Diffusion 2 with EMA; 14 GB if its encoders are pretrained
+CHECKPOINT_TB = 0.014  # one checkpoint of Stable Diffusion 2 with EMA and pretrained encoders
 
 
 class Price(NamedTuple):
