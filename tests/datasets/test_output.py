@@ -135,9 +135,12 @@ def test_the_pages_show_the_commands_that_convert_prints_and_for_how_many_images
 
 
 def test_only_a_short_training_from_random_weights_gets_a_warning(shards):
-    def caution(*flags: str) -> str | None:
-        return caution_about_steps(settings_of('--remote', shards, '--batch_size', '4', '--max_duration', *flags))
+    def caution(*flags: str, samples: int = 3_000) -> str | None:
+        run = settings_of('--remote', shards, '--batch_size', '4', '--max_duration', *flags)
+        return caution_about_steps(run, samples)
     assert caution('9999ba').startswith('9,999 optimizer steps will not teach')
+    assert training_command(str(shards), 3_000, FINE_TUNED, True) in caution('9999ba')
+    assert 'fine-tune' not in caution('10ba', samples=2_000_000)
     for flags in (['10000ba'], ['10ba', '--load_weights', 'sd'], ['10ba', '--model_name', 'tiny'],
                   ['10ba', '--measure_batches', '5']):
         assert caution(*flags) is None
