@@ -112,7 +112,7 @@ def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint:
               file=sys.stderr)
 
     # Warn of a training that cannot generate good images.
-    caution = caution_about_steps(settings)
+    caution = caution_about_steps(settings, state.train_dataloader.dataset.num_samples)
     if caution and not checkpoint:
         print(f'warning: {caution}', file=sys.stderr)
     if (settings.save_folder or settings.eval_remote) and not settings.pretrained:
