@@ -19,7 +19,6 @@ from sdbench.flags.times import to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Run
 from sdbench.flags.training_command import caution_about_steps
 from sdbench.inputs.captions import CAPTIONS
-from sdbench.measuring.profiler import TRACE_WARMUP, TRACED_BATCHES
 from sdbench.models.loading import weight_files
 from sdbench.process import launcher_variable
 from sdbench.records.record import append_record, make_record
@@ -27,6 +26,7 @@ from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNME
 from sdbench.records.summary import run_summary
 from sdbench.training.checkpoints import RECORD, paths_in, write_text_in
 from sdbench.training.end_of_batch import EndOfBatch
+from sdbench.training.loggers import TRACE_WARMUP, TRACED_BATCHES
 from sdbench.training.microbatch import less_memory
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
 
