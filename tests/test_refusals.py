@@ -54,6 +54,8 @@ ROWS = [
      '--caption_weights: -1 is not a number of at least 0'),
     ('benchmark.py', f'--remote shards {TINY} --caption_weights lnog=3', '--caption_weights lnog: shards has no '
      'captions of that name; it has caption'),
+    ('benchmark.py', f"{SYNTHETIC} --save_folder ''", '--save_folder: the value is empty; is a shell variable unset?'),
+    ('benchmark.py', "--dry_run 8 --gpu ''", '--gpu: the value is empty; is a shell variable unset?'),
     ('benchmark.py', f'{SYNTHETIC} --budget 9 --dollars_per_gpu_hour H100=2', '--budget 9 needs a price for CPU'),
     ('benchmark.py', f'{SYNTHETIC} --max_duration 50', '--max_duration: 50 is not a time such as 5000ba or 2ep'),
     ('benchmark.py', f'{SYNTHETIC} --compile_blocks', '--compile_blocks needs --compile'),
