@@ -21,7 +21,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from sdbench.complete import BATCHES_PER_WORKER
 from sdbench.errors import BadSample, DataError, UserError, unreadable_shard
-from sdbench.flags.train import SD2_BASE, Train
+from sdbench.flags.train import SD2_BASE, Run
 from sdbench.inputs.batches import NOISE, TIMESTEP, BadSamples, bad_sample_line, collate, decode_sample, normalize
 from sdbench.inputs.captions import CAPTIONS, choose_caption, require_names
 from sdbench.inputs.images import decode_image, decode_whole_image
@@ -299,7 +299,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples), microbatch_transforms=normalize)
 
 
-def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSpec:
+def build_data(settings: Run, files: ModelFiles, index: dict | None) -> DataSpec:
     """Build the training loader, for the images or latents of --remote or for synthetic data.
 
     `index` is the index.json of --remote; None means synthetic data.
@@ -329,7 +329,7 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
     return build_loader(dataset, settings.device_batch_size, settings.num_workers, tokenizer, settings.max_bad_samples)
 
 
-def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> HeldOutSamples | None:
+def open_held_out(settings: Run, files: ModelFiles, trained_on: Dataset) -> HeldOutSamples | None:
     """Open the dataset of --eval_remote. Return None without the flag.
 
     If the training dataset, `trained_on`, holds latents, the model has no VAE.
@@ -362,12 +362,12 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
     return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, EVALUATION_SEED)
 
 
-def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None) -> Evaluator | None:
+def build_evaluator(settings: Run, files: ModelFiles, held_out: HeldOutSamples | None) -> Evaluator | None:
     """Build Composer's evaluation on held-out samples, in batches as large as a microbatch; None without samples."""
     if held_out is None:
         return None
     microbatch = settings.device_train_microbatch_size
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     data = build_loader(held_out, microbatch, settings.num_workers, tokenizer, settings.max_bad_samples)
-    return Evaluator(label='eval', dataloader=data, eval_interval=settings.eval_interval,
+    return Evaluator(label='eval', dataloader=data, eval_interval=lambda state, event: False,  # EndOfBatch evaluates
                      device_eval_microbatch_size=microbatch)

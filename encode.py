@@ -114,7 +114,7 @@ def encode(settings: Encode) -> dict | None:
     elif why_unreliable(record):
         notes['caution'] = f'{why_unreliable(record)} per device, too few to rely on images/s'
     summary = '\n'.join(summary_lines(ENCODING_LINES, record | notes))
-    return append_record(record, summary, settings.results_file)
+    return append_record(record, summary, settings.results)
 
 
 def speed_of_devices(figures: list[dict], devices: int) -> dict:
@@ -150,7 +150,7 @@ def encode_missing(settings: Encode, output: Output, parts: list[Part], missing:
     # Prepare the function that workers call. Relative paths become absolute, because workers run in other folders.
     to_do = sum(part.size for part in missing)
     print(f'encoding {plural(to_do, "image")} from {redacted(settings.remote)}', file=sys.stderr, flush=True)
-    paths = {flag: absolute_if_folder(getattr(settings, flag)) for flag in ('remote', 'local', 'model_name')}
+    paths = {flag: absolute_if_folder(getattr(settings, flag)) for flag in ('remote', 'model_name')}
     on_gpus = not settings.cpu if settings.ray else torch.cuda.is_available()
     do = partial(encode_parts, dataclasses.replace(settings, **paths), output, on_gpus)
 

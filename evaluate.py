@@ -46,7 +46,7 @@ from sdbench.datasets.output import Output
 from sdbench.errors import BadSample, DataError, UserError, plural, redacted
 from sdbench.files import atomic_write
 from sdbench.inputs.captions import CAPTIONS, require_names
-from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index
+from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index, was_trained_on
 from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_fid
 from sdbench.models.generation import SAMPLER, generate, load_pipeline
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
@@ -54,8 +54,8 @@ from sdbench.process import progress_bar
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FEWEST_FOR_FID
 from sdbench.records.summary import evaluation_summary
-from sdbench.training.compatibility import was_trained_on
 from sdbench.training.ranks import destroy_nccl_group, join_ranks, on_rank_0
+from sdbench.training.resuming import data_of
 from sdbench.training.weights import about_training, read_exported, read_trained_model, trained_pipeline
 
 PIPELINE_INDEX = 'model_index.json'  # in a pipeline folder of diffusers
@@ -287,12 +287,13 @@ def evaluate(settings: Evaluate) -> dict:
 
     # Write down everything that a comparison with other scores depends on.
     found = {'status': COMPLETE, 'image_size': image_size, 'sampler': SAMPLER, 'scores': scores, **about_model,
-             **about_metrics, **generated, 'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
+             **about_metrics, **generated,
+             'trained_on_data': was_trained_on(data_of(about_model['training'] or {}), index)}
     if settings.inception:
         found['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
         found['fid_is_biased'] = settings.samples < FEWEST_FOR_FID
     record = make_record('evaluate', settings, found)
-    return append_record(record, evaluation_summary(record), settings.results_file)
+    return append_record(record, evaluation_summary(record), settings.results)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

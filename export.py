@@ -3,11 +3,12 @@
     python export.py checkpoints my-model               # the newest checkpoint in a folder
     python export.py s3://my-bucket/run1 my-model       # the newest checkpoint in an object store
     python export.py checkpoints/ep0-ba1000-rank0.pt my-model --raw_weights
-    python export.py checkpoints my-model.safetensors --single_file
+    python export.py checkpoints my-model.safetensors
 
 OUT holds the UNet with its EMA weights if there are any, the VAE, the text encoder, the tokenizer and the scheduler,
 all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` loads it. If OUT already holds the export of
-another checkpoint, that folder is renamed first. With --single_file OUT is a new file, which holds the weights alone.
+another checkpoint, that folder is first renamed to OUT-1. If OUT ends in .safetensors, it is a new file, which holds
+the weights alone.
 """
 from sdbench.flags.commands import Export
 from sdbench.flags.parser import answer_early, parse

@@ -21,50 +21,26 @@ from sdbench.process import begin, one_line_errors
 if __name__ == '__main__':
     answer_early(Report, __doc__)
 
+import csv
 import functools
 import json
+import math
 import shlex
 import signal
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import pandas as pd
 
 from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, describe_prices, require_named
 from sdbench.records.metrics import COLUMNS, WIDTH
-from sdbench.records.read import EVALUATION_SETTINGS, read_all
-from sdbench.records.settings import SETTINGS
+from sdbench.records.read import Row, read_all
 from sdbench.records.status import FORECAST
-from sdbench.report.markdown import markdown_tables, shared_settings
-from sdbench.report.page import Figure, html_table, verdict_and_answers, write_page
+from sdbench.report.page import write_page
 from sdbench.report.pictures import draw_days, draw_learned, draw_quality, save, svg_of
 from sdbench.report.speeds import score_table, speed_table
-
-
-class Section(NamedTuple):
-    """A section of a report: a table with its figure and its sentences.
-
-    Attributes:
-        rows: the rows of the table, with all figures unrounded.
-        keys: the settings that distinguish rows.
-        caption: heading of the table on an HTML page.
-        tables: the table as Markdown, in several parts if it is too wide for one.
-        notes: sentences below the table.
-        flag: name of the flag that gives the file for the figure.
-        figure_caption: what the figure shows.
-        draw: function that draws the figure, or raises UserError if there is nothing to draw.
-    """
-    rows: pd.DataFrame
-    keys: list[str]
-    caption: str
-    tables: list[str]
-    notes: list[str]
-    flag: str
-    figure_caption: str
-    draw: Callable[[], Any]
+from sdbench.report.tables import Table
+from sdbench.report.trainings import join_trainings
 
 
 def main(argv=None):
@@ -81,42 +57,65 @@ def report(settings: Report, command: str) -> str:
     """
     # A report has measurements alone. Evaluations have scores instead of a speed, so they get their own table.
     rows = read_all(settings.records)
-    forecasts = [row for row in rows if row['status'] == FORECAST]
-    rows = [row for row in rows if row['status'] != FORECAST]
-    unused = f'{plural(len(forecasts), "forecast")} in these files: plan.py and --dry_run calculate forecasts now'
-    if not rows:
+    measured = [row for row in rows if row.status != FORECAST]
+    forecasts = len(rows) - len(measured)
+    unused = f'{plural(forecasts, "forecast")} in these files: plan.py and --dry_run calculate forecasts now'
+    if not measured:
         raise UserError(f'no measurement, only {unused}')
-    require_named({row['device'] for row in rows}, settings.dollars_per_gpu_hour)
-    records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])
-    evaluations = pd.DataFrame([row for row in rows if row['stage'] == 'evaluate'])
-    has_trainings = len(records) > 0 and (records['stage'] == 'train').any()
-    require_records(settings, has_trainings, has_evaluations=len(evaluations) > 0)
-    sections = make_sections(records, evaluations, settings)
+    require_named({row.device for row in measured}, settings.dollars_per_gpu_hour)
+    speeds = join_trainings([row for row in measured if row.stage != 'evaluate'])
+    scores = [row for row in measured if row.stage == 'evaluate']
+    has_trainings = any(row.stage == 'train' for row in speeds)
+    require_records(settings, has_trainings, has_evaluations=bool(scores))
 
-    # Save the figures that have a flag. An HTML page shows all of them.
-    figures = {section.flag: (section.figure_caption, section.draw) for section in sections}
+    # Make the tables, and the figures by their flag: what each shows, and the function that draws it.
+    tables = []
+    figures = {}
+    if speeds:
+        tables.append(speed_table(speeds, settings))
+        images = settings.training_images or TRAINING_IMAGES
+        figures['figure'] = ('Days over GPU count', functools.partial(draw_days, tables[0], images))
     if has_trainings:
-        draw = functools.partial(draw_learned, records, settings.dollars_per_gpu_hour)
+        draw = functools.partial(draw_learned, speeds, settings.dollars_per_gpu_hour)
         figures['learned'] = ('Loss on --eval_remote', draw)
-    save_figures(figures, settings)
+    if scores:
+        tables.append(score_table(scores, settings.dollars_per_gpu_hour))
+        figures['quality'] = ('FID and CLIP score', functools.partial(draw_quality, tables[-1]))
 
-    # Write the other files, and return the text. Sentences are wrapped; blocks that have lines already are not.
-    notes = price_notes(sections, settings)
+    # Save the figures whose flag names a file. A page shows all that have something to show.
+    svgs = {}
+    for flag, (caption, draw) in figures.items():
+        path = getattr(settings, flag)
+        try:
+            if path:
+                save(draw(), path)
+            if settings.html:
+                svgs[caption] = svg_of(draw())
+        except UserError as error:
+            if path:
+                raise UserError(f'--{flag} {path}: {error}') from None
+
+    # Write the other files, and return the text.
+    notes = price_notes(tables, settings)
     if forecasts:
         notes.append(f'Not used: {unused}.')
     if settings.csv:
-        write_csv(settings.csv, [section.rows for section in sections])
+        write_csv(settings.csv, [row for table in tables for row in table.rows])
     if settings.html:
-        write_html(sections, figures, notes, settings, command)
+        sentences = [sentence for table in tables for sentence in (table.shared_settings(), *table.sentences)]
+        write_page(Path(settings.html), svgs, tables, [*filter(None, sentences), *notes], command)
+    written = ', '.join(filter(None, [settings.figure, settings.learned, settings.quality, settings.csv,
+                                      settings.html]))
     blocks = []
-    for section in sections:
-        blocks += [*section.tables, *section.notes]
-    files = [settings.figure, settings.learned, settings.quality, settings.csv, settings.html]
-    text = '\n\n'.join(block if '\n' in block else textwrap.fill(block, WIDTH, break_on_hyphens=False)
-                       for block in [*blocks, *notes] if block)
-    if any(files):
-        text += f'\n\nWritten: {", ".join(filter(None, files))}'
-    return text
+    for table in tables:
+        blocks += [table.markdown(), *wrapped([table.shared_settings(), *table.sentences])]
+    blocks += wrapped(notes)
+    return '\n\n'.join([*blocks, f'Written: {written}'] if written else blocks)
+
+
+def wrapped(sentences: Sequence[str]) -> list[str]:
+    """Return sentences in lines of at most WIDTH characters, without empty ones."""
+    return [textwrap.fill(sentence, WIDTH, break_on_hyphens=False) for sentence in sentences if sentence]
 
 
 def require_records(settings: Report, has_trainings: bool, has_evaluations: bool) -> None:
@@ -128,88 +127,32 @@ def require_records(settings: Report, has_trainings: bool, has_evaluations: bool
         raise UserError('--quality needs records of evaluate.py, and there are none')
 
 
-def make_sections(records: pd.DataFrame, evaluations: pd.DataFrame, settings: Report) -> list[Section]:
-    """Return the sections for speeds and for scores."""
-    sections = []
-    if len(records):
-        sections.append(speed_section(records, settings))
-    if len(evaluations):
-        sections.append(score_section(evaluations, settings))
-    return sections
-
-
-def save_figures(figures: dict[str, tuple[str, Callable[[], Any]]], settings: Report) -> None:
-    """Save each figure whose flag names a file. `figures` has the caption and the plotting function by flag."""
-    for flag, (_, draw) in figures.items():
-        path = getattr(settings, flag)
-        if path:
-            try:
-                save(draw(), path)
-            except UserError as error:
-                raise UserError(f'--{flag} {path}: {error}') from None
-
-
-def price_notes(sections: list[Section], settings: Report) -> list[str]:
+def price_notes(tables: Sequence[Table], settings: Report) -> list[str]:
     """Return sentences that say which prices were used for the costs; [] if nothing has a cost."""
-    priced = pd.concat([section.rows[section.rows['total_gpu_hours'] > 0][['device', 'price']] for section in sections])
-    if priced.empty:
+    rows = [row for table in tables for row in table.rows if row.metrics.get('total_gpu_hours')]
+    prices = [(row.device, round(row.metrics.get('cost_usd', math.nan) / row.metrics['total_gpu_hours'], 6))
+              for row in rows]
+    if not prices:
         return []
-    are_from_records = not settings.dollars_per_gpu_hour and (priced['price'] != DOLLARS_PER_GPU_HOUR).any()
+    are_from_records = not settings.dollars_per_gpu_hour and any(price != DOLLARS_PER_GPU_HOUR for _, price in prices)
     source = 'from the records; --dollars_per_gpu_hour replaces them' if are_from_records else '--dollars_per_gpu_hour'
-    return [f'Costs: {describe_prices(zip(priced["device"], priced["price"], strict=True))} ({source}).']
+    return [f'Costs: {describe_prices(prices)} ({source}).']
 
 
-def write_html(sections: list[Section], figures: dict[str, tuple[str, Callable[[], Any]]], notes: list[str],
-               settings: Report, command: str) -> None:
-    """Write the page of --html, with each figure that has something to show."""
-    drawn = []
-    for caption, draw in figures.values():
-        try:
-            drawn.append(Figure(caption, svg_of(draw())))
-        except UserError:  # nothing to draw
-            pass
-    tables = [html_table(section.rows, section.keys, section.caption) for section in sections]
-    verdict, answers = verdict_and_answers(sections[0].rows, tables[0])
-    notes = [note for section in sections for note in section.notes if note] + notes
-    write_page(Path(settings.html), verdict, answers, drawn, tables, notes, command)
-
-
-def speed_section(records: pd.DataFrame, settings: Report) -> Section:
-    """Return the section with the table of speeds."""
-    speeds, sentences = speed_table(records, settings)
-    keys = [*SETTINGS]
-    if speeds.groupby(['setting', 'num_devices'])['num_nodes'].nunique().max() > 1:
-        keys.append('num_nodes')  # one GPU count was measured on different numbers of machines
-    if settings.compare:
-        keys = ['run', *keys, 'date', 'git_commit']
-    images = settings.training_images or TRAINING_IMAGES
-    return Section(speeds, keys, 'Speeds, days and dollars', markdown_tables(speeds, keys),
-                   [shared_settings(speeds, keys), *sentences], 'figure', 'Days over GPU count',
-                   functools.partial(draw_days, speeds[speeds['stage'] == 'train'], images))
-
-
-def score_section(evaluations: pd.DataFrame, settings: Report) -> Section:
-    """Return the section with the table of scores."""
-    scores = score_table(evaluations, settings.dollars_per_gpu_hour)
-    shared = shared_settings(scores, EVALUATION_SETTINGS)
-    return Section(scores, EVALUATION_SETTINGS, 'Scores', markdown_tables(scores, EVALUATION_SETTINGS), [shared],
-                   'quality', 'FID and CLIP score', functools.partial(draw_quality, scores, shared))
-
-
-def write_csv(path: str, tables: list[pd.DataFrame]) -> None:
-    """Write the rows of tables unrounded: the keys of their records, the calculated figures, and the notes.
+def write_csv(path: str, rows: Sequence[Row]) -> None:
+    """Write rows unrounded: the keys of their records, the calculated metrics, and the notes.
 
     Values that are neither text nor numbers are written as JSON, which report.py can read again.
     """
     lines = []
-    for table in tables:
-        for _, row in table.iterrows():
-            values = row['record'] | {key: row[key] for key in (*COLUMNS, 'notes') if pd.notna(row.get(key))}
-            for key, value in values.items():
-                if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-                    values[key] = json.dumps(value)
-            lines.append(values)
-    pd.DataFrame(lines, dtype=object).to_csv(path, index=False)
+    for row in rows:
+        values = row.record | {key: row.metrics[key] for key in COLUMNS if key in row.metrics} | {'notes': row.notes}
+        lines.append({key: value if isinstance(value, (str, int, float)) and not isinstance(value, bool)
+                      else json.dumps(value) for key, value in values.items()})
+    with open(path, 'w', newline='') as file:
+        writer = csv.DictWriter(file, {key: None for line in lines for key in line})
+        writer.writeheader()
+        writer.writerows(lines)
 
 
 if __name__ == '__main__':

@@ -20,10 +20,10 @@ from export import main as export
 from sdbench.flags.commands import Evaluate
 from sdbench.flags.parser import parse
 from sdbench.inputs.images import decode_image, resize
-from sdbench.inputs.shards import DRAW, IMAGES_HASH, hash_of_images, read_index
+from sdbench.inputs.shards import DRAW, IMAGES_HASH, hash_of_images, read_index, was_trained_on
 from sdbench.models.feature_extractors import load_clip, load_fid
 from sdbench.records.summary import evaluation_summary
-from sdbench.training.compatibility import was_trained_on
+from sdbench.training.resuming import data_of
 from tests.forked_runs import run_ranks
 from tests.runs import TINY, check_keys, files_of, refusal
 from tests.samples import Hostile, encoded, picture, pillow_square, write_shards
@@ -251,8 +251,8 @@ def test_it_is_known_only_in_some_cases_whether_a_model_was_trained_on_the_data(
                              ([other_side, other_side], False), ([other_conversion, other_side], None),
                              ([other_side, other_conversion], None), ([without, other_side], None), ([older], None),
                              ([{}, other_side], None), ([], False)):
-        assert was_trained_on({'data': phases}, index) is expected, phases
-    assert was_trained_on({}, index) is None  # an older checkpoint, or another program
+        assert was_trained_on(phases, index) is expected, phases
+    assert was_trained_on(data_of({}), index) is None  # an older checkpoint, or another program
 
 
 def test_a_checkpoint_generates_the_same_images_as_its_export_and_the_record_has_its_training(

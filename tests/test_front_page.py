@@ -13,8 +13,8 @@ import benchmark
 import report
 from benchmarks.forecast.fit import Fitted, predict
 from benchmarks.forecast.points import read_points
-from sdbench.flags.parser import LIMITS, build_parser
-from sdbench.flags.train import Train
+from sdbench.flags.parser import build_parser
+from sdbench.flags.train import Run, Train
 from sdbench.flags.training_command import FEWEST_FROM_RANDOM, FINE_TUNED, training_command
 from sdbench.forecast.forecast import UNCOUNTED_SHARE, DoesNotFit, forecast
 from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR
@@ -59,8 +59,8 @@ def test_the_measured_speeds_are_rows_of_the_report_and_the_last_is_of_the_comma
 def test_the_summary_agrees_with_the_record_of_a_run_on_a_gpu():
     lines = (ROOT / 'results/1xH100-torch-2.11.jsonl').read_text().splitlines()
     [record] = [record for record in map(json.loads, lines) if record.get('compile')]
-    flags = {field.name: record[field.name] for field in fields(Train) if field.name in record}
-    settings = Train(**{name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()})
+    flags = {field.name: record[field.name] for field in fields(Run) if field.name in record}
+    settings = Run(**{name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()})
     [shown] = [block for block in blocks(ROOT / 'README.md', '') if block.startswith('images/s')]
     assert set(shown.splitlines()) <= set(run_summary(record, settings).splitlines())
 
@@ -77,11 +77,6 @@ def test_the_fine_tuning_command_is_the_one_that_convert_prints():
     shown = [shlex.split(line) for line in PAGE.replace('\\\n', ' ').splitlines() if FINE_TUNED in line.split()]
     assert shlex.split(training_command('photos-mds', 3000, FINE_TUNED, True)) in shown
     assert f'Below about {FEWEST_FROM_RANDOM:,} images you fine-tune' in PAGE
-
-
-def test_the_limits_are_those_that_an_unknown_flag_names():
-    sentences = '. '.join(sentence[0].upper() + sentence[1:] for sentence in LIMITS.split('; '))
-    assert sentences in re.sub(r'\[([^]]*)]\([^)]*\)', r'\1', ' '.join(PAGE.split()))  # without its links
 
 
 def write_architecture_of_sd15(folder: Path) -> None:

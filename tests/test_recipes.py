@@ -62,7 +62,7 @@ def test_each_command_of_the_whole_training_reads_the_output_of_earlier_ones(tmp
     assert (export.checkpoint, export.out) == (two.save_folder, evaluate.model)
     assert evaluate.data == f'{convert.out}-held-out'
     for check, what, data in ((networks, 'networks', 's3://b/sd2'), (samples, 'data', evaluate.data)):
-        assert check == replace(evaluate, check_only=what, data=data, results=None)
+        assert check == replace(evaluate, check_only=what, data=data, results=Train.results)
     assert len({convert.out, one.save_folder, two.save_folder}) == 3
 
 

@@ -1,6 +1,5 @@
 """A command prepares its process, and a run warns before its first batch."""
 import getpass
-import importlib.util
 import io
 import os
 import sys
@@ -8,10 +7,8 @@ import sys
 import pytest
 
 from sdbench import process
-from sdbench.flags.commands import Report
-from sdbench.flags.parser import answer_early
 from sdbench.training.run import announce_build
-from tests.runs import refusal, settings_of
+from tests.runs import settings_of
 
 
 def test_a_machine_without_gpu_warns_about_stable_diffusion_and_suggests_the_tiny_model(capsys, monkeypatch):
@@ -52,14 +49,6 @@ def test_an_ascii_terminal_does_not_end_a_command(monkeypatch):
     process.begin()
     print('converted 猫')
     assert log.getvalue() == b'converted \\u732b\n'
-
-
-def test_without_the_environment_a_one_line_error_says_how_to_activate_it(monkeypatch, capfd):
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    monkeypatch.setattr(sys, 'argv', ['report.py', 'results.jsonl'])
-    line = refusal(capfd, answer_early, Report, '')
-    assert line.startswith('report.py: error: ')
-    assert 'source .venv/bin/activate' in line
 
 
 @pytest.mark.parametrize('limit, cores', [

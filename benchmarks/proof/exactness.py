@@ -15,7 +15,7 @@ import benchmark
 from ema import ShadowModel, compute_ema
 from sdbench.complete import complete
 from sdbench.flags.parser import parse
-from sdbench.flags.train import Train
+from sdbench.flags.train import Run, Train
 from sdbench.inputs.batches import NOISE, TIMESTEP
 from sdbench.models.switches import process_switches
 
@@ -56,7 +56,7 @@ def random_batch(latent_size: int, device: torch.device | str) -> dict[str, torc
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def build(settings: Train, device: torch.device | str) -> benchmark.StableDiffusion:
+def build(settings: Run, device: torch.device | str) -> benchmark.StableDiffusion:
     """Build the model with its switches. Its weights are initialized on the CPU, so they are the same on any device."""
     torch.manual_seed(0)
     model = benchmark.StableDiffusion(settings.model_name, SIDE, encoder_precision=settings.encoder_precision).train()

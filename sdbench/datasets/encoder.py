@@ -1,6 +1,5 @@
 """Encode shards of images with the VAE. A worker process builds the VAE once and uses it in all its calls."""
 import functools
-import os
 import platform
 import tempfile
 import time
@@ -19,6 +18,7 @@ from streaming.base.format import reader_from_json
 from streaming.base.format.mds.reader import MDSReader
 from torch.utils.data import DataLoader, Dataset
 
+from sdbench.complete import or_default, workers_per_device
 from sdbench.datasets.output import Output, PartWriter
 from sdbench.datasets.workers import Part
 from sdbench.errors import BadSample, DataError
@@ -131,8 +131,9 @@ class Encoder:
                         yield shard, range(start, min(start + settings.batch_size, samples))
 
         # Encode the batches, which the loader decodes in order, shard by shard.
+        workers = or_default(settings.num_workers, workers_per_device(torch.cuda.device_count()))
         loader = DataLoader(Batches(readers, shards, settings.image_size), batch_size=None, sampler=keys_of_batches(),
-                            num_workers=settings.num_workers, pin_memory=self.device.type == 'cuda',
+                            num_workers=workers, pin_memory=self.device.type == 'cuda',
                             worker_init_fn=begin_worker)
         for position, batches in groupby(loader, itemgetter('shard')):
             self.encode_part(output, parts[position], batches)
@@ -220,9 +221,7 @@ def encode_parts(settings: Encode, output: Output, on_gpu: bool, parts: list[Par
     """
     output.require_begun()
     encoder = encoder_of_process(settings, on_gpu)
-    if settings.local:
-        os.makedirs(settings.local, exist_ok=True)
-    in_place = not settings.local and is_readable_in_place(settings.remote, [part.sources[0].entry for part in parts])
-    with tempfile.TemporaryDirectory(prefix='shards-', dir=settings.local) as copies:
+    in_place = is_readable_in_place(settings.remote, [part.sources[0].entry for part in parts])
+    with tempfile.TemporaryDirectory(prefix='shards-') as copies:
         encoder.encode(output, parts, None if in_place else copies)
     return encoder.figures()

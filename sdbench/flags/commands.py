@@ -2,17 +2,27 @@
 import argparse
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from sdbench.costs import TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
-from sdbench.flags.parser import count, file_ending, flag, fraction, number_between, picture, positional, seed
-from sdbench.flags.train import DataLoading, Encoders, Model, Results, Warmup, pixels, price
+from sdbench.flags.parser import (
+    count,
+    file_ending,
+    flag,
+    fraction,
+    number_between,
+    picture,
+    positional,
+    seed,
+    whole_number,
+)
+from sdbench.flags.train import MOST_WORKERS, Encoders, Model, ModelName, Results, Warmup, pixels, price
 from sdbench.hub import CLIP_MODEL
 from sdbench.paths import EXPORTED, is_url
-from sdbench.process import launcher_variable
 
+REQUIRED = MISSING  # as the default of a flag
 TIMESTEPS = 1000  # of Stable Diffusion's noise schedule
 BYTES = {'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
 LARGEST_LIMIT = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
@@ -33,10 +43,6 @@ class Cluster:
 
     ray: str | None = flag(os.environ.get('RAY_ADDRESS'), 'address of a Ray cluster on which to run, such as auto '
                            '(default: the environment variable RAY_ADDRESS, or else this machine)', metavar='ADDRESS')
-
-    def check(self) -> None:
-        if launcher_variable('LOCAL_RANK') is not None:
-            raise UserError('this command starts its own processes; start it with python instead of a launcher')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +80,18 @@ class Convert(Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(DataLoading, Model, Encoders, Warmup, Results, Cluster):
+class Encode(ModelName, Model, Encoders, Warmup, Results, Cluster):
     heading = 'latents'
 
-    remote: str | None = flag(None, 'folder or object store with MDS shards of images and captions from convert.py')
-    out: str | None = flag(None, 'new folder or object store for the MDS shards of latents (required)')
+    remote: str = flag(REQUIRED, 'folder or object store with MDS shards of images and captions from convert.py')
+    out: str = flag(REQUIRED, 'new folder or object store for the MDS shards of latents')
+    num_workers: int | None = flag(None, "processes per GPU that decode images (default: the machine's CPU cores "
+                                   f'divided by its GPUs, at most {MOST_WORKERS})', converter=whole_number)
     encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
         None, 'precision of the VAE (default: bf16 on GPUs that support it, fp16 on other GPUs, fp32 on CPUs)')
     batch_size: int = flag(32, 'images per forward pass on each device', converter=count)
     cpu: bool = flag(False, 'with --ray, encode on CPUs (default: off, which encodes on GPUs and waits until the '
                      'cluster has some)', needs='ray')
-
-    def check(self) -> None:
-        if not (self.remote or self.local) or not self.out:
-            raise UserError('give --out, and --remote or --local')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +100,9 @@ class Export:
 
     checkpoint: str = positional('checkpoint written by benchmark.py, or a folder or object store with checkpoints '
                                  '(the newest is used)')
-    out: str = positional('new folder for the pipeline, or with --single_file a new file; an earlier export in that '
-                          'folder is first renamed to OUT-1')
-    single_file: bool = flag(False, 'write one .safetensors file in the original key layout of Stable Diffusion 1.5 or '
-                             '2, for AUTOMATIC1111 and ComfyUI (default: off, which writes a diffusers folder)')
+    out: str = positional('new folder for a diffusers pipeline; or a new file that ends in .safetensors, with the '
+                          'original tensor names of Stable Diffusion 1.5 or 2, for AUTOMATIC1111 and ComfyUI; an '
+                          'earlier export in that folder is first renamed to OUT-1')
     raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports EMA '
                              'weights if there are any)')
     model_name: str | None = flag(None, 'model whose configuration files are used: tiny, a diffusers folder or a '
@@ -107,13 +110,14 @@ class Export:
     tokenizer: str | None = flag(None, 'folder or Hugging Face Hub ID of the tokenizer, if it has moved since the '
                                  'training (default: the tokenizer of the training)')
 
+    @property
+    def single_file(self) -> bool:
+        return self.out.endswith('.safetensors')
+
     def check(self) -> None:
-        if self.single_file != self.out.endswith('.safetensors'):
-            raise UserError(f'OUT {self.out}: with --single_file, and only then, OUT is a new file whose name ends in '
-                            '.safetensors')
-        is_export = not self.single_file and os.path.isfile(os.path.join(self.out, EXPORTED))
+        is_export = os.path.isfile(os.path.join(self.out, EXPORTED))
         if os.path.lexists(self.out) and not is_export:
-            raise UserError(f'OUT {self.out} already exists; give a new {"file" if self.single_file else "folder"}')
+            raise UserError(f'OUT {self.out} already exists; give a new folder or file')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +127,7 @@ class Evaluate(Results):
     model: str = positional('checkpoint written by benchmark.py, a folder or object store with checkpoints (the '
                             'newest is used), or a diffusers pipeline folder such as export.py writes')
     data: str = positional('folder or object store with MDS shards of images and captions')
-    out: str | None = flag(None, 'new folder for the generated images; the same command, started again, continues '
-                           'there (required)')
+    out: str = flag(REQUIRED, 'new folder for the generated images; the same command, started again, continues there')
     inception: str | None = flag(None, 'Inception weights for FID: weights-inception-2015-12-05-6726825d.pth from '
                                  'torch-fidelity (default: no FID)', metavar='FILE')
     clip: str | None = flag(None, f'folder with a CLIP model in the format of transformers, such as {CLIP_MODEL} '
@@ -152,15 +155,29 @@ class Evaluate(Results):
                                                           'need not exist yet (default: generate and score)')
 
     def check(self) -> None:
-        if not self.out or is_url(self.out):
-            raise UserError('give --out, a folder on this machine for the generated images')
+        if is_url(self.out):
+            raise UserError(f'--out {self.out} is not a folder on this machine')
         if TIMESTEPS % self.steps or self.steps == TIMESTEPS:
             raise UserError(f'--steps {self.steps} is not a divisor of {TIMESTEPS} below {TIMESTEPS}, so the sampler '
                             'would not start from pure noise; use a divisor such as 50')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Files:
+    heading = 'files'
+
+    csv: str | None = flag(None, 'CSV file for all rows without rounding (default: none)',
+                           converter=file_ending('.csv'))
+    html: str | None = flag(None, 'HTML page with the whole output, to send to others; it works without a network '
+                            '(default: none)', converter=file_ending('.html'))
+
+    def check(self) -> None:
+        if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
+            raise UserError(f'--csv {self.csv} would overwrite a file with records; give another file')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Files):
     heading = 'report'
 
     records: tuple[str, ...] = positional('files written with --results (JSON lines), or CSV files with the same keys')
@@ -179,14 +196,3 @@ class Report:
                                'dollars for runs on GPUs (default: no plot)', converter=picture)
     quality: str | None = flag(None, 'file for a plot of the scores from evaluate.py: FID against CLIP score, and '
                                'both against images seen (default: no plot)', converter=picture)
-    csv: str | None = flag(None, 'CSV file for the rows of all tables, without rounding (default: none)',
-                           converter=file_ending('.csv'))
-    html: str | None = flag(None, 'HTML file for the whole report with its plots, to send to others: it works without '
-                            'a network, and its tables can be sorted and filtered; needs itables (default: none)',
-                            converter=file_ending('.html'))
-
-    def check(self) -> None:
-        if self.compare and self.extrapolate:
-            raise UserError('--extrapolate predicts speeds and --compare shows measured ones; give only one of them')
-        if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
-            raise UserError(f'--csv {self.csv} would overwrite a file with records; give another file')

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from sdbench.costs import Prices
 from sdbench.errors import UserError
-from sdbench.flags.parser import amount, count, file_ending, flag, picture, positional, positive
+from sdbench.flags.commands import Files
+from sdbench.flags.parser import amount, count, flag, picture, positional, positive
 from sdbench.flags.times import LONGEST_INTERVAL, time_in
-from sdbench.flags.train import known_gpu, pixels, price
+from sdbench.flags.train import Machines, known_gpu, pixels, price
 
 GPUS = 8  # GPU count of a plan for which --gpu gives none
 SD2_SCHEDULE = ((550_000, 256), (850_000, 512))  # steps and image sizes, from the model card of Stable Diffusion 2
@@ -49,14 +50,11 @@ class PlanFlags:
     schedule: tuple[tuple[int, int], ...] = flag(SD2_SCHEDULE, 'phases of the training, each with its optimizer steps '
                                                  'and its image size in pixels (default: 550000@256 850000@512, as for '
                                                  'Stable Diffusion 2)', converter=phase, metavar='STEPS@SIZE')
-    training_flags: str = flag('', "flags for benchmark.py in quotes, such as '--batch_size 1024 --no-compile', after "
+    figure: str | None = flag(None, 'file for a picture of the days and dollars of each plan with their ranges and '
+                              'limits (default: no picture)', converter=picture)
+    training_flags: str = flag('', "flags for benchmark.py, such as --training_flags='--no-compile' with the =, after "
                                'those of recipes/fastest.txt and --use_ema; the search leaves them as they are '
-                               '(default: none)', metavar="'FLAGS'", contains_flags=True)
-    network_gbits: float | None = flag(None, 'network bandwidth of each machine in Gbit/s, summed over its adapters; '
-                                       'for plain TCP give half of it (default: the bandwidth of the GPU interconnect)',
-                                       converter=positive, metavar='GBITS')
-    gpus_per_node: int | None = flag(None, 'GPUs per machine (default: 8; 4 for GB200 and L40S; 1 for GH200)',
-                                     converter=count, metavar='GPUS')
+                               '(default: none)', metavar="'FLAGS'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,26 +85,10 @@ class Money:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOutput:
-    heading = 'output'
-
-    figure: str | None = flag(None, 'file for a picture of the days and dollars of each plan with their ranges and '
-                              'limits (default: no picture)', converter=picture)
-    csv: str | None = flag(None, 'CSV file for all plans without rounding (default: none)',
-                           converter=file_ending('.csv'))
-    html: str | None = flag(None, 'HTML file for the whole answer, to send to others; it works without a network '
-                            '(default: none)', converter=file_ending('.html'))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanSettings(PlanFlags, Money, PlanOutput):
+class PlanSettings(PlanFlags, Machines, Money, Files):
     """All flags of plan.py."""
 
     def check(self) -> None:
         if len(self.images) not in (1, len(self.schedule)):
             raise UserError(f'--images has {len(self.images)} numbers and --schedule {len(self.schedule)} phases; give '
                             'one number, or one for each phase')
-        for name in ('figure', 'csv', 'html'):
-            path = getattr(self, name)
-            if path and path in self.records:
-                raise UserError(f'--{name} {path} would overwrite a file with records; give another file')

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sdbench.complete import complete, index_of_data
 from sdbench.costs import days_to_train, describe_prices, gpu_hours, price_of
 from sdbench.errors import UserError, plural
-from sdbench.flags.train import Train, divisors
+from sdbench.flags.train import Run, Train, divisors
 from sdbench.forecast.forecast import (
     UNCOUNTED_SHARE,
     DoesNotFit,
@@ -101,7 +101,7 @@ def too_little_memory(setup: Setup, largest: Card) -> str:
 @dataclass(frozen=True)
 class Row:
     """A row of a table: the settings of a run, and the forecast for it on one card."""
-    settings: Train
+    settings: Run
     forecast: Forecast
 
     @property
@@ -152,7 +152,7 @@ class Row:
         return cells
 
 
-def title(settings: Train) -> str:
+def title(settings: Run) -> str:
     """Return sentences that describe the run, the method of the forecast, and what the forecast does not include."""
     parts = [f'{settings.image_size} pixels', settings.precision, f'encoders in {settings.encoder_precision}']
     if settings.latents:

@@ -85,6 +85,21 @@ def are_two_sides(draw: dict | None, other: dict | None) -> bool:
     return draw['conversion'] == other.get('conversion') and draw['side'] != other['side']
 
 
+def was_trained_on(data: list[dict], index: dict) -> bool | None:
+    """Tell whether weights were trained on the images of an index.json; None if unknown.
+
+    The answer is yes if one phase of their training used this dataset. It is no if every phase used one side of a
+    `convert.py --held_out`, and this dataset is the other side of the same conversion. Otherwise it is unknown.
+
+    Args:
+        data: IMAGES_HASH and DRAW of the dataset of each phase; an entry without keys is an unknown dataset.
+        index: the index.json.
+    """
+    if any(phase.get(IMAGES_HASH) == hash_of_images(index) for phase in data):
+        return True
+    return False if all(are_two_sides(phase.get(DRAW), index.get(DRAW)) for phase in data) else None
+
+
 def check_shard(shard: dict, latents: bool, label: str) -> None:
     """Check the entry in index.json of a shard of images or `latents`. `label` begins the error messages.
 

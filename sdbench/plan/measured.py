@@ -18,6 +18,7 @@ from sdbench.models.built_in import BUILT_IN
 from sdbench.plan.parts import CORRECTED, ENCODE, MEASURED, TRAIN, Speed
 from sdbench.records.expected import expected_of
 from sdbench.records.read import MEASURED as RELIABLE
+from sdbench.records.read import Row
 from sdbench.records.summary import MUCH_WAITING_FOR_DATA
 from sdbench.setup import Setup
 
@@ -37,16 +38,16 @@ class Measurement(NamedTuple):
     ratio: float
 
 
-def read_measurements(rows: Sequence[dict], model_name: str) -> tuple[list[Measurement], list[str]]:
+def read_measurements(rows: Sequence[Row], model_name: str) -> tuple[list[Measurement], list[str]]:
     """Return the measurements of a model among the rows of records, and a sentence about each that corrects nothing.
 
     The newest is last. Only time in which the GPUs worked counts, so a run that waited for its data corrects nothing.
     """
     found = []
     sentences = []
-    for row in sorted(rows, key=lambda row: row['date']):  # in UTC; '' without a date
-        record, kind = row['record'], row['record']['stage']
-        if row['status'] != RELIABLE or kind not in (TRAIN, ENCODE) or record['device'] not in CARDS:
+    for row in sorted(rows, key=lambda row: row.date):  # in UTC; '' without a date
+        record, kind = row.record, row.stage
+        if row.status != RELIABLE or kind not in (TRAIN, ENCODE) or record['device'] not in CARDS:
             continue
         waited = record.get('data_wait_fraction') or 0
         if not is_same_model(record.get('model_name', model_name), model_name):

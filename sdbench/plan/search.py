@@ -72,8 +72,7 @@ def base_setup(settings: PlanSettings) -> tuple[Setup, frozenset[str]]:
     Ends the process with one line if a flag is wrong. Raises UserError for a flag that does not change a step.
     """
     words = shlex.split(settings.training_flags)
-    context = {'program': 'plan.py', 'label': '--training_flags: '}
-    parse(Train, '', ['--dry_run', '1', *words], **context)
+    parse(Train, '', ['--dry_run', '1', *words], 'plan.py')
     given = vars(build_parser(Train, '', 'plan.py').parse_args(words))
     for name in given:
         if name == 'image_size' or name not in (*FLAGS.values(), *INPUT_FLAGS.values()):
@@ -82,7 +81,7 @@ def base_setup(settings: PlanSettings) -> tuple[Setup, frozenset[str]]:
     for name in ('network_gbits', 'gpus_per_node'):
         if getattr(settings, name) is not None:
             words += [f'--{name}', str(getattr(settings, name))]
-    return setup_of_settings(parse(Train, '', [*recipe_flags(), *words], **context)), frozenset(given)
+    return setup_of_settings(parse(Train, '', [*recipe_flags(), *words], 'plan.py')), frozenset(given)
 
 
 def recipe_flags() -> list[str]:
@@ -125,11 +124,11 @@ def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence
     precision = base.with_defaults().precision
     if peak_of(card.name, precision) is None:
         return Impossible(card, num_devices, f'its peak in {precision} is not known, so no speed can be forecast',
-                          "--training_flags '--precision amp_fp16', for which more peaks are known")
+                          "--training_flags='--precision amp_fp16', for which more peaks are known")
     if base.batch_size % num_devices:
         largest = base.batch_size // num_devices * num_devices or num_devices
         return Impossible(card, num_devices, f'a batch of {base.batch_size} images is not divisible by {num_devices} '
-                          f"GPUs", f"another GPU count, or --training_flags '--batch_size {largest}'")
+                          f"GPUs", f"another GPU count, or --training_flags='--batch_size {largest}'")
     if num_devices % base.machines:
         return Impossible(card, num_devices, f'{num_devices} GPUs do not divide over {base.machines} machines',
                           'another GPU count, or --gpus_per_node')
@@ -161,7 +160,7 @@ def too_large_for(card: Card, num_devices: int, phase: Phase, training: Training
     remedy = 'a GPU with more memory'
     without_ema = replace(training, base=replace(training.base, use_ema=False))
     if training.base.use_ema and isinstance(find_plan(card, num_devices, without_ema, (), speeds), Plan):
-        remedy += ", or --training_flags '--no-use_ema', which trains a model without EMA"
+        remedy += ", or --training_flags='--no-use_ema', which trains a model without EMA"
     reason = f'at {phase.size} px {images} {error.gib_needed:.1f} GiB, more than the GPU has'
     return Impossible(card, num_devices, reason, remedy)
 

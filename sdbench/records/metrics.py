@@ -154,11 +154,11 @@ class Column(NamedTuple):
 COLUMNS = {
     'num_devices': Column('{}s', decimals=None),
     'images_per_sec': Column('images/s', is_of_a_run=True),
+    'speed_over_first': Column('over the first', '{} x', 2),
     'images_per_sec_per_device': Column('images/s per {}', decimals=2),
     'forecast_images_per_sec': Column('forecast'),
     'forecast_error': Column('forecast - measured', '{} %', 0),
     'scaling_efficiency': Column('efficiency', '{} %'),
-    'speed_over_first': Column('over the first', '{} x', 2),
     'data_wait_fraction': Column('wait for data', '{} %', is_of_a_run=True),
     'microbatch': Column('microbatch', decimals=None),
     'peak_memory_gib': Column('peak memory', '{} GiB', is_of_a_run=True),
@@ -179,17 +179,10 @@ COLUMNS = {
 RUN_METRICS = tuple(key for key, column in COLUMNS.items() if column.is_of_a_run)
 
 
-def heading_with_unit(key: str, device: str) -> str:
-    """Return a heading that includes the unit, such as 'peak memory (GiB)', for cells that are plain numbers."""
-    heading = COLUMNS[key].heading.format(device)
-    unit = COLUMNS[key].cell.replace('{}', '').strip()
-    return f'{heading} ({unit})' if unit else heading
-
-
-def format_metric(key: str, value: float) -> str:
-    """Return a metric as the text of its cell, with its unit; '' if it is NaN."""
+def format_metric(key: str, value: float | None) -> str:
+    """Return a metric as the text of its cell, with its unit; '' if it is not known."""
     _, template, decimals, _ = COLUMNS[key]
-    if math.isnan(value):
+    if value is None or math.isnan(value):
         return ''
     if '%' in template:
         value *= 100

@@ -1,24 +1,21 @@
-"""Describe the setup of a record: the settings that decide its speed, and the command that forecasts the same setup.
+"""Name the settings that tell the rows of a report apart, and read their values from a record.
 
-Reports, plans and summaries use these functions to decide whether two records have the same setup. Nothing here needs
-torch.
+They follow from the flags, so a new flag appears in reports by itself. Nothing here needs torch.
 """
-import json
 import math
-from dataclasses import fields
 from typing import Any
 
-from sdbench.flags.train import ENCODERS, NO_EFFECT_ON_SPEED, SAME_ON_RESUME, SWITCHES, Train
-from sdbench.gpus import is_one_nvlink_domain, machines_for
+from sdbench.flags.train import ENCODERS, NO_EFFECT_ON_SPEED, SAME_ON_RESUME, SWITCHES
 from sdbench.records.versions import PACKAGES
+from sdbench.setup import setup_of_record, with_flag_defaults
 
 VERSIONS = ['python', 'cuda', *PACKAGES]
 # What a training reads, by the encoders in its loop
 INPUTS = {ENCODERS[False]: 'images', ENCODERS[True]: 'latents'}
 UNSTATED_NETWORK = 'network not stated'
 
-# The settings in the order of the tables. A measurement of the loader has no model settings, and measurements and
-# forecasts have no learning settings, which affect only the training result.
+# The settings in the order of the tables. A measurement of the loader has no model settings, and a measurement has no
+# learning settings, which affect only the training result.
 LOADER_SETTINGS = ['stage', 'program', 'device', 'image_size', 'input', 'dataset', 'batch_size']
 DATA_FLAGS = ['use_synth_data', 'use_synth_latents']  # the settings `dataset` and `input` follow from them
 MODEL_FLAGS = ['model_name', *SWITCHES]
@@ -33,6 +30,12 @@ EVAL_DATA = ['eval_remote', 'eval_sha256']  # the held-out data, and the hash of
 LEARNING_SETTINGS += ['max_duration', 'load_weights', 'remote', *EVAL_DATA]
 SPEED_SETTINGS = [*LOADER_SETTINGS, *MODEL_SETTINGS, 'num_workers', *VERSIONS]
 SETTINGS = [*SPEED_SETTINGS, *LEARNING_SETTINGS]
+# The settings of an evaluation. Scores are on one line of a figure only if all of these agree.
+EVALUATION_SETTINGS = ['model', 'weights', 'data', 'samples', 'image_size', 'steps', 'caption', 'network',
+                       'inception_sha256', 'clip', 'clip_sha256']
+# Losses on --eval_remote are ranked and plotted together only if these settings agree: losses on other latents or other
+# samples do not compare.
+LOSS_SETTINGS = ['image_size', 'input', 'model_name', 'pretrained', *EVAL_DATA]
 
 
 def known_value(value: Any) -> Any:
@@ -47,20 +50,11 @@ def known_value(value: Any) -> Any:
     return value
 
 
-def text_of(value: Any) -> str:
-    """Return a value of a record as one line of text, without control characters, which a terminal would obey."""
-    if value is None or value == []:
-        return ''
-    if isinstance(value, bool):
-        return 'yes' if value else 'no'
-    return ' '.join(''.join(char if char.isprintable() else ' ' for char in str(value)).split())
-
-
-# The default of each flag, in the form that records store it. Records of older versions lack newer flags.
-DEFAULTS = {}
-for field in fields(Train):
-    if field.name in SETTINGS and known_value(field.default) is not None:
-        DEFAULTS[field.name] = known_value(json.loads(json.dumps(field.default)))
+def comparable(value: Any) -> Any:
+    """Return the value of a setting in a form that can be compared, with lists as text; None if it is not known."""
+    if isinstance(value, (list, tuple)):
+        return str([*value]) if value else None
+    return known_value(value)
 
 
 def has_training_result(record: dict) -> bool:
@@ -70,37 +64,29 @@ def has_training_result(record: dict) -> bool:
     return record['stage'] == 'train' and not is_measurement
 
 
-def setup_of(record: dict) -> dict[str, str]:
-    """Return the settings of a record as text; '' if the record does not state one or if it has no effect on this run.
+def settings_of(record: dict) -> dict[str, Any]:
+    """Return the value of each setting of a record; None if it does not state one or if it has no effect on this run.
 
-    A record that a command has written states every flag, so a flag that it lacks had its default. A flag that the user
-    left open (`by_default`) is not a setting. `num_nodes` is the number of machines, rounded up. `network` connects the
-    machines; it is '' on one machine, within one NVLink domain, and if the number of machines is not known.
-
-    Args:
-        record: values as `known_value` returns them, with `stage`, `status` and `device` among them.
+    A flag that the user left open (`by_default`) is not a setting. `num_nodes` is the number of machines, rounded up.
+    `network` connects the machines; it is None on one machine, within one NVLink domain, and if the number of machines
+    is not known.
     """
-    if record['stage'] == 'train' and 'command' in record:
-        record = DEFAULTS | record
-    stated = record | record.get('versions', {})
+    stated = with_flag_defaults(record) | record.get('versions', {})
     stated['input'] = INPUTS.get(record.get('encoders'), record.get('encoders'))
-
-    # Gradients travel over a network only between machines that NVLink does not connect.
-    nodes = record.get('num_nodes')
-    if record.get('gpus_per_node') and 'num_devices' in record:
-        nodes = machines_for(record['num_devices'], record['gpus_per_node'])
-    stated['num_nodes'] = nodes
-    stated['network'] = None
-    if nodes and nodes > 1 and not is_one_nvlink_domain(record['device'], record['num_devices']):
-        gbits = record.get('network_gbits')
-        stated['network'] = UNSTATED_NETWORK if gbits is None else f'{gbits} Gbit/s network'
+    stated['num_nodes'] = stated['network'] = None
+    if record.get('num_nodes') or record.get('gpus_per_node'):
+        setup = setup_of_record(record)
+        stated['num_nodes'] = setup.machines
+        if setup.needs_network:
+            gbits = known_value(setup.network_gbits)
+            stated['network'] = UNSTATED_NETWORK if gbits is None else f'{gbits} Gbit/s network'
 
     # Ignore settings without an effect on this run, because runs that differ only in them have the same setup.
     without_effect = [flag for flag in record.get('by_default', ()) if flag not in LEARNING_SETTINGS]
-    if not record.get('compile'):
+    if not stated.get('compile'):
         without_effect.append('compile_blocks')
     if not has_training_result(record):
         without_effect += LEARNING_SETTINGS
     if record['stage'] == 'loader':
         without_effect += MODEL_SETTINGS
-    return {key: '' if key in without_effect else text_of(stated.get(key)) for key in (*SETTINGS, 'num_nodes')}
+    return {key: None if key in without_effect else comparable(stated.get(key)) for key in (*SETTINGS, 'num_nodes')}

@@ -1,12 +1,13 @@
 """Log the curves of a run with Composer's own loggers."""
+from composer.callbacks import SpeedMonitor
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
 
 from sdbench.errors import DataError, one_line
-from sdbench.flags.train import Train
+from sdbench.flags.train import Run
 
 
-def build_loggers(settings: Train, name: str) -> list[LoggerDestination]:
+def build_loggers(settings: Run, name: str) -> list[LoggerDestination]:
     """Return Composer's loggers for the flags that are given.
 
     Args:
@@ -44,3 +45,12 @@ class WandB(WandBLogger):
                             f'({one_line(error, 200)}); log in by `wandb login` or WANDB_API_KEY, or set '
                             'WANDB_MODE=offline to log to this machine') from None
 
+
+class Throughput(SpeedMonitor):
+    """Composer's curves of speed, for a training that evaluates inside of a callback.
+
+    Composer counts the time of such an evaluation in the time of the batch, and must not add it to the total again.
+    """
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Do not count the evaluation."""

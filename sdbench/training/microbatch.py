@@ -16,7 +16,7 @@ from composer.core import get_precision_context
 from composer.utils import dist, get_device
 
 from sdbench.errors import UserError, is_out_of_memory, plural
-from sdbench.flags.train import Train, divisors
+from sdbench.flags.train import Run, divisors
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.microbatches import changes_that_take_less, largest_that_fits, memory_advice
@@ -30,8 +30,8 @@ RESERVED_FRACTION = 1 / 32  # of GPU memory, kept free for the fragmentation of 
 TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse32BitIndexMath'
 
 
-def with_found_microbatch(settings: Train, model: ComposerModel,
-                          build_optimizer: Callable[[], torch.optim.Optimizer]) -> Train:
+def with_found_microbatch(settings: Run, model: ComposerModel,
+                          build_optimizer: Callable[[], torch.optim.Optimizer]) -> Run:
     """Return the settings with a microbatch of `auto` replaced by the largest one that fits on every rank.
 
     A trial does what the first two batches of the run do, while the memory that the run needs for other things is

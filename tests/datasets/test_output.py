@@ -3,6 +3,7 @@ import dataclasses
 import json
 import os
 import shlex
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -19,12 +20,11 @@ from sdbench.flags.training_command import (
     fine_tuning_recipe,
     forecast_command,
     random_weights_recipe,
-    tiny_recipe,
     training_command,
 )
 from sdbench.paths import CLAIM
 from tests.local_s3 import local_s3
-from tests.runs import ROOT
+from tests.runs import ROOT, settings_of
 
 SETTINGS = {'program': 'convert.py', 'size_limit': 1}
 
@@ -104,7 +104,8 @@ def test_fine_tuning_sees_each_image_often_enough_and_not_too_often(samples, mor
     assert fine_tuning_recipe(samples + more).images_seen >= seen
 
 
-@pytest.mark.parametrize('recipe_for', [fine_tuning_recipe, tiny_recipe, random_weights_recipe])
+@pytest.mark.parametrize('recipe_for', [fine_tuning_recipe, random_weights_recipe,
+                                        partial(random_weights_recipe, is_tiny=True)])
 @given(samples=st.integers(1, 10 ** 10))
 def test_every_recipe_has_a_batch_that_the_dataset_fills_and_ten_epochs(recipe_for, samples):
     recipe = recipe_for(samples)
@@ -135,18 +136,13 @@ def test_the_pages_show_the_commands_that_convert_prints(name, samples, limit):
     assert limit.format(FEWEST_FROM_RANDOM) in ' '.join(page.split())
 
 
-def settings(*flags: str) -> Train:
-    return parse(Train, '', ['--remote', 'photos-mds', *flags], 'benchmark.py')
-
-
-def test_only_a_short_training_from_random_weights_gets_a_warning():
-    caution = caution_about_steps(settings('--max_duration', '9999ba'), 3_000)
-    assert caution.startswith('9,999 optimizer steps will not teach')
-    assert training_command('photos-mds', 3_000, FINE_TUNED, True) in caution
-    assert 'fine-tune' not in caution_about_steps(settings('--max_duration', '10ba'), 2_000_000)
+def test_only_a_short_training_from_random_weights_gets_a_warning(shards):
+    def caution(*flags: str) -> str | None:
+        return caution_about_steps(settings_of('--remote', shards, '--batch_size', '4', '--max_duration', *flags))
+    assert caution('9999ba').startswith('9,999 optimizer steps will not teach')
     for flags in (['10000ba'], ['10ba', '--load_weights', 'sd'], ['10ba', '--model_name', 'tiny'],
                   ['10ba', '--measure_batches', '5']):
-        assert caution_about_steps(settings('--max_duration', *flags), 3_000) is None
+        assert caution(*flags) is None
 
 
 def test_the_claim_contains_no_password(output):

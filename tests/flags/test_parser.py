@@ -106,4 +106,4 @@ def test_whoever_waits_at_a_terminal_is_told_at_once_that_a_command_has_begun():
 def test_a_file_in_flags_for_another_command_is_read_by_that_command(tmp_path):
     (tmp_path / 'flags.txt').write_text('--batch_size 1024')
     given = f'@{tmp_path}/flags.txt'
-    assert parse(PlanSettings, '', ['--training_flags', given], 'plan.py').training_flags == given
+    assert parse(PlanSettings, '', [f'--training_flags={given}'], 'plan.py').training_flags == given

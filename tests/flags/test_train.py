@@ -5,10 +5,8 @@ import pytest
 import torch
 from composer.utils import dist
 
-from sdbench.complete import complete_encoding
 from sdbench.costs import TRAINING_IMAGES
 from sdbench.errors import UserError
-from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.process import one_line_errors
@@ -69,11 +67,6 @@ def test_what_was_not_given_follows_from_the_other_flags_without_a_gpu(shards, t
     assert {flag: getattr(settings, flag) for flag in expected} == expected
 
 
-def test_a_local_without_a_remote_is_what_an_encoding_reads_as_well():
-    settings = complete_encoding(parse(Encode, '', ['--local', 'shards', '--out', 'x']))
-    assert (settings.remote, settings.local) == ('shards', None)
-
-
 @pytest.mark.parametrize('length, flags, expected', [
     ('4ep', '--save_folder kept --save_interval 1ep --lr_warmup 0.1dur --use_ema --ema_half_life 2ep '
      '--ema_start 0.9dur --eval_remote held --eval_interval 2ep',
@@ -106,13 +99,11 @@ def test_ranks_whose_hosts_differ_train_as_the_first_would(shards, monkeypatch):
     assert trained[0] == trained[1]
 
 
-def test_a_dry_run_stores_nothing(tmp_path, capsys):
+def test_a_dry_run_needs_no_file_for_its_record(tmp_path):
     (tmp_path / 'results.jsonl').mkdir()
-    assert settings_of('--dry_run', '8').results is None
-    for flags in (['--use_synth_data'], ['--dry_run', '8', '--results', 'others.jsonl']):
-        with pytest.raises(SystemExit):
-            settings_of(*flags)
-    assert '--results others.jsonl is for measurements' in capsys.readouterr().err
+    assert settings_of('--dry_run', '8').num_devices == 8
+    with pytest.raises(SystemExit):
+        settings_of('--use_synth_data')
 
 
 @pytest.mark.parametrize('error, status, line', [

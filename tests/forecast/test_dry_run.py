@@ -27,7 +27,7 @@ def test_an_h200_took_a_tenth_more_memory_than_the_count_and_less_than_the_count
         assert 1 < gib_taken(setup, images) / taken < 1.05
 
 
-SMALL = ['--batch_size', '64', '--image_size', '32', '--use_ema', '--training_images', '8640000000000']
+SMALL = ['--batch_size', '64', '--image_size', '32', '--use_ema', '--max_duration', '135000000000ba']
 
 
 def test_an_index_is_enough_and_one_screen_has_every_card_the_cheapest_first(shards, tmp_path, smallest_model, capsys):
@@ -119,7 +119,7 @@ def test_gradients_cross_the_network_only_between_gpus_that_no_interconnect_join
 
 def test_several_gpu_counts_have_a_row_for_each_card_and_count_with_its_efficiency(smallest_model, capfd):
     argv = ['--dry_run', '64', '2', '16', '--batch_size', '64', '--image_size', '32', '--model_name',
-            smallest_model, '--gpu', 'H100 80GB', 'B200', '--network_gbits', '10', '--training_images', '8640000000000']
+            smallest_model, '--gpu', 'H100 80GB', 'B200', '--network_gbits', '10', '--max_duration', '135000000000ba']
     forecasts = benchmark.main(argv)
     lines = capfd.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120

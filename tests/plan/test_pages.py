@@ -85,7 +85,7 @@ def test_the_first_sentence_and_the_example_of_the_page_on_planning_are_up_to_da
 
 
 def test_plans_without_the_compiler_agree_with_the_pages():
-    plans, _ = answer_to(COSTS, '--training_flags', '--no-compile')
+    plans, _ = answer_to(COSTS, '--training_flags=--no-compile')
     h100, a100 = plans['8 x H100 80GB'], plans['8 x A100 80GB']
     trained = sum(part.days.likely for part in a100.parts if part.kind == TRAIN)
     of_h100 = f'{h100.days.likely:.2f} days and ${h100.gpu_dollars.likely:,.0f}'

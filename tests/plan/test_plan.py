@@ -183,7 +183,7 @@ def test_of_the_switches_that_train_alike_the_fastest_that_fit_are_chosen_and_th
 
 
 def test_flags_that_the_user_gives_are_fixed_and_named(capsys):
-    answer = answer_to('--gpu', 'H200', '--training_flags', '--no-compile --use_synth_data --batch_size 1024')
+    answer = answer_to('--gpu', 'H200', '--training_flags=--no-compile --use_synth_data --batch_size 1024')
     [one] = answer.plans
     assert {(part.kind, part.setup.compile, part.setup.batch_size) for part in one.parts} == {(TRAIN, False, 1024)}
     assert [part.images for part in one.training] == [550_000 * 1024, 850_000 * 1024]
@@ -222,7 +222,7 @@ def test_a_measurement_that_equals_its_forecast_changes_nothing_but_the_range(tm
 @given(factors=st.lists(st.floats(0.5, 2), min_size=1, max_size=3))
 @CASES
 def test_forecasts_are_multiplied_by_the_median_of_measured_over_forecast(tmp_path, factors):
-    argv = ['--gpu', '8 H200', '8 H100 80GB HBM3', '--images', 10 ** 6, '--training_flags', '--compile']
+    argv = ['--gpu', '8 H200', '8 H100 80GB HBM3', '--images', 10 ** 6, '--training_flags=--compile']
     before = {one.card: one for one in answer_to(*argv).plans}
     part = before[H200].training[0]
     records = [record_of(replace(part, setup=replace(part.setup, num_devices=count, image_size=size)), H200, factor,

@@ -15,7 +15,7 @@ from sdbench.flags.train import Train
 from sdbench.records.metrics import COLUMNS
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
-from tests.runs import SMALLEST, TINY, check_keys, one_error_line, settings_of
+from tests.runs import SMALLEST, TINY, check_keys, settings_of
 
 
 def lines_of(summary: str) -> list[str]:
@@ -23,7 +23,7 @@ def lines_of(summary: str) -> list[str]:
 
 
 def test_no_flag_of_a_training_has_the_key_of_a_figure():
-    assert {field.name for field in fields(Train)} & COLUMNS.keys() == {'num_devices'}  # which no flag sets
+    assert not {field.name for field in fields(Train)} & COLUMNS.keys()
 
 
 def test_a_measurement_prints_its_summary_and_writes_only_its_record(tmp_path, capsys):
@@ -164,9 +164,7 @@ def test_the_cost_is_for_stable_diffusion_2_by_default_and_missing_on_a_cpu():
     def cost(*flags: str, **changes) -> str:
         text = run_summary(measured(**changes), settings_of('--use_synth_data', *flags))
         return text.partition('full training   ')[2]
-    assert cost('--training_images', '864000000') == \
-        'training on 864,000,000 images would take 100.0 days on 2 GPUs, 4,800 GPU-hours, $9,600'
-    assert cost().startswith('training on 2,867,200,000 images')
+    assert cost() == 'training on 2,867,200,000 images would take 331.9 days on 2 GPUs, 15,929 GPU-hours, $31,858'
     assert cost('--model_name', 'tiny') == cost(device_type='cpu') == ''
 
 
@@ -186,5 +184,3 @@ def test_a_trace_holds_three_batches_across_epochs_and_its_run_is_not_reliable(t
     assert 'reports do not use it' in capfd.readouterr().out
     report.main([str(results)])
     assert 'profiled' in capfd.readouterr().out
-    assert 'needs 5 batches and traces the last 3, but the run has only 4 batches left' in one_error_line(
-        [*argv, '15ba', '--profile', folder], capfd)
