@@ -101,8 +101,7 @@ class Export:
     checkpoint: str = positional('checkpoint written by benchmark.py, or a folder or object store with checkpoints '
                                  '(the newest is used)')
     out: str = positional('new folder for a diffusers pipeline; or a new file that ends in .safetensors, with the '
-                          'original tensor names of Stable Diffusion 1.5 or 2, for AUTOMATIC1111 and ComfyUI; an '
-                          'earlier export in that folder is first renamed to OUT-1')
+                          'original tensor names of Stable Diffusion 1.5 or 2, for AUTOMATIC1111 and ComfyUI')
     raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports EMA '
                              'weights if there are any)')
     model_name: str | None = flag(None, 'model whose configuration files are used: tiny, a diffusers folder or a '
