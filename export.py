@@ -3,11 +3,11 @@
     python export.py checkpoints my-model               # the newest checkpoint in a folder
     python export.py s3://my-bucket/run1 my-model       # the newest checkpoint in an object store
     python export.py checkpoints/ep0-ba1000-rank0.pt my-model --raw_weights
-    python export.py checkpoints my-model.safetensors
+    python export.py checkpoints my-model.safetensors --single_file
 
 OUT holds the UNet with its EMA weights if there are any, the VAE, the text encoder, the tokenizer and the scheduler,
-all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` loads it. If OUT ends in .safetensors, it is a
-file, which holds the weights alone.
+all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` loads it. With --single_file OUT is a file,
+which holds the weights alone.
 """
 from sdbench.flags.commands import Export
 from sdbench.flags.parser import answer_early, parse

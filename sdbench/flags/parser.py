@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import math
 import os
 import shlex
@@ -24,9 +25,14 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sdbench.errors import UserError
+from sdbench.files import read_text
 from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')
+# What this program does not train, in the words of README.md, and words in the flags with which other programs do.
+LIMITS = ('this program trains the whole UNet of Stable Diffusion 1 or 2, on centre squares, on a GPU with 24 GB or '
+          "more; for LoRA, the text encoder, SDXL or newer models, use diffusers' examples or kohya-ss/sd-scripts")
+LIMITED = ('lora', 'text_encoder', 'xl')
 SHOWN_DEFAULTS = {'None': 'none', 'True': 'on', 'False': 'off'}  # how --help shows these defaults
 
 
@@ -67,8 +73,8 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
         program: name of the command. None: the name of the script.
     """
     parser = build_parser(cls, description, program)
-    given = vars(parser.parse_args(argv))
     try:
+        given = vars(parser.parse_args(argv))
         resolve_needs(cls, given)
         for name, value in given.items():
             if isinstance(value, list):  # a frozen dataclass needs hashable values
@@ -109,6 +115,9 @@ def answer_early(cls: type[Settings], description: str, answer: Callable[[Settin
     settings = parse(cls, description)
     if answer is not None:
         answer(settings)
+    if importlib.util.find_spec('composer') is None:
+        exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} does not have the required libraries; run '
+                        'source .venv/bin/activate first (make install creates .venv)')
     if sys.stderr.isatty() and os.environ.get('RANK', '0') == '0':
         print('loading the libraries', file=sys.stderr, flush=True)
 
@@ -119,7 +128,6 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     fields = {field.name: field for field in dataclasses.fields(cls)}
     program = program or Path(sys.argv[0]).name
     parser = Parser(program, description=description, formatter_class=HelpFormatter, allow_abbrev=False,
-                    fromfile_prefix_chars='@',
                     epilog='@FILE reads flags from FILE. A later flag replaces an earlier one.')
 
     # Add the fields class by class, in the order in which they are declared, which is the order in --help.
@@ -192,6 +200,29 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
                            default=argparse.SUPPRESS, help=f'turn --{field.name} off after a @FILE turned it on')
 
 
+def with_files(arguments: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
+    """Replace each @FILE by the arguments in that file, and return all arguments. `within` are the @FILEs around them.
+
+    argparse has the same feature, but its errors do not name the file.
+
+    Raises UserError if a file cannot be read, contains an unclosed quotation mark or names itself.
+    """
+    found = []
+    for argument in arguments:
+        if not argument.startswith('@'):
+            found.append(argument)
+            continue
+        if argument in within:
+            raise UserError(f'{argument} names itself ({" ".join([*within, argument])}); remove it there')
+        for number, line in enumerate(read_text(argument[1:], argument).splitlines(), start=1):
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError as error:
+                raise UserError(f'{argument}, line {number}: {str(error).lower()}') from None
+            found += with_files(words, (*within, argument))
+    return found
+
+
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Wraps help strings without breaking file names and flags at their hyphens."""
 
@@ -202,22 +233,23 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Reports an error in one line, and suggests the nearest flag for an unknown one.
 
-    A line of a @FILE can hold several arguments, split as in a shell, and a # starts a comment.
+    An argument `@FILE` is replaced by the arguments in FILE. A line can hold several, split as in a shell, and a #
+    starts a comment.
     """
 
-    def convert_arg_line_to_args(self, line: str) -> list[str]:
-        try:
-            return shlex.split(line.removeprefix('\ufeff'), comments=True)  # editors on Windows write a byte order mark
-        except ValueError as error:
-            self.error(f'{error} in a @FILE: {line.strip()}')
-
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        """Parse as argparse does. For an unknown flag, suggest the one that may have been meant."""
-        known, unknown = self.parse_known_args(args, namespace)
+        """Parse as argparse does. For an unknown flag, suggest the one that may have been meant.
+
+        Raises UserError if a @FILE cannot be read.
+        """
+        known, unknown = self.parse_known_args(with_files(sys.argv[1:] if args is None else args), namespace)
         if unknown:
             name = unknown[0].partition('=')[0]
             nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
-            self.error(f'{name} is not a flag; {f"did you mean {nearest[0]}?" if nearest else "see --help"}')
+            remedy = f'did you mean {nearest[0]}?' if nearest else 'see --help'
+            if any(word in name for word in LIMITED):
+                remedy = LIMITS
+            self.error(f'{name} is not a flag; {remedy}')
         return known
 
     def error(self, message: str) -> NoReturn:

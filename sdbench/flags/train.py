@@ -181,10 +181,12 @@ class Results:
         if self.results == '-' or launcher_variable('RANK') or getattr(self, 'dry_run', None):
             return
         folder = os.path.dirname(os.path.abspath(self.results))
+        if not os.path.isdir(folder):
+            raise UserError(f'--results {self.results}: there is no folder {folder}; create it, or give another file')
         place = self.results if os.path.exists(self.results) else folder
         if self.results.lower().endswith('.csv') or os.path.isdir(self.results) or not os.access(place, os.W_OK):
             raise UserError(f'--results {self.results} is not a file to which lines of JSON can be appended; give a '
-                            'file such as results.jsonl in a folder that exists, or - to print the record')
+                            'file such as results.jsonl, or - to print the record')
 
 
 @dataclass(frozen=True, kw_only=True)
