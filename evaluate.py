@@ -42,7 +42,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from data import StreamingLAIONDataset
 from sdbench.complete import best_precision
-from sdbench.datasets.output import Output
+from sdbench.datasets.output import OutputFolder
 from sdbench.errors import BadSample, DataError, UserError, plural, redacted
 from sdbench.files import atomic_write
 from sdbench.inputs.captions import CAPTIONS, require_names
@@ -282,7 +282,7 @@ def evaluate(settings: Evaluate) -> dict:
                'image_size': image_size, 'steps': settings.steps, 'seed': settings.seed,
                'precision': settings.precision, 'caption': settings.caption, **facts_of_pipeline(pipeline)}
     with contextlib.ExitStack() as stack:
-        begun = Output(settings.out, '--out').begun(made_of)
+        begun = OutputFolder(settings.out, '--out').begun(made_of)
         on_rank_0(lambda: stack.enter_context(begun))
         captions = read_references(settings, index, image_size, metrics.get('fid'))
 

@@ -86,7 +86,7 @@ ROWS = [
     ('convert.py', 'photo.jpg prompts.txt', 'OUT prompts.txt cannot be written to (File exists)'),
     ('convert.py', 'photo.jpg s3://bucket/out', 'OUT s3://bucket/out cannot be read or written (Endpoint'),
     ('convert.py', 'empty out', 'nothing to convert in SOURCE empty: it holds no tars, Parquet or images'),
-    ('convert.py', 'notes out --captions nothing.csv', '--captions nothing.csv cannot be read (No such file'),
+    ('convert.py', 'notes out --captions nothing.csv', 'nothing.csv: No such file or directory'),
     ('convert.py', 'notes out --size_limit 4gb', '--size_limit: 4gb'),
     ('AWS_PROFILE=nobody convert.py', 'photo.jpg s3://b/a', 'profile (nobody) could not be found'),
     ('encode.py', '--remote shards --out out --ray auto', '--ray auto needs --encoder_precision'),
