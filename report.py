@@ -1,12 +1,12 @@
 """Turn records into days, GPU-hours and dollars, and predict the speed on more GPUs.
 
-    python report.py results.jsonl                     # a row for each measured setting and GPU count
+    python report.py results.jsonl                          # a row for each measured setting and GPU count
     python report.py published.csv --extrapolate 512 1024 --figure days.png --csv table.csv
-    python report.py results.jsonl --compare           # one row per training, with its speed relative to the first
-    python report.py results.jsonl --learned learned.png # eval losses against images and against dollars
-    python report.py results.jsonl --dollars_per_gpu_hour H100=2.5 H200=3.2  # costs at these prices
-    python report.py results.jsonl --quality quality.png # FID and CLIP scores from evaluate.py
-    python report.py results.jsonl --html report.html  # the whole report as a page to send, which needs no network
+    python report.py results.jsonl --compare                # one row per training, with its speed relative to the first
+    python report.py results.jsonl --learned learned.png    # eval losses against images and against dollars
+    python report.py results.jsonl --quality quality.png    # FID and CLIP scores from evaluate.py
+    python report.py results.jsonl --dollars_per_gpu_hour H100=2.5 H200=3.2    # costs at these prices
+    python report.py results.jsonl --html report.html       # the whole report as a page to send; it needs no network
 
 A record is a line of JSON that benchmark.py, encode.py or evaluate.py has written, or a row of a CSV file with the same
 keys as columns. Settings that differ between rows are a column of the table, and settings that all rows share are one

@@ -12,6 +12,7 @@ from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Encode
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, MOST_WORKERS, TIMES, Run, Train, default_switches
+from sdbench.flags.training_command import fine_tune_instead, trains_random_weights
 from sdbench.inputs.shards import number_of_samples, read_index
 from sdbench.paths import sibling_path
 from sdbench.process import cpu_cores, launcher_variable
@@ -135,8 +136,11 @@ def refuse_impossible(run: Run, samples: int, is_for_gpus: bool) -> None:
     `is_for_gpus` tells whether the run is on GPUs, or a forecast for GPUs.
     """
     if samples < run.batch_size and run.dry_run is None:
+        remedy = 'use a smaller batch'
+        if samples and trains_random_weights(run):  # so few samples cannot train random weights at any batch size
+            remedy = fine_tune_instead(run, samples)
         raise UserError(f'--remote {run.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
-                        f'{run.batch_size}; use a smaller batch (docs/photographs.md: which batch for how many images)')
+                        f'{run.batch_size}; {remedy}')
     if run.precision != 'fp32' and not is_for_gpus and not run.loader_only:  # Composer needs GPUs for it
         raise UserError(f'--precision {run.precision} needs a GPU, and this machine has none; give --precision fp32 on '
                         'the command line, after any recipe')

@@ -14,33 +14,17 @@ from sdbench.gpus import is_one_nvlink_domain, machines_for
 class Setup:
     """What decides the speed of a training step. A value is None where it is not known.
 
-    Attributes:
-        device: torch's name of the GPU or the CPU.
-        num_devices: devices in all machines.
-        gpus_per_node: devices in each machine; None also for the machines that this GPU is usually sold in.
-        network_gbits: bandwidth of the network of each machine, in Gbit/s.
-        model_name: the model, as --model_name names it.
-        image_size: height and width of the images in pixels.
-        latents: whether the training reads latents, so that no VAE encoder runs in it.
-        batch_size: images in a step, summed over all devices.
-        microbatch: images per forward and backward pass on each device; None also for the largest that fits.
-        precision: amp_bf16, amp_fp16 or fp32.
-        encoder_precision: bf16, fp16 or fp32.
-        compile: whether torch.compile compiles the model, or the mode in which it does.
-        ema_start: the time at which the EMA starts; None also for the start of the run.
-        clip_grad_norm: the largest gradient norm; None also without clipping.
-
-    The other attributes are the switches of the same names in sdbench/flags/train.py.
+    Attributes without a comment are the switches of the same names in sdbench/flags/train.py.
     """
-    device: str | None = None
-    num_devices: int | None = None
-    gpus_per_node: int | None = None
-    network_gbits: float | None = None
+    device: str | None = None  # torch's name of the GPU or the CPU
+    num_devices: int | None = None  # in all machines
+    gpus_per_node: int | None = None  # None also for the machines that this GPU is usually sold in
+    network_gbits: float | None = None  # of each machine
     model_name: str | None = None
-    image_size: int | None = None
-    latents: bool | None = None
-    batch_size: int | None = None
-    microbatch: int | None = None
+    image_size: int | None = None  # in pixels
+    latents: bool | None = None  # whether the training reads latents, so that no VAE encoder runs in it
+    batch_size: int | None = None  # images in a step, summed over all devices
+    microbatch: int | None = None  # images per pass on each device; None also for the largest that fits
     precision: str | None = None
     encoder_precision: str | None = None
     channels_last: bool | None = None
@@ -53,8 +37,8 @@ class Setup:
     cudnn_benchmark: bool | None = None
     allreduce_precision: str | None = None
     use_ema: bool | None = None
-    ema_start: str | None = None
-    clip_grad_norm: float | None = None
+    ema_start: str | None = None  # None also for the start of the run
+    clip_grad_norm: float | None = None  # None also without clipping
 
     @property
     def machines(self) -> int | None:

@@ -1,10 +1,10 @@
 """A command refuses what it cannot do in one line, with the flag, its value and the fix.
 
-A row is a command (behind variables of its environment, if any), its flags and the words that its line must hold.
-It is run in a folder that has `shards` (24 samples), `pipeline` (of the tiny model), `prompts.txt` (one caption),
-`no-prompt.txt`, `quote.txt` (flags), `records.csv` (a record with a comma too many), `notes` (a folder with a file of
-the user's), `empty` (a folder), `photo.jpg` and `whole.safetensors`; nothing listens at S3_ENDPOINT_URL. Refusals that
-need other files are tested next to the code that makes them.
+A row is a command (behind variables of its environment, if any), its flags and the words that its line must hold. It is
+run in a folder that has `shards` (24 samples), `pipeline` (of the tiny model), `prompts.txt` (one caption),
+`no-prompt.txt`, `utf-16.txt`, `quote.txt` and `itself.txt` (flags), `records.csv` (a record with a comma too many),
+`notes` (a folder with a file of the user's), `empty` (a folder), `photo.jpg` and `whole.safetensors`; nothing listens
+at S3_ENDPOINT_URL. Refusals that need other files are tested next to the code that makes them.
 """
 import importlib
 import shlex
@@ -25,10 +25,13 @@ ROWS = [
     # The command line itself
     ('benchmark.py', '--use_synth_data --batch-size 4', '--batch-size is not a flag; did you mean --batch_size?'),
     ('benchmark.py', '--use_synth_data --no-ema=4', '--no-ema is not a flag; did you mean --no-use_ema?'),
+    ('benchmark.py', '--use_synth_data --lora 8', '--lora is not a flag; this program trains the whole UNet'),
     ('benchmark.py', '--use_synth_data -q', '-q is not a flag; see --help'),
     ('benchmark.py', '--use_synth_data --batch 4', '--batch is not a flag'),  # an abbreviation is none
-    ('benchmark.py', '@nothing.txt', "No such file or directory: 'nothing.txt'"),
-    ('benchmark.py', '@quote.txt', "No closing quotation in a @FILE: --model_name 'tiny"),
+    ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read (No such file or directory)'),
+    ('benchmark.py', '@utf-16.txt', '@utf-16.txt is not UTF-8 text; save it as UTF-8'),
+    ('benchmark.py', '@itself.txt', '@itself.txt names itself (@itself.txt @itself.txt)'),
+    ('benchmark.py', '@quote.txt', '@quote.txt, line 2: no closing quotation'),
     ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'variable WORLD_SIZE is 4(x2), which is not a number'),
     ('benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect '
      'with --lr_schedule constant'),
@@ -51,6 +54,8 @@ ROWS = [
      '--caption_weights: -1 is not a number of at least 0'),
     ('benchmark.py', f'--remote shards {TINY} --caption_weights lnog=3', '--caption_weights lnog: shards has no '
      'captions of that name; it has caption'),
+    ('benchmark.py', f"{SYNTHETIC} --save_folder ''", '--save_folder: the value is empty; is a shell variable unset?'),
+    ('benchmark.py', "--dry_run 8 --gpu ''", '--gpu: the value is empty; is a shell variable unset?'),
     ('benchmark.py', f'{SYNTHETIC} --budget 9 --dollars_per_gpu_hour H100=2', '--budget 9 needs a price for CPU'),
     ('benchmark.py', f'{SYNTHETIC} --max_duration 50', '--max_duration: 50 is not a time such as 5000ba or 2ep'),
     ('benchmark.py', f'{SYNTHETIC} --compile_blocks', '--compile_blocks needs --compile'),
@@ -61,7 +66,7 @@ ROWS = [
      '--sample_prompts nowhere, a text file with one prompt on each line, cannot be read (No such file'),
     ('benchmark.py', f'{SYNTHETIC} --sample_prompts prompts.txt', '--sample_prompts needs --pretrained; give both'),
     ('benchmark.py', f'{SYNTHETIC} --results notes', '--results notes is not a file to which lines of JSON can'),
-    ('benchmark.py', f'{SYNTHETIC} --results nowhere/r.jsonl', '--results nowhere/r.jsonl is not a file'),
+    ('benchmark.py', f'{SYNTHETIC} --results nowhere/r.jsonl', '--results nowhere/r.jsonl: there is no folder'),
     ('benchmark.py', f'{SYNTHETIC} --precision amp_fp16', '--precision amp_fp16 needs a GPU, and this machine has '
      'none; give --precision fp32'),
     ('benchmark.py', f'{SYNTHETIC} --compile reduce-overhead --device_train_microbatch_size 2',
@@ -83,7 +88,7 @@ ROWS = [
     ('convert.py', 'photo.jpg prompts.txt', 'OUT prompts.txt cannot be written to (File exists)'),
     ('convert.py', 'photo.jpg s3://bucket/out', 'OUT s3://bucket/out cannot be read or written (Endpoint'),
     ('convert.py', 'empty out', 'nothing to convert in SOURCE empty: it holds no tars, Parquet or images'),
-    ('convert.py', 'notes out --captions nothing.csv', '--captions nothing.csv cannot be read (No such file'),
+    ('convert.py', 'notes out --captions nothing.csv', 'nothing.csv: No such file or directory'),
     ('convert.py', 'notes out --size_limit 4gb', '--size_limit: 4gb'),
     ('AWS_PROFILE=nobody convert.py', 'photo.jpg s3://b/a', 'profile (nobody) could not be found'),
     ('encode.py', '--remote shards --out out --ray auto', '--ray auto needs --encoder_precision'),
@@ -94,7 +99,7 @@ ROWS = [
     # Evaluations
     ('evaluate.py', 'notes shards --out s3://b/out', '--out s3://b/out is not a folder on this machine'),
     ('evaluate.py', 'notes shards --out out --steps 30', 'would not start from pure noise'),
-    ('evaluate.py', 'notes shards --out out --clip nowhere', '--clip nowhere is not a folder; download one: hf'),
+    ('evaluate.py', 'notes shards --out out --clip nowhere', '--clip nowhere is not a folder with a CLIP model'),
 
     # Reports
     ('report.py', 'records.csv', 'records.csv:2: not a record: more cells than columns'),
@@ -132,7 +137,7 @@ ROWS = [
     ('WORLD_SIZE=5 evaluate.py', 'pipeline shards --out out --samples 4', '4 is fewer than the 5'),
     ('evaluate.py', 'pipeline shards --out out --samples 4 --caption long', '--caption long: DATA shards has no'),
     ('evaluate.py', 'pipeline shards --out notes --samples 4', 'notes already holds other files'),
-    ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere does not exist; download it'),
+    ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere is not torch-fidelity\'s file'),
     ('export.py', 'notes out', 'holds no complete checkpoint'),
     ('export.py', 'shards notes', 'notes already exists'),
 ]
@@ -145,6 +150,8 @@ def folder(tmp_path, monkeypatch, shards, pipeline):
     (tmp_path / 'pipeline').symlink_to(pipeline)
     (tmp_path / 'prompts.txt').write_text('a cat\n')
     (tmp_path / 'no-prompt.txt').write_text(' \n\n')
+    (tmp_path / 'utf-16.txt').write_text('--use_synth_data', encoding='utf-16')
+    (tmp_path / 'itself.txt').write_text('@itself.txt')
     (tmp_path / 'quote.txt').write_text("--use_synth_data\n--model_name 'tiny\n")
     (tmp_path / 'records.csv').write_text('device,num_devices\nx,1,618\n')
     (tmp_path / 'notes').mkdir()

@@ -1,5 +1,6 @@
 """A command prepares its process, and a run warns before its first batch."""
 import getpass
+import importlib.util
 import io
 import os
 import sys
@@ -7,8 +8,10 @@ import sys
 import pytest
 
 from sdbench import process
+from sdbench.flags.commands import Report
+from sdbench.flags.parser import answer_early
 from sdbench.training.run import announce_build
-from tests.runs import settings_of
+from tests.runs import refusal, settings_of
 
 
 def test_a_machine_without_gpu_warns_about_stable_diffusion_and_suggests_the_tiny_model(capsys, monkeypatch):
@@ -58,3 +61,11 @@ def test_cores_are_the_smaller_of_affinity_and_container_quota(limit, cores, tmp
     if limit:
         (tmp_path / 'cpu.max').write_text(f'{limit}\n')
     assert process.cpu_cores(str(tmp_path)) == cores
+
+
+def test_without_the_environment_a_one_line_error_says_how_to_activate_it(monkeypatch, capfd):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr(sys, 'argv', ['report.py', 'results.jsonl'])
+    line = refusal(capfd, answer_early, Report, '')
+    assert line.startswith('report.py: error: ')
+    assert 'source .venv/bin/activate' in line

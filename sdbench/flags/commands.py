@@ -18,7 +18,7 @@ from sdbench.flags.parser import (
     seed,
     whole_number,
 )
-from sdbench.flags.train import MOST_WORKERS, Encoders, Model, ModelName, Results, Warmup, pixels, price
+from sdbench.flags.train import MOST_WORKERS, Encoders, Model, ModelName, Results, pixels, price
 from sdbench.hub import CLIP_MODEL
 from sdbench.paths import EXPORTED, is_url
 
@@ -80,7 +80,7 @@ class Convert(Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(ModelName, Model, Encoders, Warmup, Results, Cluster):
+class Encode(ModelName, Model, Encoders, Results, Cluster):
     heading = 'latents'
 
     remote: str = flag(REQUIRED, 'folder or object store with MDS shards of images and captions from convert.py')
@@ -100,9 +100,9 @@ class Export:
 
     checkpoint: str = positional('checkpoint written by benchmark.py, or a folder or object store with checkpoints '
                                  '(the newest is used)')
-    out: str = positional('new folder for a diffusers pipeline; or a new file that ends in .safetensors, with the '
-                          'original tensor names of Stable Diffusion 1.5 or 2, for AUTOMATIC1111 and ComfyUI; an '
-                          'earlier export in that folder is first renamed to OUT-1')
+    out: str = positional('new folder for the pipeline, or with --single_file a new file')
+    single_file: bool = flag(False, 'write one .safetensors file with the original tensor names of Stable Diffusion '
+                             '1.5 or 2, for AUTOMATIC1111 and ComfyUI (default: off, which writes a diffusers folder)')
     raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports EMA '
                              'weights if there are any)')
     model_name: str | None = flag(None, 'model whose configuration files are used: tiny, a diffusers folder or a '
@@ -110,11 +110,10 @@ class Export:
     tokenizer: str | None = flag(None, 'folder or Hugging Face Hub ID of the tokenizer, if it has moved since the '
                                  'training (default: the tokenizer of the training)')
 
-    @property
-    def single_file(self) -> bool:
-        return self.out.endswith('.safetensors')
-
     def check(self) -> None:
+        if self.single_file != self.out.endswith('.safetensors'):
+            raise UserError(f'OUT {self.out}: with --single_file, and only then, OUT is a new file whose name ends in '
+                            '.safetensors')
         is_export = os.path.isfile(os.path.join(self.out, EXPORTED))
         if os.path.lexists(self.out) and not is_export:
             raise UserError(f'OUT {self.out} already exists; give a new folder or file')

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import math
 import os
 import shlex
@@ -24,9 +25,14 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sdbench.errors import UserError
+from sdbench.files import read_text
 from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')
+# What this program does not train, in the words of README.md, and words in the flags with which other programs do.
+LIMITS = ('this program trains the whole UNet of Stable Diffusion 1 or 2, on centre squares, on a GPU with 24 GB or '
+          "more; for LoRA, the text encoder, SDXL or newer models, use diffusers' examples or kohya-ss/sd-scripts")
+LIMITED = ('lora', 'text_encoder', 'xl')
 SHOWN_DEFAULTS = {'None': 'none', 'True': 'on', 'False': 'off'}  # how --help shows these defaults
 
 
@@ -34,7 +40,7 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
          bare: Any = None, needs: str = '') -> Any:
     """Declare a field that is a flag.
 
-    The field's type determines the values. A bool is a switch (--flag, --no-flag), a Literal allows its strings,
+    The field's type determines the values. A bool has the forms --flag and --no-flag, a Literal allows its strings,
     tuple[int, ...] takes one or more integers, and tuple[int, int] takes two. For bool | Literal the value is optional.
 
     Args:
@@ -67,8 +73,8 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
         program: name of the command. None: the name of the script.
     """
     parser = build_parser(cls, description, program)
-    given = vars(parser.parse_args(argv))
     try:
+        given = vars(parser.parse_args(argv))
         resolve_needs(cls, given)
         for name, value in given.items():
             if isinstance(value, list):  # a frozen dataclass needs hashable values
@@ -109,6 +115,9 @@ def answer_early(cls: type[Settings], description: str, answer: Callable[[Settin
     settings = parse(cls, description)
     if answer is not None:
         answer(settings)
+    if importlib.util.find_spec('composer') is None:
+        exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} does not have the required libraries; run '
+                        'source .venv/bin/activate first (make install creates .venv)')
     if sys.stderr.isatty() and os.environ.get('RANK', '0') == '0':
         print('loading the libraries', file=sys.stderr, flush=True)
 
@@ -119,13 +128,12 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     fields = {field.name: field for field in dataclasses.fields(cls)}
     program = program or Path(sys.argv[0]).name
     parser = Parser(program, description=description, formatter_class=HelpFormatter, allow_abbrev=False,
-                    fromfile_prefix_chars='@',
                     epilog='@FILE reads flags from FILE. A later flag replaces an earlier one.')
 
-    # Add the fields class by class, in the order in which they are declared, which is the order in --help.
+    # Add the fields class by class, in the order of --help: the class itself, and then what it shares with others.
     usage = [program]
     groups = {}  # argparse's groups, by heading
-    for owner in (*cls.__bases__, cls):
+    for owner in (cls, *cls.__bases__):
         for name in vars(owner).get('__annotations__', ()):
             about = fields[name].metadata
             if 'positional' in about:
@@ -133,7 +141,7 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
                 if get_origin(hints[name]) is tuple:
                     nargs = '+' if fields[name].default is dataclasses.MISSING else '*'
                 usage.append({None: name.upper(), '+': f'{name.upper()} ...', '*': f'[{name.upper()} ...]'}[nargs])
-                parser.add_argument(name, metavar=name.upper(), help=about['help'], nargs=nargs, type=text,
+                parser.add_argument(name, metavar=name.upper(), help=about['help'], nargs=nargs, type=nonempty,
                                     default=argparse.SUPPRESS)
             elif 'help' in about:
                 if owner.heading not in groups:
@@ -158,7 +166,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     elif '(default' not in help:
         options['help'] += f' (default: {SHOWN_DEFAULTS.get(str(field.default), field.default)})'
 
-    # A bool alone is a switch: --flag and --no-flag.
+    # A bool alone takes no value: --flag and --no-flag.
     if types_of_value == [bool]:
         group.add_argument(f'--{field.name}', action=argparse.BooleanOptionalAction, **options)
         return
@@ -178,7 +186,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
         options['choices'] = get_args(converter)
         converter = str
     elif converter is str:
-        converter = text
+        converter = nonempty
 
     # With `bare` the value is optional. A bool | Literal can also be turned off.
     if about['bare'] is not None and 'nargs' not in options:
@@ -192,6 +200,29 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
                            default=argparse.SUPPRESS, help=f'turn --{field.name} off after a @FILE turned it on')
 
 
+def with_files(arguments: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
+    """Replace each @FILE by the arguments in that file, and return all arguments. `within` are the @FILEs around them.
+
+    argparse has the same feature, but its errors do not name the file.
+
+    Raises UserError if a file cannot be read, contains an unclosed quotation mark or names itself.
+    """
+    found = []
+    for argument in arguments:
+        if not argument.startswith('@'):
+            found.append(argument)
+            continue
+        if argument in within:
+            raise UserError(f'{argument} names itself ({" ".join([*within, argument])}); remove it there')
+        for number, line in enumerate(read_text(argument[1:], argument).splitlines(), start=1):
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError as error:
+                raise UserError(f'{argument}, line {number}: {str(error).lower()}') from None
+            found += with_files(words, (*within, argument))
+    return found
+
+
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Wraps help strings without breaking file names and flags at their hyphens."""
 
@@ -202,22 +233,23 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Reports an error in one line, and suggests the nearest flag for an unknown one.
 
-    A line of a @FILE can hold several arguments, split as in a shell, and a # starts a comment.
+    An argument `@FILE` is replaced by the arguments in FILE. A line can hold several, split as in a shell, and a #
+    starts a comment.
     """
 
-    def convert_arg_line_to_args(self, line: str) -> list[str]:
-        try:
-            return shlex.split(line.removeprefix('\ufeff'), comments=True)  # editors on Windows write a byte order mark
-        except ValueError as error:
-            self.error(f'{error} in a @FILE: {line.strip()}')
-
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        """Parse as argparse does. For an unknown flag, suggest the one that may have been meant."""
-        known, unknown = self.parse_known_args(args, namespace)
+        """Parse as argparse does. For an unknown flag, suggest the one that may have been meant.
+
+        Raises UserError if a @FILE cannot be read.
+        """
+        known, unknown = self.parse_known_args(with_files(sys.argv[1:] if args is None else args), namespace)
         if unknown:
             name = unknown[0].partition('=')[0]
             nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
-            self.error(f'{name} is not a flag; {f"did you mean {nearest[0]}?" if nearest else "see --help"}')
+            remedy = f'did you mean {nearest[0]}?' if nearest else 'see --help'
+            if any(word in name for word in LIMITED):
+                remedy = LIMITS
+            self.error(f'{name} is not a flag; {remedy}')
         return known
 
     def error(self, message: str) -> NoReturn:
@@ -225,7 +257,7 @@ class Parser(argparse.ArgumentParser):
         exit_with_error(self.prog, 2, message)
 
 
-def text(given: str) -> str:
+def nonempty(given: str) -> str:
     """Return a text unchanged. An empty one is refused, because it would count as if the flag was not given."""
     if not given:
         raise argparse.ArgumentTypeError('the value is empty; is a shell variable unset?')

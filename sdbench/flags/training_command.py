@@ -1,4 +1,4 @@
-"""Suggest the command that trains on a dataset, for convert.py and encode.py. Nothing here needs torch.
+"""Suggest the command that trains on a dataset, for convert.py and for warnings. Nothing here needs torch.
 
 Below FEWEST_FROM_RANDOM images the command fine-tunes a trained model. Otherwise it trains from random weights.
 """
@@ -107,15 +107,27 @@ def forecast_command(command: str, samples: int) -> str:
     return f'{command.replace("composer", "python", 1)} {flags}'
 
 
-def caution_about_steps(run: Run) -> str | None:
-    """Return a warning if a training on a dataset has too few steps for random weights, or else None."""
+def trains_random_weights(run: Run) -> bool:
+    """Tell whether a run trains random weights on a dataset. The tiny model is only for trials and does not count."""
+    return bool(run.remote and not run.measures and not run.load_weights and run.model_name != TINY_MODEL)
+
+
+def caution_about_steps(run: Run, samples: int) -> str | None:
+    """Return a warning if a training has too few steps for random weights, with what to do instead, or else None."""
     steps = to_batches(run.max_duration)
-    is_training = run.remote and not run.measures and not run.load_weights and run.model_name != TINY_MODEL
-    if not is_training or steps >= FEWEST_STEPS:
+    if not trains_random_weights(run) or steps >= FEWEST_STEPS:
         return None
+    remedy = 'use a smaller --batch_size, or a longer --max_duration'
+    if samples < FEWEST_FROM_RANDOM:
+        remedy = f'{fine_tune_instead(run, samples)}; or {remedy}'
     return (f'{plural(steps, "optimizer step")} will not teach a model with random weights to generate images, which '
-            f'takes {FEWEST_STEPS:,} or more; use a longer --max_duration, or fine-tune a trained model '
-            '(docs/photographs.md)')
+            f'takes {FEWEST_STEPS:,} or more; {remedy}')
+
+
+def fine_tune_instead(run: Run, samples: int) -> str:
+    """Return the advice to fine-tune on the same data."""
+    command = training_command(run.remote, samples, FINE_TUNED, True)
+    return f'fine-tune a trained model instead (docs/photographs.md): {command}'
 
 
 def power_of_two(number: int) -> int:

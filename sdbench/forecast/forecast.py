@@ -36,24 +36,14 @@ COUNT_ERROR = 0.02  # largest relative error of the count on all runs on GPUs so
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast for a setup on a GPU.
-
-    Attributes:
-        setup: the setup with its defaults, the device and the microbatch filled in.
-        card: the GPU.
-        gib: GPU memory that the run takes on each GPU, with the part that the count does not include.
-        images_per_sec: images per second on all GPUs; NaN if the peak of the GPU in this precision is not known.
-        seconds: seconds of a step, by kind of operator.
-        encode_images_per_sec: images per second on all GPUs when encode.py encodes images before the training.
-        is_tested: whether a published run has tested the forecast for a run like this one.
-    """
-    setup: Setup
+    """The forecast for a setup on a GPU."""
+    setup: Setup  # with its defaults, the device and the microbatch filled in
     card: Card
-    gib: float
-    images_per_sec: float
-    seconds: Counter
-    encode_images_per_sec: float
-    is_tested: bool
+    gib: float  # memory that the run takes on each GPU, with the part that the count does not include
+    images_per_sec: float  # on all GPUs; NaN if the peak of the GPU in this precision is not known
+    seconds: Counter  # of a step, by kind of operator
+    encode_images_per_sec: float  # on all GPUs when encode.py encodes images before the training
+    is_tested: bool  # whether a published run has tested the forecast for a run like this one
 
     def speed_of(self, stage: str) -> float:
         """Return the images per second of a stage, train or encode."""
@@ -68,20 +58,13 @@ class Forecast:
 
 
 class DoesNotFit(Exception):
-    """A GPU has too little memory for a setup.
-
-    Attributes:
-        microbatch: the smallest microbatch that the setup allows.
-        gib_needed: GiB that it takes, with the part that the count does not include.
-        card: the GPU.
-    """
+    """A GPU has too little memory for a setup, whose smallest possible microbatch takes `gib_needed` GiB."""
 
     def __init__(self, microbatch: int, gib_needed: float, card: Card):
         super().__init__(f'a microbatch of {microbatch} takes {gib_needed:.1f} GiB, and the {card.name} has '
                          f'{card.gib:g}')
         self.microbatch = microbatch
         self.gib_needed = gib_needed
-        self.card = card
 
 
 def forecast(setup: Setup, card: Card) -> Forecast:

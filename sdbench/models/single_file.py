@@ -51,8 +51,8 @@ def original_tensors(pipeline: StableDiffusionPipeline, label: str) -> dict[str,
     """
     different = difference_from_original(pipeline)
     if different:
-        raise UserError(f'{label}: a .safetensors file cannot hold this model: it has no configuration, and the '
-                        f'{different}; give a folder as OUT')
+        raise UserError(f'{label}: --single_file cannot hold this model: a single file has no configuration, and the '
+                        f'{different}; omit --single_file to export a folder')
 
     # Rename, and convert back with diffusers. The layout fits if that returns each tensor under its own name.
     networks = [(pipeline.unet, 'model.diffusion_model.', original_unet, convert_ldm_unet_checkpoint),
@@ -72,8 +72,8 @@ def original_tensors(pipeline: StableDiffusionPipeline, label: str) -> dict[str,
         except (AttributeError, KeyError, TypeError):  # for example because layers_per_block is a list
             read = {}
         if tensors.keys() != read.keys() or not all(torch.equal(tensors[name], read[name]) for name in read):
-            raise UserError(f'{label}: a .safetensors file cannot hold this model: its {type(network).__name__} '
-                            'has other blocks than Stable Diffusion 1.5 and 2; give a folder as OUT')
+            raise UserError(f'{label}: --single_file cannot hold this model: its {type(network).__name__} '
+                            'has other blocks than Stable Diffusion 1.5 and 2; omit --single_file to export a folder')
         originals |= original
     return originals
 

@@ -47,26 +47,15 @@ MINUTES_TO_START = 5  # of a measurement: it starts and compiles
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one call of plan.py.
-
-    Attributes:
-        training: the training that is planned.
-        outcomes: for all GPUs that were asked for, a plan or why there is none.
-        limits: the limits for dollars and days.
-        changes: for each plan, the plan with each single change of its arithmetic, by what makes the change.
-        corrections: sentences about measurements that correct nothing.
-        command: words of the command line, without the records.
-        records: files with measurements.
-        today: date on which the ages of prices are counted.
-    """
+    """The answer to one call of plan.py."""
     training: Training
-    outcomes: list[Plan | Impossible]
+    outcomes: list[Plan | Impossible]  # for all GPUs that were asked for
     limits: list[Limit]
-    changes: dict[Plan, dict[str, Plan]]
-    corrections: list[str]
-    command: list[str]
-    records: Sequence[str]
-    today: datetime.date
+    changes: dict[Plan, dict[str, Plan]]  # for each plan, those with one change of its arithmetic, by what it changes
+    corrections: list[str]  # sentences about measurements that correct nothing
+    command: list[str]  # words of the command line, without the records
+    records: Sequence[str]  # files with measurements
+    today: datetime.date  # on which the ages of prices are counted
 
     @cached_property
     def plans(self) -> list[Plan]:

@@ -71,14 +71,9 @@ def is_same_model(name: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Makes the speed of each part of a plan.
-
-    Attributes:
-        measurements: the user's measurements, which correct forecasts; the newest last.
-        evidence: all measurements known, which decide how wide a range is.
-    """
-    measurements: list[Measurement] = field(default_factory=list)
-    evidence: list[Measurement] = field(default_factory=list)
+    """Makes the speed of each part of a plan."""
+    measurements: list[Measurement] = field(default_factory=list)  # the user's, which correct forecasts; newest last
+    evidence: list[Measurement] = field(default_factory=list)  # all that are known, which decide how wide a range is
 
     def of(self, kind: str, setup: Setup, card: Card) -> Speed:
         """Return the speed at which all GPUs train or encode. Raises DoesNotFit if the card has too little memory."""

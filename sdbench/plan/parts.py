@@ -41,20 +41,12 @@ class Range:
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a part.
-
-    Attributes:
-        images_per_sec: likely speed of all GPUs together.
-        error: relative error in either direction: the speed may be this much higher or lower.
-        source: FORECAST, CORRECTED or MEASURED.
-        ratio: measured speed / forecast speed, by which the forecast was multiplied; 1 for FORECAST.
-        missing: what of this part was never measured, such as 'this GPU'.
-    """
-    images_per_sec: float
-    error: float
-    source: str = FORECAST
-    ratio: float = 1.0
-    missing: tuple[str, ...] = ()
+    """The speed of a part."""
+    images_per_sec: float  # likely speed of all GPUs together
+    error: float  # the speed may be this much higher or lower, as a fraction
+    source: str = FORECAST  # or CORRECTED or MEASURED
+    ratio: float = 1.0  # measured speed / forecast speed, by which the forecast was multiplied; 1 for FORECAST
+    missing: tuple[str, ...] = ()  # what of this part was never measured, such as 'this GPU'
 
     @property
     def basis(self) -> tuple[float, str, float, tuple[str, ...]]:
@@ -64,32 +56,19 @@ class Speed:
 
 @dataclass(frozen=True)
 class Preemptions:
-    """How often the machines of a plan are preempted, and what each preemption costs.
-
-    Attributes:
-        hours: mean hours between two preemptions of one machine.
-        batches: training steps between two checkpoints.
-    """
-    hours: float
-    batches: int
+    """How often the machines of a plan are preempted, and what each preemption costs."""
+    hours: float  # mean time between two preemptions of one machine
+    batches: int  # training steps between two checkpoints
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a plan: the encoding of images once, or the training at one image size.
-
-    Attributes:
-        kind: ENCODE or TRAIN.
-        images: images that are encoded, or trained on with repeats.
-        setup: the setup that decides the speed.
-        speed: the speed with its range.
-        preemptions: None if the machines are not preempted.
-    """
-    kind: str
-    images: int
-    setup: Setup
+    """A part of a plan: the encoding of images once, or the training at one image size."""
+    kind: str  # ENCODE or TRAIN
+    images: int  # that are encoded, or trained on with repeats
+    setup: Setup  # as its flags give it: the run finds the defaults and the microbatch
     speed: Speed
-    preemptions: Preemptions | None = None
+    preemptions: Preemptions | None = None  # None if the machines are not preempted
 
     @property
     def name(self) -> str:
@@ -135,15 +114,9 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Plan(Gpus):
-    """What a training takes on some GPUs.
-
-    Attributes:
-        parts: the parts in the order of the work.
-        price: price of a GPU-hour; None if no price applies to this GPU.
-        storage: what the training stores and reads.
-    """
-    parts: tuple[Part, ...]
-    price: Price | None
+    """What a training takes on some GPUs."""
+    parts: tuple[Part, ...]  # in the order of the work
+    price: Price | None  # of a GPU-hour; None if no price applies to this GPU
     storage: Storage
 
     @property

@@ -18,24 +18,16 @@ DAYS_PER_MONTH = 365.25 / 12
 # Sizes for storage and traffic. JPEGs of 256 and 512 pixels took 17 and 80 KB.
 JPEG_BYTES_PER_PIXEL = 0.3
 LATENT_BYTES_PER_PIXEL = 0.25  # mean and log variance of 4 channels in float16 for each 8 x 8 pixels
-CHECKPOINT_TB = 0.015  # one checkpoint of Stable Diffusion 2 with EMA; 14 GB if its encoders are pretrained
+CHECKPOINT_TB = 0.014  # one checkpoint of Stable Diffusion 2 with EMA and pretrained encoders
 
 
 class Price(NamedTuple):
-    """A price per GPU-hour.
-
-    Attributes:
-        gpu: name of the GPU, as --gpu takes it; None for every GPU.
-        dollars: dollars per GPU-hour.
-        provider: who rents it out.
-        gpus_per_machine: GPUs in the machine that has this price; None for any machine.
-        date: when the price was listed; None if its source does not say.
-    """
-    gpu: str | None
+    """A price per GPU-hour."""
+    gpu: str | None  # name of the GPU, as --gpu takes it; None for every GPU
     dollars: float
     provider: str = YOUR_PRICE
-    gpus_per_machine: int | None = None
-    date: datetime.date | None = None
+    gpus_per_machine: int | None = None  # in the machine that has this price; None for any machine
+    date: datetime.date | None = None  # when it was listed; None if its source does not say
 
     def is_old(self, today: datetime.date) -> bool:
         """Tell whether the price must be checked: it is older than OLD_DAYS, or a list price without a date."""
@@ -84,20 +76,11 @@ def read_prices(path: str, kind: str, given: Prices) -> list[Price]:
 
 @dataclass(frozen=True)
 class Storage:
-    """What a training keeps in an object store and reads from it.
-
-    Attributes:
-        images_tb: TB of images.
-        latents_tb: TB of latents.
-        checkpoints_tb: TB of checkpoints, all of which an object store keeps.
-        read_tb: TB that the encoding and the training read, if no cache holds a whole epoch.
-        dollars_per_tb_month: price of storage.
-        dollars_per_tb_read: price of traffic.
-    """
+    """What a training keeps in an object store and reads from it, in TB."""
     images_tb: float
     latents_tb: float
-    checkpoints_tb: float
-    read_tb: float
+    checkpoints_tb: float  # an object store keeps all of them
+    read_tb: float  # by the encoding and the training, if no cache holds a whole epoch
     dollars_per_tb_month: float
     dollars_per_tb_read: float
 

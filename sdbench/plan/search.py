@@ -30,38 +30,21 @@ ARITHMETIC = {
 
 
 class Phase(NamedTuple):
-    """A phase of the training.
-
-    Attributes:
-        size: image size in pixels.
-        steps: optimizer steps.
-        images: number of images to train on, with repeats.
-        different_images: number of different images.
-    """
-    size: int
+    """A phase of the training."""
+    size: int  # of the images in pixels
     steps: int
-    images: int
+    images: int  # to train on, with repeats
     different_images: int
 
 
 @dataclass(frozen=True)
 class Training:
-    """The training to plan.
-
-    Attributes:
-        phases: its phases.
-        base: setup of a run; the search replaces its device, GPU count, image size and switches.
-        fixed: settings that the search leaves as they are, because the user gave them.
-        preemptions: None if the machines are not preempted.
-        save_batches: steps between two checkpoints.
-        dollars_per_tb_month: price of storage.
-        dollars_per_tb_read: price of traffic.
-    """
+    """The training to plan."""
     phases: tuple[Phase, ...]
-    base: Setup
-    fixed: frozenset[str]
+    base: Setup  # of a run; the search replaces its device, GPU count, image size and switches
+    fixed: frozenset[str]  # settings that the search leaves as they are, because the user gave them
     preemptions: Preemptions | None
-    save_batches: int
+    save_batches: int  # steps between two checkpoints
     dollars_per_tb_month: float
     dollars_per_tb_read: float
 

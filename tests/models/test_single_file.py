@@ -1,4 +1,4 @@
-"""export.py writes a single file of Stable Diffusion 1.5 and 2 in the original key layout, and no other models."""
+"""export.py --single_file writes Stable Diffusion 1.5 and 2 in the original key layout, and no other models."""
 import numpy as np
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_diffusers_reads_the_file_and_generates_the_image_of_the_exported_folder
           '--max_duration', '1ba', '--save_folder', 'run', '--results', '-'])
     export(['run', 'folder'])
     assert 'prediction type' not in capfd.readouterr().out
-    export(['run', 'file.safetensors'])
+    export(['run', 'file.safetensors', '--single_file'])
     assert ('prediction type: v_prediction' in capfd.readouterr().out) == (version == 2)
     assert (tmp_path / 'file.safetensors').stat().st_mode == (tmp_path / 'folder/export.json').stat().st_mode
     folder = StableDiffusionPipeline.from_pretrained('folder')
@@ -78,8 +78,11 @@ def test_diffusers_reads_the_file_and_generates_the_image_of_the_exported_folder
     assert images[0].std() > 10
     assert np.array_equal(*images)
 
-    # The file of the user stays.
-    assert 'already exists; give a new' in one_error_line(['run', 'file.safetensors'], capfd, export)
+    # The file of the user stays, and a folder and a file are not mistaken for each other.
+    for out, flags, words in (('file.safetensors', ['--single_file'], 'already exists; give a new'),
+                              ('other.safetensors', [], 'with --single_file, and only then'),
+                              ('other', ['--single_file'], 'with --single_file, and only then')):
+        assert words in one_error_line(['run', out, *flags], capfd, export)
 
 
 def test_the_names_are_those_in_the_files_of_stable_diffusion_2():
@@ -106,4 +109,4 @@ def test_a_model_that_readers_of_the_layout_would_take_for_another_one_is_refuse
     with pytest.raises(UserError) as error:
         original_tensors(stable_diffusion(**changed), 'CHECKPOINT run')
     assert words in str(error.value)
-    assert 'give a folder as OUT' in str(error.value)
+    assert 'omit --single_file to export a folder' in str(error.value)
