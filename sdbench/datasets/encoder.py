@@ -23,6 +23,7 @@ from sdbench.datasets.output import OutputFolder, PartWriter
 from sdbench.datasets.workers import Part
 from sdbench.errors import BadSample, DataError
 from sdbench.flags.commands import Encode
+from sdbench.flags.train import Train
 from sdbench.inputs.batches import decode_sample, normalize, stack_images
 from sdbench.inputs.captions import CAPTIONS, MDS_CAPTION_COLUMNS, to_columns
 from sdbench.inputs.images import decode_image
@@ -189,7 +190,7 @@ class Encoder:
         Warm-up batches do not count, but the last batch always does. A single batch includes the loader's start.
         `name` identifies the process. `device` is the name of the GPU, and None for a CPU.
         """
-        first = min(self.settings.warmup_batches, len(self.clock) - 2)  # number of batches that do not count
+        first = min(Train.warmup_batches, len(self.clock) - 2)  # number of batches that do not count
         device = None  # also for a CPU, because looking up its name takes a second
         if self.device.type == 'cuda':
             device = torch.cuda.get_device_name(self.device)
