@@ -54,12 +54,14 @@ from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import ModelFiles, build_text_encoder, build_unet, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
 from sdbench.training.checkpoints import (
+    RUN_NAME,
     CheckpointSaver,
     load_checkpoint,
     load_training,
     local_copy,
     locked_save_folder,
     newest_checkpoint,
+    write_text_in,
 )
 from sdbench.training.compatibility import (
     Mismatch,
@@ -355,6 +357,8 @@ def train(settings: Run, files: ModelFiles, data: DataSpec, callbacks: Sequence[
             kept = facts_to_keep(settings, files, dataset, before)
             name = f'{kept["beginning"]}-{kept["training_id"]}'  # no two trainings share it
             settings = replace(settings, sample_folder=os.path.join(settings.sample_folder, name))
+            if settings.save_folder and not path:
+                on_rank_0(partial(write_text_in, settings.save_folder, RUN_NAME, f'{name}\n'))
 
             # Build the training at its start, or at the checkpoint.
             settings, model, ema_state, data_before = build_initial_model(settings, files, dataset.latents, bool(path))

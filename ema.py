@@ -6,6 +6,7 @@ diffusers. In your own program, `get_ema_model` returns a model that shares memo
     ema.get_ema_model(trainer.state.model).unet.save_pretrained('ema/unet')
 """
 import copy
+from typing import Any
 
 import torch
 from composer.algorithms.ema import ema as composers
@@ -123,11 +124,17 @@ class EMA(composers.EMA):
         else:
             update_interval = update_interval or '1ba'
         super().__init__(half_life, smoothing, ema_start, update_interval)
+        self._given_half_life = half_life
+        self.from_start = self.ema_start.value == 0  # with initial weights; a loaded state replaces this
         self.ema_model = composers.EMAParameters(None)  # until a model is known
         self._pairs: tuple | None = None  # a model, and both lists of `pair_by_name`
 
     def __repr__(self) -> str:  # Composer saves it in checkpoints
         return f'EMA(smoothing={self.smoothing}, ema_start={self.ema_start}, update_interval={self.update_interval})'
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return Composer's state, and by what `export.py` tells whether the EMA is still near the initial weights."""
+        return super().state_dict() | {'half_life': self._given_half_life, 'from_start': self.from_start}
 
     def match(self, event: Event, state: State) -> bool:
         """Tell whether `apply` has something to do at an event, and start the EMA when its time has come.

@@ -27,7 +27,7 @@ import torch
 
 from sdbench.complete import complete_encoding
 from sdbench.datasets.encoder import ImageShard, encode_parts
-from sdbench.datasets.output import SKIPPED, Output, done_already, join_parts, part_name, write_index
+from sdbench.datasets.output import SKIPPED, OutputFolder, done_already, join_parts, part_name, write_index
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.training_command import training_command
@@ -56,7 +56,7 @@ def encode(settings: Encode) -> dict | None:
     """Encode the missing shards, and make a dataset of all. Return the record, or None if no shard was missing."""
     # Describe the parts of the dataset. The name of a part is a hash of its shard and of all settings that change the
     # latents, so a part of that name in OUT never needs to be encoded again.
-    output = Output(settings.out, '--out')
+    output = OutputFolder(settings.out, '--out')
     files = find_model(settings.model_name, settings.pretrained)
     origin = files.origin_of_latents(settings.image_size)
     index = read_image_index(settings.remote)
@@ -142,7 +142,8 @@ def absolute_if_folder(name: str | None) -> str | None:
     return os.path.abspath(name) if name and os.path.isdir(name) else name
 
 
-def encode_missing(settings: Encode, output: Output, parts: list[Part], missing: list[Part]) -> tuple[list[dict], int]:
+def encode_missing(settings: Encode, output: OutputFolder, parts: list[Part], missing: list[Part]
+                   ) -> tuple[list[dict], int]:
     """Encode the missing parts: with one process per GPU, with one process on the CPU, or on a Ray cluster.
 
     Returns the figures of each process, and the number of devices that worked at the same time.
@@ -166,7 +167,7 @@ def encode_missing(settings: Encode, output: Output, parts: list[Part], missing:
     # Let them encode. A process reports its figures with each call, and the last report covers all its calls. A process
     # that replaced a dead one reports as well, but on the same device, so there are never more devices than slots.
     with workers:
-        answers = make_parts(workers, parts, missing, output.is_done, ' images', parts_per_call)
+        answers = make_parts(workers, parts, missing, ' images', parts_per_call)
         slots = workers.slots()
     figures = {answer['name']: answer for answer in answers}
     return list(figures.values()), min(len(figures), slots)

@@ -56,7 +56,7 @@ LINES = {
     'spent': '{gpu_hours:r} GPU-hours, ${dollars:,.2f}',
     'loss': '{loss:.3g}',
     'eval loss': '{eval_loss:.4g} on {eval_samples:,} samples of --eval_remote, after batch {eval_batch:,}',
-    'samples': 'in {sample_images}',
+    'images': 'in {sample_images}',
     'no EMA': 'weights yet: the EMA starts at --ema_start {ema_start_to_come}',
     'checkpoint': 'in {checkpoints}',
     'caution': '{caution}',
@@ -75,7 +75,7 @@ LINES = {
     'not scored': '{not_scored}',
 }
 # A training prints its result first, and only two lines about its speed.
-TRAINING_LINES = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval loss', 'samples', 'no EMA', 'checkpoint',
+TRAINING_LINES = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval loss', 'images', 'no EMA', 'checkpoint',
                  'next', 'images/s', 'no speed', 'wait for data')
 LOADER_LINES = ('loader', 'caution')
 ENCODING_LINES = ('encoded', 'no speed', 'stored', 'caution', 'skipped', 'next')

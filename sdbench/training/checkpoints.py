@@ -40,6 +40,7 @@ UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.([0-9a-f]+\.)?unfinishe
 # Other files in a --save_folder:
 LOCK_FILE = '.lock'
 WRITE_TEST = '.credentials_validated_successfully'  # in a store, to test write access; Composer uses the same name
+RUN_NAME = 'run-name.txt'  # the name of the training, for people; no program reads it
 RECORD = 'record-ba{batch}.json'  # the record of the training, written when it is complete after that many batches
 SECONDS_FOR_LOCK = 10  # to wait for another run that is about to end
 PLAIN_TYPES = [  # what Composer's checkpoints hold besides tensors and Python's built-in types
@@ -278,6 +279,7 @@ class CheckpointSaver:
         self.folder = tempfile.mkdtemp() if self.is_store else folder  # where files are written, on this machine
         self.to_keep = to_keep
         self.saved = [*saved]  # names of this training's checkpoints
+        self._has_links = True  # until the file system has refused one
         self._sending: tuple[str, subprocess.Popen] | None = None  # the newest checkpoint, and its upload
         os.makedirs(self.folder, exist_ok=True)
 
@@ -323,10 +325,14 @@ class CheckpointSaver:
         # In a folder, let the link point to the new file. A regular file with that name is the user's, and stays. Some
         # file systems have no links (exFAT, Google Drive, some network shares), and nothing here needs one.
         link = os.path.join(self.folder, LATEST)
-        with contextlib.suppress(OSError):
-            if os.path.islink(link) or not os.path.exists(link):
+        try:
+            if self._has_links and (os.path.islink(link) or not os.path.exists(link)):
                 Path(link).unlink(missing_ok=True)
                 os.symlink(name, link)
+        except OSError as error:
+            self._has_links = False
+            tqdm.write(f'warning: {link} cannot be a link to the newest checkpoint ({error.strerror}); the '
+                       'checkpoints themselves are complete', file=sys.stderr)
 
         # Remove the oldest checkpoints of this training, not counting what the user has removed or moved.
         self.saved = [name for name in self.saved if os.path.exists(os.path.join(self.folder, name))]

@@ -6,6 +6,7 @@ a resume has the same one, and each of its records has it. Records with the same
 import os
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -114,7 +115,11 @@ def require_same_flags(before: dict, now: dict) -> None:
     """
     for field in SAME_ON_RESUME:
         was = before.get(field.name, field.default)
-        if was != now[field.name]:
+        if field.name == 'caption_weights':  # compare probabilities: order and scale do not matter
+            is_same = probabilities(was) == probabilities(now[field.name])
+        else:
+            is_same = was == now[field.name]
+        if not is_same:
             raise Mismatch(f'--{field.name} was {was}, and is {now[field.name]} now')
 
     # Compare data and tokenizer by hash: they may have moved. The first versions kept no hashes.
@@ -125,6 +130,12 @@ def require_same_flags(before: dict, now: dict) -> None:
         name = now['tokenizer'] or now['model_name']
         raise Mismatch(f'the tokenizer of {name} gives other token ids; give the tokenizer of the run as '
                        '--tokenizer, for example a pipeline that export.py makes of the checkpoint')
+
+
+def probabilities(weights: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the weights of captions as probabilities."""
+    total = sum(weight for _, weight in weights)
+    return {name: round(weight / total, 9) for name, weight in weights if weight}
 
 
 class ExactResume(Callback):

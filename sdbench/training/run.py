@@ -19,6 +19,7 @@ from sdbench.flags.times import to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Run
 from sdbench.flags.training_command import caution_about_steps
 from sdbench.inputs.captions import CAPTIONS
+from sdbench.measuring.profiler import TRACE_WARMUP, TRACED_BATCHES
 from sdbench.microbatches import changes_that_take_less
 from sdbench.models.loading import weight_files
 from sdbench.process import launcher_variable
@@ -69,7 +70,8 @@ def require_memory_of_cpu(settings: Run) -> None:
 def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
     """Log the settings, print on rank 0 where the run starts, and warn of results that the user may not expect.
 
-    Raises SystemExit if the training is already complete: it has all of its batches and its record.
+    Raises SystemExit if the training is already complete: it has all of its batches and its record. Raises UserError if
+    the run is too short for --profile.
     """
     # Count the FLOPs now, before the clock runs. Otherwise Composer's SpeedMonitor would do so between two batches.
     state = trainer.state
@@ -84,6 +86,14 @@ def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint:
             print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}, and the '
                   'record: nothing left to do; a longer --max_duration goes on')
         sys.exit(0)
+
+    # Refuse a profile that would be empty.
+    needed = settings.warmup_batches + TRACE_WARMUP + TRACED_BATCHES
+    left = to_batches(settings.max_duration) - batch
+    if settings.profile and left < needed:
+        raise UserError(f'--profile {settings.profile} needs {needed} batches and traces the last {TRACED_BATCHES}, '
+                        f'but the run has only {plural(left, "batch", "batches")} left; give a longer run, or omit '
+                        '--profile')
 
     # Print where the weights come from and whether they will be saved.
     if dist.get_global_rank():

@@ -53,6 +53,7 @@ class TrainedModel:
         model: the state of the model as the checkpoint holds it: raw (non-EMA) weights, frozen networks that are not in
             the model's folder, and the facts.
         ema: the UNet's EMA weights by name; None if the training has no EMA.
+        young_half_life: the half-life of an EMA that is still near the initial weights; None for any other EMA.
         ema_state: the state of the EMA algorithm, for its `load_state_dict`; None if the training has no EMA.
     """
     batch: int | None
@@ -62,6 +63,7 @@ class TrainedModel:
     facts: dict
     model: dict[str, Any]
     ema: dict[str, torch.Tensor] | None
+    young_half_life: str | None
     ema_state: dict | None
 
 
@@ -96,12 +98,13 @@ def trained_model_of(state: dict) -> TrainedModel:
     """Return the model in the state of a checkpoint. Raises KeyError, TypeError or the like if there is none."""
     kept = kept_in(state)
     spent = {key: kept[key] for key in ('gpu_hours', 'dollars', 'device') if key in kept}
-    samples = state.get('timestamp', {}).get('Timestamp', {}).get('sample')
+    timestamp = state.get('timestamp', {}).get('Timestamp', {})
 
     # The EMA weights, if the EMA has started.
     model = dict(state['model'])
     saved = dict(state.get('algorithms', ())).get('EMA')
     ema = None
+    young_half_life = None
     ema_state = None
     if saved is not None and saved['ema_started']:
         if saved['ema_weights_active']:
@@ -111,9 +114,18 @@ def trained_model_of(state: dict) -> TrainedModel:
         ema = with_prefix_removed(model, 'unet.')
         for name, tensor in shadow['named_parameters_dict'].items():
             ema[name.removeprefix(DDP_PREFIX).removeprefix('unet.')] = tensor
-        ema_state = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False}
-    return TrainedModel(kept['batch'], samples, kept.get('flags', {}), spent, model.get(EXTRA_STATE, {}), model, ema,
-                        ema_state)
+        ema_state = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False, 'from_start': False}
+
+        # An EMA from the start of a training is still near the initial weights for about four half-lives. An EMA that
+        # started later, or continues that of an earlier phase, began with trained weights. Composer's own EMA and the
+        # first versions of ours do not save these two.
+        half_life = saved.get('half_life')
+        if half_life and saved.get('from_start'):
+            passed = timestamp['batch' if half_life.endswith('ba') else 'epoch']
+            if 4 * int(half_life[:-2]) > passed:
+                young_half_life = half_life
+    return TrainedModel(kept['batch'], timestamp.get('sample'), kept.get('flags', {}), spent,
+                        model.get(EXTRA_STATE, {}), model, ema, young_half_life, ema_state)
 
 
 def about_training(trained: TrainedModel, raw_weights: bool = False) -> dict:
@@ -197,7 +209,7 @@ def unet_folder(path: str) -> Path | None:
 
 def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None = None, tokenizer: str | None = None,
                      raw_weights: bool = False) -> StableDiffusionPipeline:
-    """Make a diffusers pipeline of a checkpoint, on the CPU.
+    """Make a diffusers pipeline of a checkpoint, on the CPU. Warns if its EMA weights are still near the initial ones.
 
     Args:
         trained: the model in the checkpoint. The UNet's tensors are not copied.
@@ -218,6 +230,10 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
     unet_weights = with_prefix_removed(trained.model, 'unet.')
     if trained.ema is not None and not raw_weights:
         unet_weights = trained.ema
+        if trained.young_half_life is not None:
+            print_on_rank_0('warning: the EMA weights are still near the initial weights, because their half-life is '
+                            f'{trained.young_half_life} and {label} is from batch {trained.batch:,}; export.py '
+                            '--raw_weights uses the raw weights')
     vae = build_vae(files, 'fp32')
     text_encoder = build_text_encoder(files, 'fp32')
     try:

@@ -16,7 +16,7 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud.storage import Client
 from werkzeug.wrappers import Request, Response
 
-from sdbench.datasets.output import Output, PartWriter, join_parts, write_index
+from sdbench.datasets.output import OutputFolder, PartWriter, join_parts, write_index
 from sdbench.datasets.readers import open_file
 from sdbench.paths import CLAIM
 from sdbench.stores import addresses_in, download, files_below, upload
@@ -176,7 +176,7 @@ def test_azures_store_is_read_and_written_by_all_that_make_datasets_and_checkpoi
     store = LocalAzure()
     with served(store) as url:
         made = use_azure_at(url, monkeypatch)
-        output = Output(f'{container}/mds', 'OUT')
+        output = OutputFolder(f'{container}/mds', 'OUT')
         with output.begun({'program': 'convert.py'}):
             part = PartWriter(output, 'one', {'jpg': 'bytes', 'caption': 'str'})
             part.write({'jpg': b'1', 'caption': 'a'})
@@ -196,7 +196,7 @@ def test_a_process_has_one_client_of_azure_however_many_parts_it_reads(monkeypat
     store = LocalAzure()
     with served(store) as url:
         made = use_azure_at(url, monkeypatch)
-        output = Output('azure://me.blob.core.windows.net/container/mds', 'OUT')
+        output = OutputFolder('azure://me.blob.core.windows.net/container/mds', 'OUT')
         names = [f'part{number}' for number in range(100)]
         for name in names:
             store.blobs[f'mds/{name}/index.json'] = b'{"shards": [], "skipped": []}'

@@ -15,7 +15,7 @@ from sdbench.flags.train import Train
 from sdbench.records.metrics import COLUMNS
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
-from tests.runs import SMALLEST, TINY, check_keys, settings_of
+from tests.runs import SMALLEST, TINY, check_keys, one_error_line, settings_of
 
 
 def lines_of(summary: str) -> list[str]:
@@ -184,3 +184,5 @@ def test_a_trace_holds_three_batches_across_epochs_and_its_run_is_not_reliable(t
     assert 'reports do not use it' in capfd.readouterr().out
     report.main([str(results)])
     assert 'profiled' in capfd.readouterr().out
+    assert 'needs 5 batches and traces the last 3, but the run has only 4 batches left' in one_error_line(
+        [*argv, '15ba', '--profile', folder], capfd)

@@ -18,6 +18,7 @@ from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.training.checkpoints import (
     LOCK_FILE,
     RECORD,
+    RUN_NAME,
     checkpoints_in,
     load_checkpoint,
     locked_save_folder,
@@ -182,7 +183,7 @@ def test_a_run_removes_only_files_that_it_or_the_resumed_run_has_written(tmp_pat
     for name in others:
         (folder / name).write_text('mine')
     main([*argv, str(folder), '--max_duration', '8ba', '--save_num_checkpoints_to_keep', '1'], [User()])
-    own = {'ep0-ba8-rank0.pt', LOCK_FILE, *(RECORD.format(batch=batch) for batch in (4, 8))}
+    own = {'ep0-ba8-rank0.pt', LOCK_FILE, RUN_NAME, *(RECORD.format(batch=batch) for batch in (4, 8))}
     assert {path.name for path in folder.iterdir()} == others | own
     assert all((folder / name).read_text() == 'mine' for name in others)
     assert (tmp_path / 'mine.pt').exists()
@@ -211,12 +212,13 @@ def test_composers_trainer_loads_a_checkpoint_and_those_of_older_versions_are_ro
     assert [Path(path).name for path in checkpoints_in('kept')] == ['ep0-ba2-rank0.pt', 'ep0-ba3-rank0.pt']
 
 
-def test_a_file_system_without_links_gets_checkpoints(monkeypatch):
+def test_a_file_system_without_links_gets_checkpoints_and_one_warning(monkeypatch, capfd):
     def refuse(*_, **__):
         raise PermissionError(errno.EPERM, 'Operation not permitted')
     monkeypatch.setattr(os, 'symlink', refuse)
     main(['--use_synth_latents', *TINY, '--save_interval', '2ba', '--save_folder', 'linkless'])
     assert len(checkpoints_in('linkless')) == 2
+    assert capfd.readouterr().err.count('cannot be a link to the newest checkpoint (Operation not permitted)') == 1
 
 
 @pytest.fixture
@@ -324,6 +326,16 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capfd, 
     with locked_save_folder(str(tmp_path), autoresume=False), locked_save_folder(str(tmp_path), autoresume=False):
         said = capfd.readouterr().err
     assert f'warning: --save_folder {tmp_path} is on a file system without locks ({os.strerror(number)})' in said
+
+
+def test_a_resume_allows_caption_weights_of_another_scale_but_not_other_probabilities(several_captions, capfd):
+    argv = ['--remote', several_captions, *TINY, '--num_workers', '0', '--save_folder', 'kept', '--autoresume']
+    main([*argv, '--max_duration', '1ba', '--caption_weights', 'short=0.1', 'long=0.3'])
+    resumed = main([*argv, '--max_duration', '2ba', '--caption_weights', 'long=6', 'short=2'])
+    assert resumed['first_batch'] == 1
+    assert resumed['captions'] == {'short': 24, 'long': 48}
+    line = one_error_line([*argv, '--max_duration', '3ba', '--caption_weights', 'long=6', 'short=3'], capfd)
+    assert 'does not fit this run (--caption_weights was' in line
 
 
 class Faulty(Callback):

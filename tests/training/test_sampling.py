@@ -130,7 +130,7 @@ def test_a_new_training_in_the_same_folder_keeps_the_images_of_the_one_before_it
     record = main(argv)
     output, errors = capfd.readouterr()
     folder = f'{kept_in}-samples/kept-{record["training_id"]}'
-    assert f'samples         in {folder}\n' in output
+    assert f'images          in {folder}\n' in output
     assert '%' not in errors  # diffusers shows no progress bar
     grids = sorted(Path(folder).iterdir())
     assert [grid.name for grid in grids] == ['ba0.png', 'ba1.png']
