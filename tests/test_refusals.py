@@ -54,6 +54,8 @@ ROWS = [
      '--caption_weights: -1 is not a number of at least 0'),
     ('benchmark.py', f'--remote shards {TINY} --caption_weights lnog=3', '--caption_weights lnog: shards has no '
      'captions of that name; it has caption'),
+    ('benchmark.py', f"{SYNTHETIC} --save_folder ''", '--save_folder: the value is empty; is a shell variable unset?'),
+    ('benchmark.py', "--dry_run 8 --gpu ''", '--gpu: the value is empty; is a shell variable unset?'),
     ('benchmark.py', f'{SYNTHETIC} --budget 9 --dollars_per_gpu_hour H100=2', '--budget 9 needs a price for CPU'),
     ('benchmark.py', f'{SYNTHETIC} --max_duration 50', '--max_duration: 50 is not a time such as 5000ba or 2ep'),
     ('benchmark.py', f'{SYNTHETIC} --compile_blocks', '--compile_blocks needs --compile'),
@@ -97,7 +99,7 @@ ROWS = [
     # Evaluations
     ('evaluate.py', 'notes shards --out s3://b/out', '--out s3://b/out is not a folder on this machine'),
     ('evaluate.py', 'notes shards --out out --steps 30', 'would not start from pure noise'),
-    ('evaluate.py', 'notes shards --out out --clip nowhere', '--clip nowhere is not a folder; download one: hf'),
+    ('evaluate.py', 'notes shards --out out --clip nowhere', '--clip nowhere is not a folder with a CLIP model'),
 
     # Reports
     ('report.py', 'records.csv', 'records.csv:2: not a record: more cells than columns'),
@@ -135,7 +137,7 @@ ROWS = [
     ('WORLD_SIZE=5 evaluate.py', 'pipeline shards --out out --samples 4', '4 is fewer than the 5'),
     ('evaluate.py', 'pipeline shards --out out --samples 4 --caption long', '--caption long: DATA shards has no'),
     ('evaluate.py', 'pipeline shards --out notes --samples 4', 'notes already holds other files'),
-    ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere does not exist; download it'),
+    ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere is not torch-fidelity\'s file'),
     ('export.py', 'notes out', 'holds no complete checkpoint'),
     ('export.py', 'shards notes', 'notes already exists'),
 ]
