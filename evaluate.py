@@ -47,8 +47,7 @@ from sdbench.errors import BadSample, DataError, UserError, plural, redacted
 from sdbench.files import atomic_write
 from sdbench.inputs.captions import CAPTIONS, require_names
 from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index, was_trained_on
-from sdbench.inputs.tokenizer import hash_of_ids
-from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
+from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_fid
 from sdbench.models.generation import SAMPLER, generate, load_pipeline
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.process import progress_bar
@@ -73,8 +72,7 @@ def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Me
     metrics = {}
     about = {'inception_sha256': None, 'clip_sha256': None, 'clip': None}
     if settings.inception:
-        inception = load_inception(settings.inception)
-        metrics['fid'] = FrechetInceptionDistance(inception, reset_real_features=False).to(device)
+        metrics['fid'] = load_fid(settings.inception).to(device)
         about['inception_sha256'] = hashlib.sha256(Path(settings.inception).read_bytes()).hexdigest()
         about['network'] = NETWORK
         about['fid_of_published_weights'] = about['inception_sha256'].startswith(PUBLISHED_SHA256)
@@ -131,16 +129,6 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
     if made_of.get('model_sha256') == about['model_sha256']:
         about |= {key: made_of[key] for key in about.keys() & made_of.keys()}
     return pipeline, about
-
-
-def facts_of_pipeline(pipeline: StableDiffusionPipeline) -> dict:
-    """Return the facts that images depend on besides the weights: the tokenizer's hash and the scheduler's settings."""
-    def encode(captions: list[str]) -> list[list[int]]:
-        return pipeline.tokenizer(captions, padding='max_length', truncation=True).input_ids  # as in diffusers
-
-    config = pipeline.scheduler.config.items()
-    scheduler = {key: value for key, value in config if not key.startswith('_')}  # without the version of diffusers
-    return {'tokenizer_sha256': hash_of_ids(pipeline.tokenizer.get_vocab(), encode), 'scheduler': scheduler}
 
 
 def with_progress(steps: Iterable, doing: str, total: int) -> Iterable:
@@ -278,9 +266,11 @@ def evaluate(settings: Evaluate) -> dict:
     index = open_data(settings)
 
     # Generate and score, while no other run works in --out. Images from other settings there are refused.
+    config = pipeline.scheduler.config.items()
+    scheduler = {key: value for key, value in config if not key.startswith('_')}  # without the version of diffusers
     made_of = {'program': PROGRAM, 'model_sha256': about_model['model_sha256'], 'data_sha256': index_hash(index),
                'image_size': image_size, 'steps': settings.steps, 'seed': settings.seed,
-               'precision': settings.precision, 'caption': settings.caption, **facts_of_pipeline(pipeline)}
+               'precision': settings.precision, 'caption': settings.caption, 'scheduler': scheduler}
     with contextlib.ExitStack() as stack:
         begun = OutputFolder(settings.out, '--out').begun(made_of)
         on_rank_0(lambda: stack.enter_context(begun))

@@ -18,7 +18,7 @@ from sdbench.flags.parser import (
     seed,
     whole_number,
 )
-from sdbench.flags.train import MOST_WORKERS, Encoders, Model, ModelName, Results, Warmup, pixels, price
+from sdbench.flags.train import MOST_WORKERS, Encoders, Model, ModelName, Results, pixels, price
 from sdbench.hub import CLIP_MODEL
 from sdbench.paths import EXPORTED, is_url
 
@@ -80,7 +80,7 @@ class Convert(Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(ModelName, Model, Encoders, Warmup, Results, Cluster):
+class Encode(ModelName, Model, Encoders, Results, Cluster):
     heading = 'latents'
 
     remote: str = flag(REQUIRED, 'folder or object store with MDS shards of images and captions from convert.py')
@@ -100,8 +100,7 @@ class Export:
 
     checkpoint: str = positional('checkpoint written by benchmark.py, or a folder or object store with checkpoints '
                                  '(the newest is used)')
-    out: str = positional('new folder for the pipeline, or with --single_file a new file; an earlier export of another '
-                          'checkpoint in that folder is first renamed to OUT-1')
+    out: str = positional('new folder for the pipeline, or with --single_file a new file')
     single_file: bool = flag(False, 'write one .safetensors file with the original tensor names of Stable Diffusion '
                              '1.5 or 2, for AUTOMATIC1111 and ComfyUI (default: off, which writes a diffusers folder)')
     raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports EMA '

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sdbench.costs import Prices, days_to_train, price_of
+from sdbench.costs import TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import UserError
 from sdbench.flags.train import SD2_BASE, Train
 from sdbench.forecast.forecast import forecast
 from sdbench.gpus import CARDS, short_name
 from sdbench.records.expected import NO_FORECAST
 from sdbench.records.metrics import COLUMNS, format_days, format_metric, rounded
-from sdbench.records.read import MEASURED, Row
+from sdbench.records.read import MEASURED, WITH_SPEED, Row
 from sdbench.records.settings import EVAL_DATA, EVALUATION_SETTINGS, LOSS_SETTINGS, SETTINGS
 from sdbench.report.speeds import gpu_count, one_row_per_gpu_count, setting_of
-from sdbench.report.tables import Table, describe_differences, describe_gpus, line_labels, recipe_flags
+from sdbench.report.tables import Table, describe_differences, describe_gpus, line_labels, recipe_flags, shared_settings
 from sdbench.report.trainings import grouped
 from sdbench.setup import setup_of_record, setup_of_settings
 
@@ -37,11 +37,15 @@ FORECAST_GPUS = ('NVIDIA A100-SXM4-80GB', 'NVIDIA H100 80GB HBM3', 'NVIDIA H200'
 
 
 class Point(NamedTuple):
-    """A point of a line, with the text that a page shows over it. A point that was not measured is hollow."""
+    """A point of a line, with the text that a page shows over it.
+
+    A point that was not measured is hollow, and a red cross is on a doubtful one.
+    """
     x: float
     y: float
     tooltip: str
     is_measured: bool = True
+    is_doubtful: bool = False
 
 
 class Line(NamedTuple):
@@ -106,17 +110,18 @@ def svg_of(figure: Any) -> str:
     return ElementTree.tostring(root, encoding='unicode')
 
 
-def draw_days(table: Table, training_images: int) -> Any:
+def draw_days(table: Table, training_images: int | None) -> Any:
     """Draw days over GPU counts, with a line for each setting, next to forecasts for recipes/fastest.txt.
 
     Each GPU model has one color. Points that were extrapolated or forecast are hollow.
 
     Args:
         table: the table of speeds.
-        training_images: images of the training that the days are for.
+        training_images: images of the training that the days are for; None: TRAINING_IMAGES.
 
     Raises UserError if no row has days.
     """
+    training_images = training_images or TRAINING_IMAGES
     rows = [row for row in table.rows if 'days' in row.metrics]
     if not rows:
         raise UserError('no training in these records has days; for the tiny model, --training_images adds them')
@@ -124,22 +129,24 @@ def draw_days(table: Table, training_images: int) -> Any:
     firsts = [runs[0] for runs in settings]
     lines = []
     for runs, name in zip(settings, describe_differences(firsts, SETTINGS, ['device']), strict=True):
-        gpu = short_name(runs[0].device)
-        label = ', '.join(filter(None, [gpu, name]))
+        gpu, program = short_name(runs[0].device), runs[0].settings['program'] or ''
+        label = ', '.join(filter(None, [gpu, '' if program in name else program, name]))
+        doubts = {gpu_count(row): row.notes for row in table.rows
+                  if row.setting == runs[0].setting and row.status not in WITH_SPEED}
         points = []
         for row in one_row_per_gpu_count(runs):
             days = days_to_train(row.metrics['images_per_sec'], training_images)
-            speed = f'{rounded(row.metrics["images_per_sec"], 1)} images/s'
-            text = tooltip(describe_gpus(row), name, speed, format_days(days, ' days'),
-                           format_metric('cost_usd', row.metrics.get('cost_usd')), row.status, row.date[:10])
-            points.append(Point(gpu_count(row), days, text, row.status == MEASURED))
+            text = tooltip(describe_gpus(row), name, f'{rounded(row.metrics["images_per_sec"], 1)} images/s',
+                           format_days(days, ' days'), format_metric('cost_usd', row.metrics.get('cost_usd')),
+                           row.status, row.date[:10], doubts.get(gpu_count(row)))
+            points.append(Point(gpu_count(row), days, text, row.status == MEASURED, gpu_count(row) in doubts))
         lines.append(Line(label, points, gpu))
     lines += forecast_lines(rows, training_images)
     lines.sort(key=lambda line: -line.points[0].y)  # as the lines are in the figure
     panel = Panel('', 'GPUs', f'days for {training_images:,} images', lines, ideal_scaling=True)
-    shared = Table('', firsts, table.keys, []).shared_settings().removeprefix('All rows: ')
-    return draw_panels([panel], 'Filled: measured. Hollow: extrapolated or forecast. Dashed: twice the GPUs, half the '
-                       f'days.\nRecords: {shared}')
+    marks = ('Filled: measured. Hollow: extrapolated or forecast. Red cross: a run failed or was not reliable. Dashed: '
+             'twice the GPUs, half the days.')
+    return draw_panels([panel], [marks, *shared_settings(firsts, SETTINGS)])
 
 
 def forecast_lines(rows: Sequence[Row], training_images: int) -> list[Line]:
@@ -191,22 +198,23 @@ def draw_learned(rows: Sequence[Row], prices: Prices) -> Any:
     titles = line_labels([comparable[0] for comparable in trainings], LOSS_SETTINGS)
     panels = []
     for comparable, title in zip(trainings, titles, strict=True):
-        over_images, over_dollars = [], []
-        for row, name in zip(comparable, line_labels(comparable, [*SETTINGS, 'save_folder']), strict=True):
-            dollars = dollars_per_image(row, prices)
-            losses = [(images, loss) for images, loss in row.record['evaluations'] if loss is not None]
-            texts = [[describe_gpus(row), name, f'images seen {rounded(images)}', f'eval loss {rounded(loss, 4)}',
-                      f'dollars {rounded(images * dollars, 2)}' if dollars is not None else '', row.date[:10]]
-                     for images, loss in losses]
-            tooltips = [tooltip(*each) for each in texts]
-            over_images.append(Line(name, [Point(images, loss, text) for (images, loss), text
-                                           in zip(losses, tooltips, strict=True)]))
-            if dollars is not None:
-                over_dollars.append(Line(name, [Point(images * dollars, loss, text) for (images, loss), text
-                                                in zip(losses, tooltips, strict=True)]))
-        panels.append(Panel(title, 'images seen', 'eval loss', over_images))
-        if over_dollars:
-            panels.append(Panel(title, 'dollars', 'eval loss', over_dollars))
+        names = line_labels(comparable, [*SETTINGS, 'save_folder'])
+        for across in ('images seen', 'dollars'):
+            lines = []
+            for row, name in zip(comparable, names, strict=True):
+                dollars = dollars_per_image(row, prices)
+                points = []
+                for images, loss in row.record['evaluations']:
+                    if loss is None or across == 'dollars' and dollars is None:
+                        continue
+                    spent = '' if dollars is None else f'dollars {rounded(images * dollars, 2)}'
+                    text = tooltip(describe_gpus(row), name, f'images seen {rounded(images)}',
+                                   f'eval loss {rounded(loss, 4)}', spent, row.date[:10])
+                    points.append(Point(images if across == 'images seen' else images * dollars, loss, text))
+                if points:
+                    lines.append(Line(name, points))
+            if lines:
+                panels.append(Panel(title, across, 'eval loss', lines))
     return draw_panels(panels)
 
 
@@ -255,20 +263,20 @@ def draw_quality(table: Table) -> Any:
     if not panels:
         raise UserError('no evaluation has both scores, or the number of images of its training')
     notes = {row.notes: None for row in table.rows if row.notes}
-    return draw_panels(panels, '\n'.join([table.shared_settings(), *notes]))
+    return draw_panels(panels, [*table.sentences, *notes])
 
 
 def tooltip(*lines: str) -> str:
     return '\n'.join(filter(None, lines))
 
 
-def draw_panels(panels: Sequence[Panel], caption: str = '') -> Any:
+def draw_panels(panels: Sequence[Panel], caption: Sequence[str] = ()) -> Any:
     """Draw panels side by side, with their legends and a caption below them."""
     from matplotlib.figure import Figure
 
     figure = Figure(layout='constrained')
     panels_wide = max(2, len(panels))
-    figure.supxlabel(wrapped(caption, PANEL_CHARACTERS * panels_wide), x=0.01, ha='left', fontsize=9)
+    figure.supxlabel(wrapped('\n'.join(caption), PANEL_CHARACTERS * panels_wide), x=0.01, ha='left', fontsize=9)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw_panel(axes, panel)
         axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)
@@ -280,7 +288,7 @@ def draw_panels(panels: Sequence[Panel], caption: str = '') -> Any:
 def draw_panel(axes: Any, panel: Panel) -> None:
     """Draw the lines of a panel, with a label and tooltips for each, and its axes."""
     from matplotlib import colormaps
-    from matplotlib.ticker import EngFormatter, LogLocator
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 
     names = [*dict.fromkeys(line.color or line.label for line in panel.lines)]
     colors = COLORS if len(names) <= len(COLORS) else colormaps['turbo'](np.linspace(0.05, 0.95, len(names)))
@@ -300,6 +308,9 @@ def draw_panel(axes: Any, panel: Panel) -> None:
         draw_points(axes, line.points, f'{marker}-', color, face, wrapped(line.label, PANEL_CHARACTERS))
         if hollow:
             draw_points(axes, hollow, marker, color, 'white')
+        doubtful = [point for point in line.points if point.is_doubtful]
+        if doubtful:
+            draw_points(axes, doubtful, 'x', 'red')
 
     axes.set_title(wrapped(panel.title, PANEL_CHARACTERS), fontsize=9)
     axes.set_xlabel(panel.across)
@@ -310,7 +321,8 @@ def draw_panel(axes: Any, panel: Panel) -> None:
         axes.set(xscale='log', yscale='log')
         axes.set_xticks(counts, counts)
         axes.minorticks_off()
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        least, most = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if most > 10 * least else MaxNLocator(6))
         axes.yaxis.set_major_formatter('{x:g}')
         axes.grid(alpha=0.3)
     else:
@@ -319,7 +331,8 @@ def draw_panel(axes: Any, panel: Panel) -> None:
             axes.xaxis.set_major_formatter(EngFormatter())
 
 
-def draw_points(axes: Any, points: Sequence[Point], style: str, color: Any, face: Any, label: str = '_') -> None:
+def draw_points(axes: Any, points: Sequence[Point], style: str, color: Any, face: Any = None,
+                label: str = '_') -> None:
     """Draw points with their tooltips. A label that begins with an underscore is not in the legend."""
     [artist] = axes.plot([point.x for point in points], [point.y for point in points], style, color=color,
                          markerfacecolor=face, linewidth=1.2, label=label)

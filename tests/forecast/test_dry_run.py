@@ -124,7 +124,8 @@ def test_several_gpu_counts_have_a_row_for_each_card_and_count_with_its_efficien
     lines = capfd.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
     [start] = [number for number, line in enumerate(lines) if line.startswith('GPUs')]
-    assert lines[start].split() == ['GPUs', 'microbatch', 'GiB', 'taken', 'images/s', 'efficiency', 'days', 'dollars']
+    assert lines[start].split() == ['GPUs', 'microbatch', 'GiB', 'taken', 'images/s', 'each', 'efficiency', 'days',
+                                    'GPU-hours', 'dollars']
     for name, device in (('H100 80GB HBM3', H100.name), ('B200', 'NVIDIA B200')):
         records = [found for found in forecasts if found.card.name == device]
         assert [record.setup.num_devices for record in records] == [2, 16, 64]
@@ -132,14 +133,15 @@ def test_several_gpu_counts_have_a_row_for_each_card_and_count_with_its_efficien
         assert machines == [(1, 10), (2, 10), (8, 10)]
         shown = [line for line in lines if line.split('  ')[0].endswith(f' x {name}')]
         for record, line in zip(records, shown, strict=True):
-            count, microbatch, _, speed, efficiency, days, dollars = re.split('  +', line)
+            count, microbatch, _, speed, each, efficiency, days, hours, dollars = re.split('  +', line)
             assert count == f'{record.setup.num_devices} x {name}'
             assert number(speed) == pytest.approx(record.images_per_sec, rel=0.01)
-            expected = record.images_per_sec / record.setup.num_devices / (records[0].images_per_sec / 2)
+            assert number(each) == pytest.approx(record.images_per_sec / record.setup.num_devices, rel=0.01)
+            expected = number(each) / (records[0].images_per_sec / 2)
             assert number(efficiency.rstrip('%')) / 100 == pytest.approx(expected, rel=0.02)
             assert number(days) == pytest.approx(1e8 / record.images_per_sec, rel=0.01)
-            hours = 24 * 1e8 / record.images_per_sec * record.setup.num_devices
-            assert number(dollars) == pytest.approx(2 * hours, rel=0.01)
+            assert number(hours) == pytest.approx(number(days) * 24 * record.setup.num_devices, rel=0.02)
+            assert number(dollars) == pytest.approx(2 * number(hours), rel=0.01)
             assert int(microbatch) == 64 // record.setup.num_devices
 
 
