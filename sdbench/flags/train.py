@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
-from sdbench.flags.parser import amount, below_1, count, flag, fraction, nonempty, positive, seed, whole_number
+from sdbench.flags.parser import amount, below_1, count, flag, fraction, positive, seed, whole_number
 from sdbench.flags.times import LONGEST_INTERVAL, time_in, to_batches
-from sdbench.gpus import cards_named
 from sdbench.process import launcher_variable
 
 TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
@@ -40,15 +39,6 @@ def pixels(text: str) -> int:
 
 
 pixels.metavar = 'PIXELS'
-
-
-def known_gpu(name: str) -> str:
-    """Return the name unchanged if it is the name, or part of the name, of a known GPU."""
-    try:
-        cards_named((nonempty(name),))
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return name
 
 
 def price(text: str) -> tuple[str | None, float]:
@@ -218,7 +208,7 @@ class Cost:
                                            '(default: off; without a count, as many GPUs as there are processes)',
                                            converter=count, metavar='GPUS', bare=(0,))
     gpu: tuple[str, ...] = flag((), 'GPUs to forecast, by name or part of a name, such as A100-40GB H200 (default: '
-                                'all known GPUs)', converter=known_gpu, metavar='NAME', needs='dry_run')
+                                'all known GPUs)', metavar='NAME', needs='dry_run')
     dollars_per_gpu_hour: Prices = flag((), 'price per GPU-hour in dollars, for every GPU or by GPU name, such as '
                                         f'H100=2.5 H200=3.2 (default: {DOLLARS_PER_GPU_HOUR} for every GPU)',
                                         converter=price, metavar='PRICE')
