@@ -92,6 +92,12 @@ def test_plans_without_the_compiler_agree_with_the_pages():
             f'{trained:.2f}.') in sentences(PAGE)
 
 
+def test_one_gpu_with_little_memory_recomputes_activations_in_blocks_that_are_compiled_alone():
+    plans, _ = answer_to("python plan.py --gpu '1 4090'")
+    for part in plans['1 x RTX 4090'].training:
+        assert part.setup.gradient_checkpointing and part.setup.compile_blocks
+
+
 def test_the_table_of_networks_agrees_with_forecasts():
     [rows] = tables((ROOT / 'docs/machines.md').read_text())
     recipes = {'defaults': Setup(use_ema=True),
