@@ -18,7 +18,7 @@ from sdbench.flags.parser import (
     seed,
     whole_number,
 )
-from sdbench.flags.train import MOST_WORKERS, Encoders, Model, ModelName, Results, pixels, price
+from sdbench.flags.train import MOST_WORKERS, Encoders, Model, Results, pixels, price
 from sdbench.hub import CLIP_MODEL
 from sdbench.paths import EXPORTED, is_url
 
@@ -79,7 +79,7 @@ class Convert(Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(ModelName, Model, Encoders, Results, Cluster):
+class Encode(Model, Encoders, Results, Cluster):
     heading = 'latents'
 
     remote: str = flag(REQUIRED, 'folder or object store with MDS shards of images and captions from convert.py')

@@ -44,19 +44,17 @@ pixels.metavar = 'PIXELS'
 
 def price(text: str) -> tuple[str | None, float]:
     """Convert a price: dollars for every GPU, such as 2.5, or NAME=PRICE for GPUs with that name, such as H100=2.5."""
-    name, is_named, dollars = text.rpartition('=')
+    name, _, dollars = text.rpartition('=')
     if not re.match('[0-9]', dollars):
         raise argparse.ArgumentTypeError(f'{text} is not a price such as 2.5 or H100=2.5; write it without $, which '
                                          'the shell expands as a variable')
-    if not is_named:
-        return None, amount(text)
-    return name, amount(dollars)
+    return name or None, amount(dollars)
 
 
 def caption_weight(text: str) -> tuple[str, float]:
     """Convert the weight of a caption name, NAME=WEIGHT, such as long=3."""
-    name, is_named, weight = text.rpartition('=')
-    if not is_named:
+    name, _, weight = text.rpartition('=')
+    if not name:
         raise argparse.ArgumentTypeError(f'{text} is not NAME=WEIGHT, such as long=3')
     return name, amount(weight)
 
@@ -97,17 +95,11 @@ class TrainingSamples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelName:
+class Model:
     heading = 'model'
 
     model_name: str = flag(SD2_BASE, 'model: tiny (a small test model), a diffusers folder or a Hugging Face Hub ID '
                            f'(default: {SD2_BASE}, whose architecture is built in)')
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    heading = 'model'
-
     pretrained: bool = flag(False, 'load the trained weights of the VAE and the text encoder from --model_name; tiny '
                             'has trained weights for its VAE only (default: off; random weights are as fast, but no '
                             'model can generate images with them)')
@@ -297,7 +289,7 @@ class EvaluationAndSamples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainingData, TrainingSamples, ModelName, Model, Encoders, Speed, Measuring, Results, Machines,
+class Train(TrainingData, TrainingSamples, Model, Encoders, Speed, Measuring, Results, Machines,
             Cost, Training, Optimizer, EvaluationAndSamples):
     """The flags of benchmark.py, as they were given. `sdbench/complete.py` makes a Run of them."""
 
@@ -366,8 +358,10 @@ class Run(Train):
 
 # Flags that take a time. complete.py converts each of them to batches.
 TIMES = ('max_duration', 'save_interval', 'eval_interval', 'sample_interval', 'lr_warmup', 'ema_half_life', 'ema_start')
-# The flags in these groups affect the training result, and a resumed run must have the same values.
-SAME_ON_RESUME = tuple(field for group in (TrainingSamples, Model, Optimizer) for field in fields(group))
+# The flags in these groups affect the training result, and a resumed run must have the same values. Only the folder of
+# the model may move; its configuration is compared.
+SAME_ON_RESUME = tuple(field for group in (TrainingSamples, Model, Optimizer) for field in fields(group)
+                       if field.name != 'model_name')
 # Flags in these groups that do not change the time of a step: measurements that differ only in them measure the same
 # speed. Add a new flag here only after checking that.
 NO_EFFECT_ON_SPEED = ('random_flip', 'caption_drop', 'caption_weights', 'pretrained', 'seed', 'snr_gamma',
