@@ -299,5 +299,6 @@ def measuring_command(plan: Plan, part: Part) -> str:
 def shell_lines(command: str) -> str:
     """Return a shell command in lines of at most WIDTH characters, none of which ends between quotes."""
     whole = re.sub(QUOTED, lambda quoted: quoted[0].replace(' ', '\0'), command)
-    lines = textwrap.wrap(whole, WIDTH - 6, break_on_hyphens=False, break_long_words=False)
-    return ' \\\n        '.join([f'    {lines[0]}', *lines[1:]]).replace('\0', ' ')
+    lines = textwrap.wrap(whole, WIDTH - 2, initial_indent=4 * ' ', subsequent_indent=8 * ' ', break_on_hyphens=False,
+                          break_long_words=False)
+    return ' \\\n'.join(lines).replace('\0', ' ')
