@@ -81,6 +81,7 @@ ROWS = [
     ('convert.py', 'notes out --captions nothing.csv', 'nothing.csv: No such file or directory'),
     ('convert.py', 'notes out --size_limit 4gb', '--size_limit: 4gb'),
     ('AWS_PROFILE=nobody convert.py', 'photo.jpg s3://b/a', 'profile (nobody) could not be found'),
+    ('LOCAL_RANK=0 convert.py', 'photo.jpg out', 'start it with python instead of a launcher'),
     ('encode.py', '--remote shards --out out --ray auto', '--ray auto needs --encoder_precision'),
 
     # Encodings

@@ -21,6 +21,7 @@ from sdbench.flags.parser import (
 from sdbench.flags.train import MOST_WORKERS, Encoders, Model, Results, pixels, price
 from sdbench.hub import CLIP_MODEL
 from sdbench.paths import EXPORTED, is_url
+from sdbench.process import launcher_variable
 
 REQUIRED = MISSING  # as the default of a flag
 TIMESTEPS = 1000  # of Stable Diffusion's noise schedule
@@ -43,6 +44,10 @@ class Cluster:
 
     ray: str | None = flag(os.environ.get('RAY_ADDRESS'), 'address of a Ray cluster on which to run, such as auto '
                            '(default: the environment variable RAY_ADDRESS, or else this machine)', metavar='ADDRESS')
+
+    def check(self) -> None:
+        if launcher_variable('LOCAL_RANK') is not None:
+            raise UserError('this command starts its own processes; start it with python instead of a launcher')
 
 
 @dataclass(frozen=True, kw_only=True)
