@@ -26,7 +26,7 @@ from sdbench.errors import DataError, UserError, one_line, plural, redacted
 from sdbench.files import atomic_write, locked, parse_json
 from sdbench.paths import CLAIM, INDEX, is_url
 from sdbench.stores import download, files_below, upload
-from sdbench.stores.addresses import parse_address
+from sdbench.stores.addresses import PATIENT, QUICK, Retry, parse_address
 
 LOCK = f'{CLAIM}.lock'  # held by the run that writes to a folder
 SKIPPED = 'skipped.jsonl'  # which samples and files were skipped, and why
@@ -56,7 +56,7 @@ class OutputFolder:
             self.key = parse_address(out, self.label).key
             print(f'reaching {redacted(self.label)}', file=sys.stderr, flush=True)
             try:
-                self.read(CLAIM)
+                self.read(CLAIM, QUICK)
             except DataError as error:
                 raise UserError(str(error)) from None
 
@@ -114,14 +114,14 @@ class OutputFolder:
             with atomic_write(path) as file:
                 shutil.copyfileobj(content, file)
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, retry: Retry = PATIENT) -> bytes | None:
         """Return the content of a file of OUT, or None if it does not exist. Raises DataError if OUT cannot be read."""
         with self._os_errors_as_data_errors(), tempfile.TemporaryDirectory() as folder:
             try:
                 if self.is_folder:
                     return Path(self.out, name).read_bytes()
                 copy = Path(folder, 'copy')
-                download(f'{self.out}/{name}', str(copy), self.label, in_threads=False)
+                download(f'{self.out}/{name}', str(copy), self.label, retry, in_threads=False)
                 return copy.read_bytes()
             except FileNotFoundError:
                 return None
@@ -132,7 +132,8 @@ class OutputFolder:
             if self.is_folder:
                 return [os.path.relpath(os.path.join(folder, name), self.out)
                         for folder, _, names in os.walk(self.out) for name in names]
-            return [file.key.removeprefix(self.key).lstrip('/') for file in files_below(self.out, self.label)]
+            return [file.key.removeprefix(self.key).lstrip('/')
+                    for file in files_below(self.out, self.label, PATIENT)]
 
     def is_done(self, part: str) -> bool:
         """Tell whether the part with this name is done."""
