@@ -49,15 +49,12 @@ from sdbench.gpus import peak_of
 from sdbench.inputs.batches import NOISE, TIMESTEP, normalize
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.loader import measure_loader
-from sdbench.measuring.profiler import Trace
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import ModelFiles, build_text_encoder, build_unet, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
 from sdbench.training.checkpoints import (
     RUN_NAME,
-    CheckpointSaver,
     load_checkpoint,
-    load_training,
     local_copy,
     locked_save_folder,
     newest_checkpoint,
@@ -70,16 +67,15 @@ from sdbench.training.compatibility import (
     facts_of_model,
     omit_networks_of_folder,
 )
-from sdbench.training.end_of_batch import EndOfBatch
-from sdbench.training.loggers import Throughput, build_loggers
+from sdbench.training.end_of_batch import EndOfBatch, Spending
+from sdbench.training.loggers import Throughput, Trace, build_loggers
 from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import FiniteSteps, build_schedule, min_snr_weights
-from sdbench.training.progress import METRIC, HeldOutLoss
+from sdbench.training.progress import METRIC
 from sdbench.training.ranks import GracefulStop, destroy_nccl_group, join_ranks, on_rank_0
 from sdbench.training.resuming import DATA, ExactResume, facts_to_keep, kept_in, with_kept_defaults
 from sdbench.training.run import announce_build, begin_run, finish_run, fit, training_record
 from sdbench.training.sampling import Sampling, read_prompts
-from sdbench.training.spending import Spending
 from sdbench.training.weights import load_initial_weights
 
 
@@ -363,17 +359,9 @@ def train(settings: Run, files: ModelFiles, data: DataSpec, callbacks: Sequence[
             # Build the training at its start, or at the checkpoint.
             settings, model, ema_state, data_before = build_initial_model(settings, files, dataset.latents, bool(path))
             kept['flags'][DATA] = data_before + kept['flags'][DATA]
-            sampling = saver = load = None
+            end_of_batch = EndOfBatch(settings, kept, before, path and (checkpoint, path), spending, stop)
             if prompts:
-                sampling = Sampling(settings, prompts, model, files)
-            if settings.save_folder:
-                saver = CheckpointSaver(settings.save_folder, settings.save_num_checkpoints_to_keep,
-                                        before.get('saved', ()))
-            if path:
-                load = partial(load_training, path=path, label=checkpoint, folder=settings.save_folder,
-                               flags=kept['flags'])
-            end_of_batch = EndOfBatch(settings, kept, before.get('loss'), spending, stop,
-                                      HeldOutLoss(settings.eval_remote, kept['flags'][DATA]), sampling, saver, load)
+                end_of_batch.sampling = Sampling(settings, prompts, model, files)
             trainer = build_trainer(settings, model, data, build_evaluator(settings, files, held_out),
                                     build_algorithms(settings, ema_state),
                                     build_callbacks(settings, end_of_batch, callbacks), name)

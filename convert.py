@@ -154,7 +154,7 @@ def convert_missing(settings: Convert, outputs: list[OutputFolder], parts: list[
     else:
         workers = LocalWorkers(work, min(settings.num_workers or cpu_cores(), len(missing)))
     with workers:
-        make_parts(workers, parts, missing, outputs[0].is_done, 'B')
+        make_parts(workers, parts, missing, 'B')
 
 
 def nothing_converted(joined: Joined, held_out: Joined, settings: Convert) -> UserError:
@@ -203,7 +203,8 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, unused: list[s
     if joined.skipped:
         print(f'skipped    {joined.skipped_line(settings.out)}')
     if unused:
-        print(f'unused     {plural(len(unused), "folder")} in OUT from before SOURCE changed, such as {unused[0]}')
+        print(f'unused     {plural(len(unused), "folder")} in OUT from before SOURCE changed, whose images were '
+              f'converted again if SOURCE still has them, such as {unused[0]}')
 
     # Print a training command that suits this number of samples, its forecast, and one for a machine without a GPU.
     command = training_command(settings.out, joined.samples, FINE_TUNED, True, flags)

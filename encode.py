@@ -167,7 +167,7 @@ def encode_missing(settings: Encode, output: OutputFolder, parts: list[Part], mi
     # Let them encode. A process reports its figures with each call, and the last report covers all its calls. A process
     # that replaced a dead one reports as well, but on the same device, so there are never more devices than slots.
     with workers:
-        answers = make_parts(workers, parts, missing, output.is_done, ' images', parts_per_call)
+        answers = make_parts(workers, parts, missing, ' images', parts_per_call)
         slots = workers.slots()
     figures = {answer['name']: answer for answer in answers}
     return list(figures.values()), min(len(figures), slots)

@@ -7,7 +7,7 @@ r"""Plan a training of Stable Diffusion: days, dollars and their ranges on each 
     python plan.py --spot --html plan.html           # on spot machines; a page to send to others
 
 Each GPU gets the fastest plan that leaves the training result as it is: on latents or images, with or without the
-compiler and gradient checkpointing, with the largest microbatch that fits. Every figure has a range. Plans whose ranges
+compiler and gradient checkpointing, with the largest microbatch that fits. Every number has a range. Plans whose ranges
 overlap cannot be told apart before they are measured.
 """
 import datetime

@@ -1,12 +1,12 @@
 """Turn records into days, GPU-hours and dollars, and predict the speed on more GPUs.
 
-    python report.py results.jsonl                     # a row for each measured setting and GPU count
+    python report.py results.jsonl                          # a row for each measured setting and GPU count
     python report.py published.csv --extrapolate 512 1024 --figure days.png --csv table.csv
-    python report.py results.jsonl --compare           # one row per training, with its speed relative to the first
-    python report.py results.jsonl --learned learned.png # eval losses against images and against dollars
-    python report.py results.jsonl --dollars_per_gpu_hour H100=2.5 H200=3.2  # costs at these prices
-    python report.py results.jsonl --quality quality.png # FID and CLIP scores from evaluate.py
-    python report.py results.jsonl --html report.html  # the whole report as a page to send, which needs no network
+    python report.py results.jsonl --compare                # one row per training, with its speed relative to the first
+    python report.py results.jsonl --learned learned.png    # eval losses against images and against dollars
+    python report.py results.jsonl --quality quality.png    # FID and CLIP scores from evaluate.py
+    python report.py results.jsonl --dollars_per_gpu_hour H100=2.5 H200=3.2    # costs at these prices
+    python report.py results.jsonl --html report.html       # the whole report as a page to send; it needs no network
 
 A record is a line of JSON that benchmark.py, encode.py or evaluate.py has written, or a row of a CSV file with the same
 keys as columns. Settings that differ between rows are a column of the table, and settings that all rows share are one
@@ -22,24 +22,21 @@ if __name__ == '__main__':
     answer_early(Report, __doc__)
 
 import csv
-import functools
 import json
 import math
 import shlex
 import signal
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, describe_prices, require_named
-from sdbench.records.metrics import COLUMNS, WIDTH
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, describe_prices, require_named
+from sdbench.records.metrics import COLUMNS, filled
 from sdbench.records.read import Row, read_all
 from sdbench.records.status import FORECAST
 from sdbench.report.page import write_page
 from sdbench.report.pictures import draw_days, draw_learned, draw_quality, save, svg_of
 from sdbench.report.speeds import score_table, speed_table
-from sdbench.report.tables import Table
 from sdbench.report.trainings import join_trainings
 
 
@@ -62,76 +59,51 @@ def report(settings: Report, command: str) -> str:
     unused = f'{plural(forecasts, "forecast")} in these files: plan.py and --dry_run calculate forecasts now'
     if not measured:
         raise UserError(f'no measurement, only {unused}')
-    require_named({row.device for row in measured}, settings.dollars_per_gpu_hour)
-    speeds = join_trainings([row for row in measured if row.stage != 'evaluate'])
-    scores = [row for row in measured if row.stage == 'evaluate']
-    has_trainings = any(row.stage == 'train' for row in speeds)
-    require_records(settings, has_trainings, has_evaluations=bool(scores))
-
-    # Make the tables, and the figures by their flag: what each shows, and the function that draws it.
-    tables = []
-    figures = {}
-    if speeds:
-        tables.append(speed_table(speeds, settings))
-        images = settings.training_images or TRAINING_IMAGES
-        figures['figure'] = ('Days over GPU count', functools.partial(draw_days, tables[0], images))
-    if has_trainings:
-        draw = functools.partial(draw_learned, speeds, settings.dollars_per_gpu_hour)
-        figures['learned'] = ('Loss on --eval_remote', draw)
-    if scores:
-        tables.append(score_table(scores, settings.dollars_per_gpu_hour))
-        figures['quality'] = ('FID and CLIP score', functools.partial(draw_quality, tables[-1]))
+    prices = settings.dollars_per_gpu_hour
+    require_named({row.device for row in measured}, prices)
+    runs = join_trainings([row for row in measured if row.stage != 'evaluate'])
+    speeds = speed_table(runs, settings)
+    scores = score_table([row for row in measured if row.stage == 'evaluate'], prices)
+    tables = [table for table in (speeds, scores) if table.rows]
+    notes = price_notes([row for table in tables for row in table.rows], settings)
+    if forecasts:
+        notes.append(f'Not used: {unused}.')
 
     # Save the figures whose flag names a file. A page shows all that have something to show.
-    svgs = {}
+    figures = {'figure': ('Days over GPU count', lambda: draw_days(speeds, settings.training_images)),
+               'learned': ('Loss on --eval_remote', lambda: draw_learned(runs, prices)),
+               'quality': ('FID and CLIP score', lambda: draw_quality(scores))}
+    shown = {}
     for flag, (caption, draw) in figures.items():
         path = getattr(settings, flag)
         try:
             if path:
                 save(draw(), path)
             if settings.html:
-                svgs[caption] = svg_of(draw())
+                shown[caption] = svg_of(draw())
         except UserError as error:
             if path:
                 raise UserError(f'--{flag} {path}: {error}') from None
 
     # Write the other files, and return the text.
-    notes = price_notes(tables, settings)
-    if forecasts:
-        notes.append(f'Not used: {unused}.')
     if settings.csv:
         write_csv(settings.csv, [row for table in tables for row in table.rows])
     if settings.html:
-        sentences = [sentence for table in tables for sentence in (table.shared_settings(), *table.sentences)]
-        write_page(Path(settings.html), svgs, tables, [*filter(None, sentences), *notes], command)
-    written = ', '.join(filter(None, [settings.figure, settings.learned, settings.quality, settings.csv,
-                                      settings.html]))
+        write_page(Path(settings.html), shown, tables, notes, command)
     blocks = []
     for table in tables:
-        blocks += [table.markdown(), *wrapped([table.shared_settings(), *table.sentences])]
-    blocks += wrapped(notes)
-    return '\n\n'.join([*blocks, f'Written: {written}'] if written else blocks)
+        blocks += [table.markdown(), *(filled([sentence]) for sentence in table.sentences)]
+    blocks += [filled([note]) for note in notes]
+    files = [settings.figure, settings.learned, settings.quality, settings.csv, settings.html]
+    if any(files):
+        blocks.append(f'Written: {", ".join(filter(None, files))}')
+    return '\n\n'.join(blocks)
 
 
-def wrapped(sentences: Sequence[str]) -> list[str]:
-    """Return sentences in lines of at most WIDTH characters, without empty ones."""
-    return [textwrap.fill(sentence, WIDTH, break_on_hyphens=False) for sentence in sentences if sentence]
-
-
-def require_records(settings: Report, has_trainings: bool, has_evaluations: bool) -> None:
-    """Raise UserError if a flag needs records of a kind that is not there."""
-    for flag in ('compare', 'extrapolate', 'figure', 'learned'):
-        if getattr(settings, flag) and not has_trainings:
-            raise UserError(f'--{flag} needs records of a training, and there are none')
-    if settings.quality and not has_evaluations:
-        raise UserError('--quality needs records of evaluate.py, and there are none')
-
-
-def price_notes(tables: Sequence[Table], settings: Report) -> list[str]:
-    """Return sentences that say which prices were used for the costs; [] if nothing has a cost."""
-    rows = [row for table in tables for row in table.rows if row.metrics.get('total_gpu_hours')]
+def price_notes(rows: Sequence[Row], settings: Report) -> list[str]:
+    """Return a sentence that says which prices were used for the costs; [] if nothing has a cost."""
     prices = [(row.device, round(row.metrics.get('cost_usd', math.nan) / row.metrics['total_gpu_hours'], 6))
-              for row in rows]
+              for row in rows if row.metrics.get('total_gpu_hours')]
     if not prices:
         return []
     are_from_records = not settings.dollars_per_gpu_hour and any(price != DOLLARS_PER_GPU_HOUR for _, price in prices)

@@ -190,6 +190,6 @@ def cards_named(names: Iterable[str]) -> list[Card]:
         if full_name(words) in CARDS:
             cards = [CARDS[full_name(words)]]
         if not cards:
-            raise UserError(unknown_gpu(words))
+            raise UserError(f'--gpu {unknown_gpu(words)}')
         found |= {card.name: card for card in cards}
     return list(found.values())

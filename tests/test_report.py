@@ -314,7 +314,6 @@ def test_cpus_have_no_gpu_hours_loaders_and_encodings_no_days_and_tiny_days_only
         ('loader', '32,000.0', '', '', ''), ('encode', '4,000.0', '', '', '')]
     text = printed(write({'model_name': 'tiny'}))
     assert 'days' not in tables(text)[0][0]
-    assert '--training_images adds them' in text
     assert tables(printed(write({'model_name': 'tiny'}), '--training_images', 1_000_000))[0][0]['cost']
 
 
@@ -485,7 +484,7 @@ def test_the_figure_of_days_has_a_line_per_setting_and_fills_measured_points(fig
     original.write_text(''.join(Path(PUBLISHED).read_text().splitlines(keepends=True)[:7]))
     [axes] = figure_of(original, '--figure', 'days.png').axes
     assert (axes.get_xscale(), axes.get_yscale()) == ('log', 'log')
-    assert legend(axes) == ['A100 40GB', *(
+    assert legend(axes) == ['A100 40GB, original program', *(
         f'{gpu}, fastest.txt, forecast' for gpu in ('A100 80GB', 'H100 80GB', 'H200', 'B200'))]
     lines = [line for line in axes.lines if len(line.get_xdata())]
     filled = [line for line in lines if line.get_marker() == 'o' and line.get_markerfacecolor() != 'white']
@@ -497,6 +496,15 @@ def test_the_figure_of_days_has_a_line_per_setting_and_fills_measured_points(fig
     assert hollow[1].get_ydata()[0] == pytest.approx(2_867_200_000 / 276.5179 / 86_400, 1e-4)
     ideal, *_ = [line for line in lines if line.get_linestyle() == '--']
     assert ideal.get_ydata()[[0, -1]] == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
+
+
+def test_gpu_counts_with_failed_or_unreliable_runs_have_a_cross(figure_of, write):
+    runs = [{'num_devices': n, 'images_per_sec': 100.0 * n} for n in (8, 16, 32)]
+    doubtful = [{'num_devices': 64, 'drift': 0.5}, {'num_devices': 128, 'status': 'failed', 'images_per_sec': None}]
+    [axes] = figure_of(write(*runs, *doubtful), '--extrapolate', 64, 128, 256, '--figure', 'days.png').axes
+    assert [list(line.get_xdata()) for line in axes.lines if line.get_marker() == 'x'] == [[64, 128]]
+    [axes] = figure_of(write(*runs), '--figure', 'days.png').axes
+    assert not [line for line in axes.lines if line.get_marker() == 'x']
 
 
 def test_lines_of_days_differ_in_label_and_marker_and_have_one_point_per_gpu_count(figure_of, write):

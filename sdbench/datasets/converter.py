@@ -23,10 +23,7 @@ SHARD_COLUMNS = {'jpg': 'bytes', **MDS_CAPTION_COLUMNS}  # MDS types by column
 def convert_parts(settings: Convert, outputs: list[OutputFolder], parts: list[Part]) -> None:
     """Convert the files of the given parts into shards, and finish each part before the next one.
 
-    Args:
-        settings: flags of the command.
-        outputs: OUT and, with --held_out, the dataset of held-out samples.
-        parts: parts to convert. The sources of each part are Files.
+    `outputs` are OUT and, with --held_out, the dataset of held-out samples. The sources of each part are Files.
     """
     torch.set_num_threads(1)  # each core has a worker already
     for output in outputs:

@@ -23,6 +23,7 @@ from sdbench.datasets.output import OutputFolder, PartWriter
 from sdbench.datasets.workers import Part
 from sdbench.errors import BadSample, DataError
 from sdbench.flags.commands import Encode
+from sdbench.flags.train import Train
 from sdbench.inputs.batches import decode_sample, normalize, stack_images
 from sdbench.inputs.captions import CAPTIONS, MDS_CAPTION_COLUMNS, to_columns
 from sdbench.inputs.images import decode_image
@@ -41,7 +42,6 @@ class ImageShard(NamedTuple):
 
     @property
     def name(self) -> str:
-        """File name of the shard."""
         return self.entry['raw_data']['basename']
 
 
@@ -80,12 +80,7 @@ class Batches(Dataset):
 
 
 class Encoder:
-    """Encode shards with the VAE on one device, and measure the speed.
-
-    Args:
-        settings: settings of encode.py.
-        on_gpu: True uses the GPU of this process, False the CPU.
-    """
+    """Encode shards with the VAE on the GPU of this process, or on the CPU, and measure the speed."""
 
     def __init__(self, settings: Encode, on_gpu: bool):
         self.settings = settings
@@ -106,13 +101,10 @@ class Encoder:
         self.encoded = [0]  # images encoded so far, after each batch
 
     def encode(self, output: OutputFolder, parts: list[Part], copies: str | None) -> None:
-        """Encode the parts, in order, into a dataset.
+        """Encode the parts, in order, into a dataset. The source of each part is one ImageShard.
 
-        Args:
-            output: dataset to write to.
-            parts: parts to encode. The source of each part is one ImageShard.
-            copies: folder for temporary copies of the shards, each removed once it is encoded. None: the shards are
-                read in place.
+        `copies` is a folder for temporary copies of the shards, each removed once it is encoded. None reads the shards
+        in place.
         """
         # Open the shards.
         settings = self.settings
@@ -198,7 +190,7 @@ class Encoder:
         Warm-up batches do not count, but the last batch always does. A single batch includes the loader's start.
         `name` identifies the process. `device` is the name of the GPU, and None for a CPU.
         """
-        first = min(self.settings.warmup_batches, len(self.clock) - 2)  # number of batches that do not count
+        first = min(Train.warmup_batches, len(self.clock) - 2)  # number of batches that do not count
         device = None  # also for a CPU, because looking up its name takes a second
         if self.device.type == 'cuda':
             device = torch.cuda.get_device_name(self.device)
@@ -211,14 +203,7 @@ encoder_of_process = functools.cache(Encoder)  # a process builds it in its firs
 
 
 def encode_parts(settings: Encode, output: OutputFolder, on_gpu: bool, parts: list[Part]) -> dict:
-    """Encode shards of images in a worker process. Return the `figures()` of this process so far.
-
-    Args:
-        settings: settings of encode.py.
-        output: dataset to write to.
-        on_gpu: True uses the GPU of this process, False the CPU.
-        parts: parts to encode. The source of each part is one ImageShard.
-    """
+    """Encode shards of images in a worker process. Return the `figures()` of this process so far."""
     output.require_begun()
     encoder = encoder_of_process(settings, on_gpu)
     in_place = is_readable_in_place(settings.remote, [part.sources[0].entry for part in parts])

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from streaming import MDSWriter
 
-from sdbench.errors import DataError, UserError, one_line, plural, redacted
+from sdbench.errors import DataError, UserError, plural, redacted
 from sdbench.files import atomic_write, locked, parse_json
 from sdbench.paths import CLAIM, INDEX, is_url
 from sdbench.stores import download, files_below, upload
@@ -39,7 +39,7 @@ SHARD_BYTES = 1 << 26  # largest size of a shard: Streaming's own default
 class OutputFolder:
     """A folder, or an address in an object store, that one command claims and fills with its results.
 
-    It can be pickled, so workers write to the same place.
+    It can be pickled, so workers write to the same place. Its methods raise OSError if OUT cannot be read or written.
 
     Args:
         out: folder or address, as the user gave it.
@@ -57,7 +57,7 @@ class OutputFolder:
             print(f'reaching {redacted(self.label)}', file=sys.stderr, flush=True)
             try:
                 self.read(CLAIM, QUICK)
-            except DataError as error:
+            except OSError as error:
                 raise UserError(str(error)) from None
 
     @contextlib.contextmanager
@@ -103,41 +103,36 @@ class OutputFolder:
         self.write(CLAIM, json.dumps(claim).encode())
 
     def write(self, name: str, content: bytes | BinaryIO) -> None:
-        """Write a file of OUT, which replaces an earlier one when it is complete. Raises DataError if OUT fails."""
+        """Write a file of OUT, which replaces an earlier one when it is complete."""
         if isinstance(content, bytes):
             content = io.BytesIO(content)
-        with self._os_errors_as_data_errors():
-            if not self.is_folder:
-                return upload(content, f'{self.out}/{name}', self.label)
+        if self.is_folder:
             path = Path(self.out, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as file:
                 shutil.copyfileobj(content, file)
+        else:
+            upload(content, f'{self.out}/{name}', self.label)
 
     def read(self, name: str, retry: Retry = PATIENT) -> bytes | None:
-        """Return the content of a file of OUT, or None if it does not exist. Raises DataError if OUT cannot be read."""
-        with self._os_errors_as_data_errors(), tempfile.TemporaryDirectory() as folder:
+        """Return the content of a file of OUT, or None if it does not exist."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(self.out, name)
             try:
-                if self.is_folder:
-                    return Path(self.out, name).read_bytes()
-                copy = Path(folder, 'copy')
-                download(f'{self.out}/{name}', str(copy), self.label, retry, in_threads=False)
-                return copy.read_bytes()
+                if not self.is_folder:
+                    path = Path(folder, 'copy')
+                    download(f'{self.out}/{name}', str(path), self.label, retry, in_threads=False)
+                return path.read_bytes()
             except FileNotFoundError:
                 return None
 
     def names(self) -> list[str]:
-        """Return the paths of all files in OUT, relative to OUT. Raises DataError if OUT cannot be listed."""
-        with self._os_errors_as_data_errors():
-            if self.is_folder:
-                return [os.path.relpath(os.path.join(folder, name), self.out)
-                        for folder, _, names in os.walk(self.out) for name in names]
+        """Return the paths of all files in OUT, relative to OUT."""
+        if not self.is_folder:
             return [file.key.removeprefix(self.key).lstrip('/')
                     for file in files_below(self.out, self.label, PATIENT)]
-
-    def is_done(self, part: str) -> bool:
-        """Tell whether the part with this name is done."""
-        return self.read(f'{part}/{INDEX}') is not None
+        return [os.path.relpath(os.path.join(folder, name), self.out)
+                for folder, _, names in os.walk(self.out) for name in names]
 
     def parts(self) -> dict[str, bool]:
         """Return a dict of the folders in OUT by name: True if the folder is a part that is done."""
@@ -152,16 +147,6 @@ class OutputFolder:
         """Raise DataError if this worker's OUT is not the folder that the command has claimed."""
         if self.read(CLAIM) is None:
             raise DataError(f'{self.label} is not the same folder on every machine; use a shared folder or a store')
-
-    @contextlib.contextmanager
-    def _os_errors_as_data_errors(self) -> Iterator[None]:
-        """Turn an OSError of a store or a disk into a DataError of one line."""
-        try:
-            yield
-        except OSError as error:
-            if self.is_folder:
-                raise DataError(f'{self.label} cannot be read or written ({one_line(error)})') from None
-            raise DataError(str(error)) from None
 
 
 def part_name(*facts) -> str:

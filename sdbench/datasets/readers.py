@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from sdbench.datasets.names import (
     ALL_SPLITS,
@@ -92,12 +92,6 @@ class Sample:
             self.reasons.append(str(error))
             return False
         return True
-
-
-class Place(NamedTuple):
-    """Position of a file's content in a tar, in bytes."""
-    offset: int
-    size: int
 
 
 def read_samples(file: File, columns: Columns = USUAL_COLUMNS, split: str | None = None) -> Iterator[Sample]:
@@ -250,7 +244,7 @@ def read_tar(name: str, columns: Columns, split: str | None) -> Iterator[Sample]
                     continue
                 contents = {}
                 for suffix, content in files.items():
-                    if isinstance(content, Place):
+                    if isinstance(content, tuple):
                         offset, size = content
                         content = os.pread(reader.fileno(), size, offset)
                         if len(content) < size:
@@ -259,10 +253,10 @@ def read_tar(name: str, columns: Columns, split: str | None) -> Iterator[Sample]
                 yield sample_of_files(key, contents, columns)
 
 
-def list_members(reader: BinaryIO) -> Iterator[dict[str, dict[str, Place | str] | str]]:
+def list_members(reader: BinaryIO) -> Iterator[dict[str, dict[str, tuple[int, int] | str] | str]]:
     """Yield the images and captions of each tar in a file, by key and suffix, and separately each other member.
 
-    A text replaces what is not read: it is the reason.
+    Of each file it yields the position and the size of its content, in bytes, or the reason why it is not read.
 
     Raises tarfile.ReadError, or nearly any other exception, if a tar is damaged. The files before the damage are
     yielded first.
@@ -301,7 +295,7 @@ def list_members(reader: BinaryIO) -> Iterator[dict[str, dict[str, Place | str] 
                 elif member.size > MAX_BYTES:
                     files[suffix] = 'too large'
                 else:
-                    files[suffix] = Place(member.offset_data, member.size)
+                    files[suffix] = (member.offset_data, member.size)
         require_end_mark(reader, end, os.fstat(reader.fileno()).st_size)
     except Exception:
         # More files of the last sample may lie after the damage. Without its .txt, which has precedence over all other

@@ -188,7 +188,9 @@ class Search:
         if not named:
             raise nothing_there(source)
 
-        # Choose by name, relative to the listed folder, as `files_in` does for files of this machine.
+        # Choose by name, relative to the listed folder, as `files_in` does for files of this machine. Take hidden files
+        # only if SOURCE names them, as in the glob .tmp*/0.tar.
+        names_hidden = is_hidden(key.removeprefix(folder).lstrip('/'))
         names = {file.key: file.key.removeprefix(folder).lstrip('/') for file in listed}
         present = set(names.values())
         for file in named:
@@ -198,7 +200,7 @@ class Search:
                 continue  # an empty object marks a folder
             if {'', '.', '..'} & {*file.key.split('/')}:  # clients would request a normalized key, so another object
                 self.skip(path, 'unusable key: it contains //, /./ or /../; copy the object to another key')
-            elif is_hidden(name) and path not in self.sources:
+            elif is_hidden(name) and not names_hidden:
                 self.skip(path, 'hidden')
             elif is_written_by_img2dataset(name, present):
                 continue

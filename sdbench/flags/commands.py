@@ -18,7 +18,7 @@ from sdbench.flags.parser import (
     seed,
     whole_number,
 )
-from sdbench.flags.train import MOST_WORKERS, Encoders, Model, ModelName, Results, Warmup, pixels, price
+from sdbench.flags.train import MOST_WORKERS, Encoders, Model, ModelName, Results, pixels, price
 from sdbench.hub import CLIP_MODEL
 from sdbench.paths import EXPORTED, is_url
 
@@ -80,7 +80,7 @@ class Convert(Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(ModelName, Model, Encoders, Warmup, Results, Cluster):
+class Encode(ModelName, Model, Encoders, Results, Cluster):
     heading = 'latents'
 
     remote: str = flag(REQUIRED, 'folder or object store with MDS shards of images and captions from convert.py')

@@ -40,7 +40,7 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
          bare: Any = None, needs: str = '') -> Any:
     """Declare a field that is a flag.
 
-    The field's type determines the values. A bool is a switch (--flag, --no-flag), a Literal allows its strings,
+    The field's type determines the values. A bool has the forms --flag and --no-flag, a Literal allows its strings,
     tuple[int, ...] takes one or more integers, and tuple[int, int] takes two. For bool | Literal the value is optional.
 
     Args:
@@ -130,10 +130,10 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     parser = Parser(program, description=description, formatter_class=HelpFormatter, allow_abbrev=False,
                     epilog='@FILE reads flags from FILE. A later flag replaces an earlier one.')
 
-    # Add the fields class by class, in the order in which they are declared, which is the order in --help.
+    # Add the fields class by class, in the order of --help: the class itself, and then what it shares with others.
     usage = [program]
     groups = {}  # argparse's groups, by heading
-    for owner in (*cls.__bases__, cls):
+    for owner in (cls, *cls.__bases__):
         for name in vars(owner).get('__annotations__', ()):
             about = fields[name].metadata
             if 'positional' in about:
@@ -141,7 +141,7 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
                 if get_origin(hints[name]) is tuple:
                     nargs = '+' if fields[name].default is dataclasses.MISSING else '*'
                 usage.append({None: name.upper(), '+': f'{name.upper()} ...', '*': f'[{name.upper()} ...]'}[nargs])
-                parser.add_argument(name, metavar=name.upper(), help=about['help'], nargs=nargs, type=text,
+                parser.add_argument(name, metavar=name.upper(), help=about['help'], nargs=nargs, type=nonempty,
                                     default=argparse.SUPPRESS)
             elif 'help' in about:
                 if owner.heading not in groups:
@@ -166,7 +166,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     elif '(default' not in help:
         options['help'] += f' (default: {SHOWN_DEFAULTS.get(str(field.default), field.default)})'
 
-    # A bool alone is a switch: --flag and --no-flag.
+    # A bool alone takes no value: --flag and --no-flag.
     if types_of_value == [bool]:
         group.add_argument(f'--{field.name}', action=argparse.BooleanOptionalAction, **options)
         return
@@ -186,7 +186,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
         options['choices'] = get_args(converter)
         converter = str
     elif converter is str:
-        converter = text
+        converter = nonempty
 
     # With `bare` the value is optional. A bool | Literal can also be turned off.
     if about['bare'] is not None and 'nargs' not in options:
@@ -257,7 +257,7 @@ class Parser(argparse.ArgumentParser):
         exit_with_error(self.prog, 2, message)
 
 
-def text(given: str) -> str:
+def nonempty(given: str) -> str:
     """Return a text unchanged. An empty one is refused, because it would count as if the flag was not given."""
     if not given:
         raise argparse.ArgumentTypeError('the value is empty; is a shell variable unset?')

@@ -9,7 +9,6 @@ from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
 from sdbench.flags.parser import amount, below_1, count, flag, fraction, positive, seed, whole_number
 from sdbench.flags.times import LONGEST_INTERVAL, time_in, to_batches
-from sdbench.gpus import cards_named
 from sdbench.process import launcher_variable
 
 TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
@@ -39,13 +38,7 @@ def pixels(text: str) -> int:
     return size
 
 
-def known_gpu(text: str) -> str:
-    """Return the text unchanged if it is the name, or part of the name, of a known GPU."""
-    try:
-        cards_named((text,))
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+pixels.metavar = 'PIXELS'
 
 
 def price(text: str) -> tuple[str | None, float]:
@@ -106,17 +99,17 @@ class TrainingSamples:
 class ModelName:
     heading = 'model'
 
-    model_name: str = flag(SD2_BASE, 'model to build: tiny (a small test model), a diffusers folder or a Hugging Face '
-                           f'Hub ID (default: {SD2_BASE}, whose architecture is built in)')
+    model_name: str = flag(SD2_BASE, 'model: tiny (a small test model), a diffusers folder or a Hugging Face Hub ID '
+                           f'(default: {SD2_BASE}, whose architecture is built in)')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
     heading = 'model'
 
-    pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name; tiny has only '
-                            'VAE weights (default: off; random weights are as fast, but no model can generate images '
-                            'with them)')
+    pretrained: bool = flag(False, 'load the trained weights of the VAE and the text encoder from --model_name; tiny '
+                            'has trained weights for its VAE only (default: off; random weights are as fast, but no '
+                            'model can generate images with them)')
     image_size: int = flag(512, 'image height and width in pixels', converter=pixels)
     seed: int = flag(17, 'seed for all random numbers', converter=seed)
 
@@ -162,13 +155,6 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warmup:
-    heading = 'measurement'
-
-    warmup_batches: int = flag(3, 'batches to run before the measurement starts', converter=count)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Results:
     heading = 'measurement'
 
@@ -193,6 +179,7 @@ class Results:
 class Measuring:
     heading = 'measurement'
 
+    warmup_batches: int = flag(3, 'batches to run before the measurement starts', converter=count)
     measure_batches: int | None = flag(None, 'batches to measure after the warm-up (default: all batches if '
                                        '--max_duration is given, or else 20, or more if the data loader prefetches '
                                        'many batches)', converter=count)
@@ -221,7 +208,7 @@ class Cost:
                                            '(default: off; without a count, as many GPUs as there are processes)',
                                            converter=count, metavar='GPUS', bare=(0,))
     gpu: tuple[str, ...] = flag((), 'GPUs to forecast, by name or part of a name, such as A100-40GB H200 (default: '
-                                'all known GPUs)', converter=known_gpu, metavar='NAME', needs='dry_run')
+                                'all known GPUs)', metavar='NAME', needs='dry_run')
     dollars_per_gpu_hour: Prices = flag((), 'price per GPU-hour in dollars, for every GPU or by GPU name, such as '
                                         f'H100=2.5 H200=3.2 (default: {DOLLARS_PER_GPU_HOUR} for every GPU)',
                                         converter=price, metavar='PRICE')
@@ -309,7 +296,7 @@ class EvaluationAndSamples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainingData, TrainingSamples, ModelName, Model, Encoders, Speed, Warmup, Measuring, Results, Machines,
+class Train(TrainingData, TrainingSamples, ModelName, Model, Encoders, Speed, Measuring, Results, Machines,
             Cost, Training, Optimizer, EvaluationAndSamples):
     """The flags of benchmark.py, as they were given. `sdbench/complete.py` makes a Run of them."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
+from sdbench.errors import UserError
 from sdbench.forecast.forecast import forecast
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.stored import has_same_unet
@@ -66,7 +67,12 @@ def read_measurements(rows: Sequence[Row], model_name: str) -> tuple[list[Measur
 
 def is_same_model(name: str, other: str) -> bool:
     """Tell whether two models are the same for a forecast: a copy of one on this machine, under another name, is."""
-    return name == other or (name in BUILT_IN or os.path.isdir(name)) and has_same_unet(name, other)
+    if name == other or not (name in BUILT_IN or os.path.isdir(name)):
+        return name == other
+    try:
+        return has_same_unet(name, other)
+    except UserError:  # the folder does not contain a model
+        return False
 
 
 @dataclass(frozen=True)

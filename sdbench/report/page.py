@@ -23,7 +23,7 @@ def write_page(path: Path, figures: dict[str, str], tables: Sequence[Table], not
         path: path of the file.
         figures: figures as SVG by their caption, which come before the tables.
         tables: tables in their order.
-        notes: sentences below the tables.
+        notes: sentences below the tables, after those of the tables.
         command: the command that made the page.
     """
     import jinja2
@@ -43,11 +43,13 @@ def write_page(path: Path, figures: dict[str, str], tables: Sequence[Table], not
             rows.append((row.status in WITH_SPEED, [*zip(cells.values(), numbers, strict=True)]))
         shown.append((table.caption, {heading: heading in keys for heading in cells}, rows))
 
+    sentences = [sentence for table in tables for sentence in table.sentences]
+
     # Fill in the template. The figures, the tables and DataTables are part of the page, which loads nothing.
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(Path(__file__).with_name('page.html').read_text())
     page = template.render(
-        figures=figures, tables=shown, notes=notes, command=redacted(command), commit=git_commit(),
+        figures=figures, tables=shown, notes=[*sentences, *notes], command=redacted(command), commit=git_commit(),
         date=datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M UTC'),
         style=(bundle / 'dt_bundle.css').read_text(),
         library=b64encode((bundle / 'dt_bundle.js').read_bytes()).decode())

@@ -10,11 +10,12 @@ from scipy.optimize import nnls
 from sdbench.costs import TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
+from sdbench.flags.train import TINY_MODEL
 from sdbench.records.expected import expected_of
 from sdbench.records.metrics import RUN_METRICS
 from sdbench.records.read import EXTRAPOLATED, MEASURED, UNRELIABLE, WITH_SPEED, Row
 from sdbench.records.settings import EVALUATION_SETTINGS, LOSS_SETTINGS, SETTINGS
-from sdbench.report.tables import Table, line_labels
+from sdbench.report.tables import Table, line_labels, shared_settings
 from sdbench.report.trainings import grouped, median_row
 
 setting_of = attrgetter('setting')
@@ -30,10 +31,12 @@ def speed_table(rows: Sequence[Row], settings: Report) -> Table:
     With --compare there is a row for each training. With --learned the trainings with the lowest losses come first.
     """
     number_settings(rows)
-    keys = [*SETTINGS]
+    keys = [*SETTINGS, 'num_nodes']
     sentences = []
     if settings.compare:
         rows = [row for row in rows if row.stage == 'train']
+        if not rows:
+            raise UserError('--compare needs records of a training, and there are none')
         for number, row in enumerate(rows, start=1):
             row.settings['run'] = str(number)
         keys = ['run', *keys, 'date', 'git_commit']
@@ -44,10 +47,6 @@ def speed_table(rows: Sequence[Row], settings: Report) -> Table:
             predicted, sentences = predict_speeds(rows, settings.extrapolate)
             rows += predicted
         rows.sort(key=lambda row: (order[row.setting], gpu_count(row)))
-    if any(len({row.settings['num_nodes'] for row in runs}) > 1
-           for runs in grouped(rows, lambda row: (row.setting, gpu_count(row)))):
-        keys.append('num_nodes')  # one GPU count was measured on different numbers of machines
-
     sentences += add_metrics(rows, settings)
     if settings.learned:
         rows.sort(key=lambda row: ([str(row.settings[key] or '') for key in LOSS_SETTINGS],
@@ -55,7 +54,7 @@ def speed_table(rows: Sequence[Row], settings: Report) -> Table:
         if len({row.metrics['eval_batch'] for row in rows if 'eval_batch' in row.metrics}) > 1:
             sentences.append('The losses were evaluated after different batches (see "eval batch"). The figure of '
                              '--learned shows all losses over the images seen.')
-    return Table('Speeds, days and dollars', rows, keys, sentences)
+    return Table('Speeds, days and dollars', rows, keys, shared_settings(rows, keys) + sentences)
 
 
 def number_settings(rows: Sequence[Row]) -> None:
@@ -88,7 +87,7 @@ def merge_repeated_runs(rows: Sequence[Row]) -> list[Row]:
 
 
 def add_metrics(rows: Sequence[Row], settings: Report) -> list[str]:
-    """Add forecast, ratios, days, GPU-hours and dollars to the metrics of rows. Returns sentences that explain them."""
+    """Add forecast, ratios, days, GPU-hours and dollars to the metrics of rows. Returns a sentence about the days."""
     images = settings.training_images or TRAINING_IMAGES
     for row in rows:
         speed = row.metrics.get('images_per_sec')
@@ -102,7 +101,8 @@ def add_metrics(rows: Sequence[Row], settings: Report) -> list[str]:
         row.metrics['images_per_sec_per_device'] = speed / gpu_count(row)
 
         # Encoding and loading have no days, because they train nothing. Nobody trains the tiny model for real.
-        if row.stage == 'train' and row.status in WITH_SPEED and (settings.training_images or not is_tiny(row)):
+        is_tiny = row.settings['model_name'] == TINY_MODEL
+        if row.stage == 'train' and row.status in WITH_SPEED and (settings.training_images or not is_tiny):
             row.metrics['days'] = days = days_to_train(speed, images)
             if not row.on_cpu:
                 row.metrics['total_gpu_hours'] = days * 24 * gpu_count(row)
@@ -116,17 +116,9 @@ def add_metrics(rows: Sequence[Row], settings: Report) -> list[str]:
         scaled = [row for runs in grouped(rows, setting_of) if len({*map(gpu_count, runs)}) > 1 for row in runs]
         add_ratio_to_first(scaled, setting_of, 'images_per_sec_per_device', 'scaling_efficiency')
 
-    sentences = []
-    if settings.training_images is None and any(map(is_tiny, rows)):
-        sentences.append('The tiny model is for trying things out, so it has no days and no cost; --training_images '
-                         'adds them.')
     if any('days' in row.metrics for row in rows):
-        sentences.append(f'Days: for training on {images:,} images (--training_images).')
-    return sentences
-
-
-def is_tiny(row: Row) -> bool:
-    return row.settings['model_name'] == 'tiny'
+        return [f'Days: for training on {images:,} images (--training_images).']
+    return []
 
 
 def add_cost(row: Row, prices: Prices) -> None:
@@ -237,4 +229,4 @@ def score_table(rows: Sequence[Row], prices: Prices) -> Table:
             add_cost(row, prices)
     rows = sorted(rows, key=lambda row: (str(row.settings['model']), row.metrics.get('trained_batches', 0),
                                          row.metrics['guidance'], row.identity))
-    return Table('Scores', rows, EVALUATION_SETTINGS, [])
+    return Table('Scores', rows, EVALUATION_SETTINGS, shared_settings(rows, EVALUATION_SETTINGS))

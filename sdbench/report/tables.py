@@ -26,7 +26,7 @@ SETTING_TEMPLATES = {
     'program': '{}', 'save_folder': 'in {}', 'git_commit': 'commit {}'}
 # Values that most runs on GPUs have, besides the defaults of the flags
 USUAL_VALUES = {'stage': 'train', 'input': 'images', 'precision': 'amp_bf16', 'encoder_precision': 'bf16',
-                'network': UNSTATED_NETWORK}
+                'network': UNSTATED_NETWORK, 'num_nodes': 1}
 OWN_COLUMNS = ('run', 'device', 'date')  # settings that have a column of their own
 TEXT_COLUMNS = (*OWN_COLUMNS, 'settings', 'notes')  # aligned to the left
 LONGEST_TEXT = 20  # in a cell of a table that is too wide
@@ -39,7 +39,7 @@ class Table(NamedTuple):
         caption: its heading on a page.
         rows: its rows, with all metrics unrounded.
         keys: the settings that may tell its rows apart.
-        sentences: what to know about it.
+        sentences: what to know about it, with the settings that all rows share.
     """
     caption: str
     rows: list[Row]
@@ -71,7 +71,7 @@ class Table(NamedTuple):
         return [{heading: cells[heading] for heading in shown} for cells in found]
 
     def markdown(self) -> str:
-        """Return the table as Markdown of at most WIDTH columns, and the settings that all rows share.
+        """Return the table as Markdown of at most WIDTH columns.
 
         A table that is too wide is continued below, with numbered rows. Its long texts are below all parts.
         """
@@ -93,16 +93,17 @@ class Table(NamedTuple):
             blocks.append('\n'.join(lines))
         return '\n\n'.join(filter(None, blocks))
 
-    def shared_settings(self) -> str:
-        """Return a line with the settings that all rows share, except switches that are off; '' if there are none."""
-        differing = differing_settings(self.rows, self.keys)
-        texts = []
-        for key in self.keys:
-            value = next((row.settings[key] for row in self.rows if row.settings.get(key) is not None), None)
-            if key not in differing and value is not None and value is not False:
-                text = 'yes' if value is True else str(value)
-                texts.append(f'{key} {text[:8] if key == "eval_sha256" else text}')
-        return f'All rows: {", ".join(texts)}' if texts else ''
+
+def shared_settings(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
+    """Return a sentence with the settings that all rows share, except switches that are off; [] if there are none."""
+    differing = differing_settings(rows, keys)
+    texts = []
+    for key in keys:
+        value = next((row.settings[key] for row in rows if row.settings.get(key) is not None), None)
+        if key not in differing and value is not None and value is not False:
+            text = 'yes' if value is True else str(value)
+            texts.append(f'{key} {text[:8] if key == "eval_sha256" else text}')
+    return [f'All rows: {", ".join(texts)}'] if texts else []
 
 
 def continued_tables(cells: list[dict[str, str]], labels: list[str], others: list[str]) -> list[str]:
@@ -139,18 +140,19 @@ def differing_settings(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
 def describe_differences(rows: Sequence[Row], keys: Sequence[str], omitted: Sequence[str] = ()) -> list[str]:
     """Return for each row the settings in which it differs from others, without those in `omitted`.
 
-    Usual values are left out, unless two different settings would then have the same text.
+    Usual values are left out, unless rows with different settings would then have the same text.
     """
     differing = differing_settings(rows, keys)
     shown = [key for key in differing if key not in omitted]
-    settings = {tuple(row.settings.get(key) for key in differing) for row in rows}
-    for with_defaults in (False, True):
-        texts = [describe_settings(row.settings, shown, with_defaults) for row in rows]
-        distinct = {(text, *(row.settings.get(key) for key in differing if key in omitted))
-                    for row, text in zip(rows, texts, strict=True)}
-        if len(distinct) == len(settings):
-            break
-    return texts
+    others = [key for key in differing if key in omitted]
+    texts = [describe_settings(row.settings, shown, with_defaults=False) for row in rows]
+    settings_with = {}  # by text, with the settings that are told elsewhere
+    for row, text in zip(rows, texts, strict=True):
+        own = (text, *(row.settings.get(key) for key in others))
+        settings_with.setdefault(own, set()).add(tuple(row.settings.get(key) for key in shown))
+    confused = {text for (text, *_), settings in settings_with.items() if len(settings) > 1}
+    return [describe_settings(row.settings, shown) if text in confused else text
+            for row, text in zip(rows, texts, strict=True)]
 
 
 def line_labels(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
@@ -192,8 +194,8 @@ def usual_value(settings: dict[str, Any], key: str) -> Any:
     """Return the value of a setting that texts leave out; None if they mention every value."""
     if key == 'channels_last':
         return bool(settings['compile'])  # its default follows from --compile
-    usual = USUAL_VALUES.get(key, FLAG_DEFAULTS.get(key))
-    return usual if isinstance(usual, (bool, str)) else None  # numbers are always mentioned
+    default = FLAG_DEFAULTS.get(key)
+    return USUAL_VALUES.get(key, default if isinstance(default, (bool, str)) else None)  # numbers are mentioned
 
 
 @functools.cache

@@ -61,24 +61,22 @@ def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
     Raises UserError on all ranks if another run holds the lock, or if the folder has files that this run does not
     resume from.
     """
+    def lock() -> None:
+        refuse_other_files(folder, autoresume)
+        if is_url(folder):
+            return
+        at_the_end.enter_context(locked(Path(folder, LOCK_FILE), f'--save_folder {folder}', SECONDS_FOR_LOCK))
+        refuse_other_files(folder, autoresume)  # again, because the run that held the lock before may have saved
+
+        # Remove the unfinished checkpoints of runs that were killed. Because of the lock no process writes here now.
+        for name in os.listdir(folder):
+            if UNFINISHED.fullmatch(name):
+                os.remove(os.path.join(folder, name))
+
     with contextlib.ExitStack() as at_the_end:
         if folder is not None:
-            on_rank_0(partial(lock_save_folder, folder, autoresume, at_the_end))
+            on_rank_0(lock)
         yield
-
-
-def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
-    """Lock a --save_folder until `at_the_end` is closed. Raises UserError as `locked_save_folder` does."""
-    refuse_other_files(folder, autoresume)
-    if is_url(folder):
-        return
-    at_the_end.enter_context(locked(Path(folder, LOCK_FILE), f'--save_folder {folder}', SECONDS_FOR_LOCK))
-    refuse_other_files(folder, autoresume)  # again, because the run that held the lock before may have saved
-
-    # Remove the unfinished checkpoints of runs that were killed. No running process writes here, because of the lock.
-    for name in os.listdir(folder):
-        if UNFINISHED.fullmatch(name):
-            os.remove(os.path.join(folder, name))
 
 
 def refuse_other_files(folder: str, autoresume: bool) -> None:
@@ -172,22 +170,21 @@ def newest_complete(folder: str, flag: str) -> str | None:
 
 # Load a checkpoint
 
-def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu', label: str | None = None) -> dict:
-    """Load a checkpoint without running code that the file may hold.
+def load_checkpoint(path: str | os.PathLike, label: str | None = None) -> dict:
+    """Load a checkpoint to the CPU, without running code that the file may hold.
 
     The file is memory-mapped: a tensor is read when it is used, and the ranks of a host share the pages. The tensors of
     the text encoder get the names of the installed version of transformers, whichever version has saved them.
 
     Args:
         path: path of the file on this machine.
-        map_location: device for the tensors.
         label: name of the file in error messages, if the user knows it by another name than `path`.
 
     Raises UserError if it holds more than tensors and plain types, and KeyError or TypeError if it holds no model.
     """
     try:
         with safe_globals(PLAIN_TYPES):
-            checkpoint = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+            checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
     except pickle.UnpicklingError:
         raise UserError(f'{label or path} is not a checkpoint with tensors and plain types alone, and could run code; '
                         'do not use it') from None

@@ -19,16 +19,15 @@ from sdbench.flags.times import to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Run
 from sdbench.flags.training_command import caution_about_steps
 from sdbench.inputs.captions import CAPTIONS
-from sdbench.measuring.profiler import TRACE_WARMUP, TRACED_BATCHES
-from sdbench.microbatches import changes_that_take_less
 from sdbench.models.loading import weight_files
 from sdbench.process import launcher_variable
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
-from sdbench.setup import setup_of_settings
 from sdbench.training.checkpoints import RECORD, paths_in, write_text_in
 from sdbench.training.end_of_batch import EndOfBatch
+from sdbench.training.loggers import TRACE_WARMUP, TRACED_BATCHES
+from sdbench.training.microbatch import less_memory
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
 
 # Composer warns about a smaller last batch of an evaluation and about a resume at the end of an epoch. Both are normal.
@@ -121,15 +120,6 @@ def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint:
               '--pretrained', file=sys.stderr)
 
 
-def less_memory(settings: Run) -> str:
-    """Return advice for a training that ran out of memory. It skips changes that the user has already made."""
-    advice = 'use a GPU with more memory'
-    changes = changes_that_take_less(setup_of_settings(settings))
-    if changes:
-        advice = f'use {", or ".join(changes)}; --dry_run with the same flags says which of these fit'
-    return f'--device_train_microbatch_size {settings.device_train_microbatch_size} is too large; {advice}'
-
-
 def fit(settings: Run, trainer: Trainer, end_of_batch: EndOfBatch) -> dict[str, Any]:
     """Train to the end, and return the outcome for the record.
 
@@ -150,7 +140,8 @@ def fit(settings: Run, trainer: Trainer, end_of_batch: EndOfBatch) -> dict[str, 
         # Nothing from here on may wait for the other ranks, which may be gone. Closing the engine inside of `except`
         # lets W&B mark the run as failed. An error without a known reason is a bug, and keeps its traceback.
         trainer.engine.close()
-        reason = known_reason(error, less_memory(settings))
+        reason = known_reason(error, f'--device_train_microbatch_size {settings.device_train_microbatch_size} is too '
+                                     f'large; {less_memory(settings)}')
         if reason is None:
             traceback.print_exception(error)
             reason = f'{type(error).__name__}: {one_line(error, 500)}'

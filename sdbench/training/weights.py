@@ -1,12 +1,10 @@
 """Read the weights of a checkpoint, start a training from them, and make a diffusers pipeline of them."""
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from composer import ComposerModel
 from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
@@ -237,7 +235,9 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
     vae = build_vae(files, 'fp32')
     text_encoder = build_text_encoder(files, 'fp32')
     try:
-        unet = with_weights(partial(UNet2DConditionModel.from_config, unet_config), unet_weights)
+        with torch.device('meta'):  # without memory for weights, which the trained ones replace
+            unet = UNet2DConditionModel.from_config(unet_config)
+        unet.load_state_dict({name: tensor.float() for name, tensor in unet_weights.items()}, assign=True)
         for part, network in (('vae', vae), ('text_encoder', text_encoder)):
             if is_in_checkpoint(part, trained.facts):
                 network.load_state_dict(with_prefix_removed(trained.model, f'{part}.'))
@@ -254,6 +254,7 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
                         f'was trained as --model_name ({trained.facts.get("model_name")} then), with its configuration '
                         'and weights as they were')
     tokenizer = pipeline_tokenizer(trained_tokenizer(trained, files, tokenizer, label))
+    unet.requires_grad_(False).eval()
     return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)
 
 
@@ -298,14 +299,3 @@ def trained_tokenizer(trained: TrainedModel, files: ModelFiles, given: str | Non
                         'differ; give the tokenizer of the training as --tokenizer of export.py; to generate images '
                         'with another tokenizer, put it into the exported pipeline')
     return name
-
-
-def with_weights(make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """Build a module without allocating its weights, and use `weights` in float32 as its parameters.
-
-    Raises RuntimeError if the weights do not fit.
-    """
-    with init_empty_weights(include_buffers=False):  # buffers, such as position ids, are not among the weights
-        module = make()
-    module.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    return module.requires_grad_(False).eval()

@@ -105,7 +105,9 @@ def test_tars_in_a_store_are_found_and_all_other_files_have_a_reason(s3):
             for line in find_files(['s3://bucket/tars']).skipped} == {
         'tars/.tmp/2.tar': 'hidden', 'tars/3.jpg': 'not a tar or Parquet', **dict.fromkeys(odd, 'unusable key'),
         'tars/x.tar.gz': 'not a tar or Parquet'}
-    assert names('s3://bucket/tars/.tmp/') == ['tars/.tmp/2.tar']
+    s3.put('.x[1]/3.tar', b'1')
+    assert names('s3://bucket/.x[1]') == names('s3://bucket/.x*/*.tar') == ['.x[1]/3.tar']
+    assert names('s3://bucket/tars/.tmp/') == names('s3://bucket/tars/.t?p/*') == ['tars/.tmp/2.tar']
     with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
         find_files(['s3://bucket/nothing'])
     s3.refusals = [(403, 'AccessDenied')] * 2
