@@ -60,7 +60,7 @@ def export(settings: Export) -> None:
         write(settings, pipeline, made_of)
 
     # Say how to use it.
-    age = f' after {plural(trained.batch, "batch", "batches")}' if trained.batch is not None else ''
+    age = f' after {plural(trained.kept["batch"], "batch", "batches")}' if trained.kept['batch'] is not None else ''
     print(f'{settings.out} holds the pipeline{age}, with the {made_of["weights"]} weights')
     if settings.single_file:
         print('generate images: copy it to models/Stable-diffusion of AUTOMATIC1111 or models/checkpoints of ComfyUI')

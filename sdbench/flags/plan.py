@@ -50,8 +50,8 @@ class PlanFlags:
     figure: str | None = flag(None, 'file for a picture of the days and dollars of each plan with their ranges and '
                               'limits (default: no picture)', converter=picture)
     training_flags: str = flag('', "flags for benchmark.py, such as --training_flags='--no-compile' with the =, after "
-                               'those of recipes/fastest.txt and --use_ema; the search leaves them as they are '
-                               '(default: none)', metavar="'FLAGS'")
+                               'those of recipes/fastest.txt and --use_ema; the search leaves them as they are',
+                               metavar="'FLAGS'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Money:
     prices: str | None = flag(None, 'CSV file of prices per GPU-hour; for each GPU the last row counts whose machine '
                               'has enough GPUs (default: recipes/prices.csv)', metavar='FILE')
     dollars_per_gpu_hour: Prices = flag((), 'your own price per GPU-hour in dollars, for every GPU or by GPU name, '
-                                        'which replaces the one in --prices, such as H100=2.5 4090=0 (default: none)',
+                                        'which replaces the one in --prices, such as H100=2.5 4090=0',
                                         converter=price, metavar='PRICE')
     spot: bool = flag(False, 'plan for spot machines: their prices, and preemptions')
     hours_between_preemptions: float | None = flag(None, 'mean hours between two preemptions of one machine (default: '

@@ -82,8 +82,13 @@ class Answer:
         return judge(self.plans, self.limits)
 
     def names(self, plans: Sequence[Plan]) -> str:
-        is_all = len(self.plans) > 1 and len(plans) == len(self.plans)
-        return 'all plans' if is_all else ', '.join(plan.name for plan in plans)
+        """Return the names of some plans as text, or of the others if most plans are among them."""
+        others = [plan.name for plan in self.plans if plan not in plans]
+        if not others and len(plans) > 1:
+            return 'all plans'
+        if others and len(others) < len(plans) / 3:
+            return f'all except {", ".join(others)}'
+        return ', '.join(plan.name for plan in plans)
 
     def cells(self, plan: Plan) -> dict[str, str]:
         """Return the cells of a plan in the table, by heading; '' for a cost without a price."""
@@ -176,7 +181,7 @@ class Answer:
         for plan in [plan for plan in self.verdict.best if plan.unmeasured][:2]:
             commands = tuple(measuring_command(plan, part) for part in plan.unmeasured)
             to_measure.append((commands, self.measuring_sentence(plan)))
-        steps = [(' '.join(sentences), list(commands)) for commands, sentences in grouped(to_measure).items()]
+        steps = [('\n'.join(sentences), list(commands)) for commands, sentences in grouped(to_measure).items()]
         if steps:
             records = [*self.records, *([] if 'results.jsonl' in self.records else ['results.jsonl'])]
             steps.append(('Then ask again with the measurements:',
@@ -273,7 +278,8 @@ def whole_training(plan: Plan) -> tuple[str, list[str]]:
             variables += f'STEPS_{number}={part.steps} '
     model = plan.training[0].setup.model_name
     model = 'FOLDER' if model == SD2_BASE else shlex.quote(model)
-    return (f'Train it on {plan.name}, with your images in the folder photos and the weights of the encoders in '
+    start = 'If the measurements agree, train' if plan.unmeasured else 'Train'
+    return (f'{start} it on {plan.name}, with your images in the folder photos and the weights of the encoders in '
             f'{model} (docs/two-phases.md):',
             [f'{variables}MODEL={model} SOURCE=photos sh recipes/stable-diffusion-2.sh'])
 

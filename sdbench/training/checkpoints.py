@@ -230,21 +230,20 @@ def load_training(state: State, logger: Logger, path: str, label: str, folder: s
         folder: the --save_folder, for error messages.
         flags: the flags of this run, from `facts_to_keep`.
 
-    Raises UserError if the checkpoint is from another run or model. Other errors are passed on unchanged.
+    Raises UserError if the checkpoint is from another run or model.
     """
     checkpoint = load_checkpoint(path, label=label)['state']
     model = getattr(state.model, 'module', state.model)  # without DDP's wrapper
     add_missing_networks(model, checkpoint['model'])  # with DDP torch checks the names before its hooks
     try:
         require_same_flags(kept_in(checkpoint).get('flags', flags), flags)
-        state.load_state_dict(checkpoint, logger, strict=True)
-    except (RuntimeError, Mismatch) as error:
-        is_mismatch = isinstance(error, Mismatch) or 'loading state_dict' in str(error)  # raised by torch
-        if not is_mismatch:
-            raise
+        state.load_model_state(checkpoint, logger, strict=True)
+    except (Mismatch, RuntimeError) as error:  # torch lists missing and unexpected keys, and different shapes
         raise UserError(f'--save_folder {folder}: {label} does not fit this run ({one_line(error, 200)}); resume it '
                         f'as it was made, or give a new --save_folder; to start there from these weights, add '
                         f'--load_weights {label}') from None
+    del checkpoint['model']
+    state.load_state_dict(checkpoint, logger)
 
 
 # Save checkpoints

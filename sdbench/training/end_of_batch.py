@@ -48,7 +48,8 @@ class Spending:
             self._dollars_before = self._hours_before * (self.price or 0)
         self._start = time.monotonic()
         # A cluster may restart the command again and again, and must not pay for more batches.
-        if before.get('batch', math.inf) < to_batches(settings.max_duration) and self.is_spent():
+        is_unfinished = before.get('batch', math.inf) < to_batches(settings.max_duration)
+        if is_unfinished and self.budget is not None and self._dollars_before >= self.budget:
             raise UserError(f'--budget {self.budget:g} is spent: this training has cost ${self._dollars_before:,.2f} '
                             f'after batch {before["batch"]}; give a larger --budget')
 

@@ -37,33 +37,24 @@ COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained'
 def announce_build(settings: Run) -> None:
     """Print on rank 0 that the model is being built, because this and the first batch can take minutes.
 
-    Raises UserError as `require_memory_of_cpu` does.
-    """
-    if settings.model_name == SD2_BASE and not torch.cuda.is_available():
-        require_memory_of_cpu(settings)
-    devices = plural(dist.get_world_size(), 'device')
-    print_on_rank_0(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
-                    f'{settings.batch_size:,} a batch, on {devices}')
-
-
-def require_memory_of_cpu(settings: Run) -> None:
-    """Warn on rank 0 that Stable Diffusion 2 is slow on a CPU. Raises UserError if the machine has too little memory.
-
+    On a CPU it warns that Stable Diffusion 2 is slow, and raises UserError if the machine has too little memory.
     Otherwise a newcomer's first command would run for hours, or fill the memory of a laptop until the system stalls.
     """
-    # GB of weights, gradients, moments and encoders; of EMA weights; and of activations for the backward pass
-    microbatch = settings.device_train_microbatch_size
-    ema = 3.5 if settings.use_ema else 0
-    needed = math.ceil(14.5 + ema + 2 * microbatch * (settings.image_size / 512) ** 2)
-    available = int(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9)
-
-    smaller = 'a smaller --device_train_microbatch_size, or ' if microbatch > 1 else ''
-    needs = (f'this machine has no GPU and {available} GB of memory; on a CPU, Stable Diffusion 2 needs {needed:,} GB '
-             f'for a microbatch of {plural(microbatch, "image")}')
-    if needed > available:
-        raise UserError(f'{needs}; give {smaller}the tiny model: {TINY_COMMAND}')
-    print_on_rank_0(f'warning: {needs}, and several seconds for each of the {settings.batch_size:,} images of a batch; '
-                    f'the tiny model is faster: {TINY_COMMAND}')
+    if settings.model_name == SD2_BASE and not torch.cuda.is_available():
+        # GB of weights, gradients, moments and encoders; of EMA weights; and of activations for the backward pass
+        microbatch = settings.device_train_microbatch_size
+        ema = 3.5 if settings.use_ema else 0
+        needed = math.ceil(14.5 + ema + 2 * microbatch * (settings.image_size / 512) ** 2)
+        available = int(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9)
+        needs = (f'this machine has no GPU and {available} GB of memory; on a CPU, Stable Diffusion 2 needs '
+                 f'{needed:,} GB for a microbatch of {plural(microbatch, "image")}')
+        if needed > available:
+            smaller = 'a smaller --device_train_microbatch_size, or ' if microbatch > 1 else ''
+            raise UserError(f'{needs}; give {smaller}the tiny model: {TINY_COMMAND}')
+        print_on_rank_0(f'warning: {needs}, and several seconds for each of the {settings.batch_size:,} images of a '
+                        f'batch; the tiny model is faster: {TINY_COMMAND}')
+    print_on_rank_0(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
+                    f'{settings.batch_size:,} a batch, on {plural(dist.get_world_size(), "device")}')
 
 
 def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:

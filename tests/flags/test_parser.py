@@ -27,6 +27,7 @@ def test_each_kind_of_flag_takes_what_its_type_says():
     assert (given.batch_size, given.use_ema, given.compile, given.learning_rate) == (8, True, True, 3e-5)
     assert train('--use_synth_data', '--compile', 'max-autotune-no-cudagraphs').compile == 'max-autotune-no-cudagraphs'
     assert train('--use_synth_data', '--use_ema', '--no-use_ema', '--compile', '--no-compile') == plain
+    assert train('--dry_run', '--gpu', 'H100').dry_run == (0,)
     report = parse(Report, '', ['a.jsonl', 'b.jsonl', '--extrapolate', '64', '128'])
     assert (report.records, report.extrapolate) == (('a.jsonl', 'b.jsonl'), (64, 128))
 

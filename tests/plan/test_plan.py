@@ -398,7 +398,7 @@ def test_only_a_plan_within_the_limits_is_one_to_train_and_one_outside_says_how_
     [one] = answer_to(*argv).plans
     for factor in (0.9, 1.1):
         answer = answer_to(*argv, '--max_days', factor * one.days.likely)
-        assert any(sentence.startswith('Train it on') for sentence, _ in answer.first_steps) == (factor > 1)
+        assert any(' it on 8 x H200, with' in sentence for sentence, _ in answer.first_steps) == (factor > 1)
         assert f' px, {1 / factor:.1f}' in answer.first_steps[0][0]
 
 

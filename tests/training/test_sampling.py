@@ -132,7 +132,7 @@ def test_a_new_training_in_the_same_folder_keeps_the_images_of_the_one_before_it
     os.utime(grids[1], (1, 1))
     for checkpoint in kept_in.glob('*.pt'):  # as if it had been killed before its first checkpoint
         checkpoint.unlink()
-    main(argv)
+    assert main(argv)['training_id'] != record['training_id']
     assert grids[1].stat().st_mtime == 1
     assert len(list(Path(f'{kept_in}-samples').iterdir())) == 2
 
