@@ -104,7 +104,8 @@ class Export:
 
     checkpoint: str = positional('checkpoint written by benchmark.py, or a folder or object store with checkpoints '
                                  '(the newest is used)')
-    out: str = positional('new folder for the pipeline, or with --single_file a new file')
+    out: str = positional('new folder for the pipeline, or with --single_file a new file; an earlier export of another '
+                          'checkpoint in that folder is first renamed to OUT-1')
     single_file: bool = flag(False, 'write one .safetensors file with the original tensor names of Stable Diffusion '
                              '1.5 or 2, for AUTOMATIC1111 and ComfyUI (default: off, which writes a diffusers folder)')
     raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports EMA '
