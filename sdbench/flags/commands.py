@@ -21,6 +21,7 @@ from sdbench.flags.parser import (
 from sdbench.flags.train import MOST_WORKERS, Encoders, Model, Results, pixels, price
 from sdbench.hub import CLIP_MODEL
 from sdbench.paths import EXPORTED, is_url
+from sdbench.process import launcher_variable
 
 REQUIRED = MISSING  # as the default of a flag
 TIMESTEPS = 1000  # of Stable Diffusion's noise schedule
@@ -43,6 +44,10 @@ class Cluster:
 
     ray: str | None = flag(os.environ.get('RAY_ADDRESS'), 'address of a Ray cluster on which to run, such as auto '
                            '(default: the environment variable RAY_ADDRESS, or else this machine)', metavar='ADDRESS')
+
+    def check(self) -> None:
+        if launcher_variable('LOCAL_RANK') is not None:
+            raise UserError('this command starts its own processes; start it with python instead of a launcher')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +104,8 @@ class Export:
 
     checkpoint: str = positional('checkpoint written by benchmark.py, or a folder or object store with checkpoints '
                                  '(the newest is used)')
-    out: str = positional('new folder for the pipeline, or with --single_file a new file')
+    out: str = positional('new folder for the pipeline, or with --single_file a new file; an earlier export of another '
+                          'checkpoint in that folder is first renamed to OUT-1')
     single_file: bool = flag(False, 'write one .safetensors file with the original tensor names of Stable Diffusion '
                              '1.5 or 2, for AUTOMATIC1111 and ComfyUI (default: off, which writes a diffusers folder)')
     raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports EMA '

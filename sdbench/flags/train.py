@@ -183,7 +183,7 @@ class Measuring:
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    heading = 'forecast and cost'
+    heading = 'machines'
 
     gpus_per_node: int | None = flag(None, 'GPUs per machine in a forecast (default: 8; 4 for GB200 and L40S; 1 for '
                                      'GH200)', converter=count, metavar='GPUS')

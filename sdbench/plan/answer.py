@@ -194,16 +194,17 @@ class Answer:
     def measuring_sentence(self, plan: Plan) -> str:
         """Return what to measure of a plan, where, how long it takes, what it costs, and the speed it needs."""
         on_one_machine = ENCODED_PER_GPU * plan.num_devices // plan.machines  # images
-        whats = {TRAIN: f'{MEASURED_STEPS} steps of each phase',
+        whats = {TRAIN: f'{MEASURED_STEPS} steps',
                  ENCODE: f'the encoding of {on_one_machine:,} IMAGES from convert.py'}
-        kinds = dict.fromkeys(part.kind for part in plan.unmeasured)
+        what = and_list(dict.fromkeys(whats[part.kind] for part in plan.unmeasured))
+        sizes = and_list(dict.fromkeys(f'{part.setup.image_size} px' for part in plan.unmeasured))
         images = {TRAIN: (MEASURED_STEPS + WARMUP_STEPS) * self.training.base.batch_size,
                   ENCODE: ENCODED_PER_GPU * plan.num_devices}  # one machine takes as long for its part of them
         minutes = sum(MINUTES_TO_START + images[part.kind] / part.speed.images_per_sec / 60 for part in plan.unmeasured)
         cost = f' and ${minutes / 60 * plan.num_devices * plan.price.dollars:,.2f}' if plan.price else ''
         is_listed = plan.price and plan.price.provider != YOUR_PRICE
         place = f'{plan.name} from {plan.price.provider}' if is_listed else plan.name
-        sentence = f'Measure {and_list([whats[kind] for kind in kinds])} on {place}: about {minutes:.0f} minutes{cost}.'
+        sentence = f'Measure {what}, at {sizes}, on {place}: about {minutes:.0f} minutes{cost}.'
         needed = lowest_speed(plan, self.limits)
         if needed is not None:
             speeds = ' or '.join(f'{rounded(part.speed.images_per_sec * needed)} images/s at {part.setup.image_size} px'

@@ -215,7 +215,7 @@ def draw_learned(rows: Sequence[Row], prices: Prices) -> Any:
     for row in rows:
         dollars = dollars_per_image(row, prices)
         evaluations = []
-        for images, loss in row.record.get('evaluations', ()):
+        for images, loss in row.evaluations:
             if loss is not None:
                 cost = {} if dollars is None else {'cost_usd': images * dollars}
                 metrics = {'num_devices': gpu_count(row), 'images_seen': images, 'eval_loss': loss} | cost
@@ -290,7 +290,8 @@ def draw_panels(panels: Sequence[Panel], caption: Sequence[str] = ()) -> Any:
     figure.supxlabel(wrapped('\n'.join(caption), PANEL_CHARACTERS * panels_wide), x=0.01, ha='left', fontsize=9)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw_panel(axes, panel)
-        axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)
     longest_legend = max(sum(line.label.count('\n') + 1 for line in panel.lines) for panel in panels)
     figure.set_size_inches(PANEL_INCHES * panels_wide, PANEL_INCHES + LINE_INCHES * longest_legend)
     return figure
