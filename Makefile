@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=# Let Python write .pyc files, or each start wo
 # pytest processes. On two cores a third one is useful while the others wait for files or processes.
 TEST_PROCESSES ?= 3
 
-# The folder of the documentation's figures, and the folder for other figures, which git ignores.
+# The folder of the documentation's pictures, and the folder for other pictures, which git ignores.
 FIGURES = docs
 OUTPUT = pictures
 
@@ -59,11 +59,13 @@ report: $(VENV)/installed  ## Print the table of the published benchmark and plo
 	mkdir -p $(OUTPUT)
 	python report.py published.csv --figure $(OUTPUT)/days.png
 
-figures: $(VENV)/installed  ## Recreate the figures of the documentation and its notebook.
+figures: $(VENV)/installed  ## Recreate the pictures of the documentation and its notebook.
 	python -m benchmarks.learn $(FIGURES)/learned.png
 	python -m benchmarks.forecast $(FIGURES)/forecast.png
 	python report.py published.csv --figure $(FIGURES)/days.png
 	python -m benchmarks.savings $(FIGURES)/savings.png
+	python plan.py --gpu '8 H100-80GB' '8 B200' '16 L40S' '8 4090' --network_gbits 100 --images 100000000 --max_dollars 30000 \
+		--max_days 42 --dollars_per_gpu_hour 4090=0 --figure $(FIGURES)/plan.png
 	python -m benchmarks.notebook docs/walk.ipynb
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11

@@ -9,7 +9,7 @@ The composer launcher starts one process per GPU. Without --max_duration only a 
 import sys
 
 from sdbench.flags.parser import answer_early, parse
-from sdbench.flags.train import SD2_BASE, Train
+from sdbench.flags.train import SD2_BASE, Run, Train
 from sdbench.process import begin, one_line_errors
 
 PROGRAM = 'benchmark.py'
@@ -35,7 +35,7 @@ from functools import cached_property, partial
 import torch
 import torch.nn.functional as F
 from composer import Algorithm, Callback, ComposerModel, Trainer
-from composer.callbacks import LRMonitor, SpeedMonitor
+from composer.callbacks import LRMonitor
 from composer.core import DataSpec, Evaluator
 from composer.utils import get_device
 from diffusers import DDPMScheduler
@@ -48,23 +48,34 @@ from sdbench.complete import complete, index_of_data
 from sdbench.gpus import peak_of
 from sdbench.inputs.batches import NOISE, TIMESTEP, normalize
 from sdbench.inputs.shards import MOMENTS
-from sdbench.measuring.clock import Measurement, Trace, measure_loader
+from sdbench.measuring.loader import measure_loader
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import ModelFiles, build_text_encoder, build_unet, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
-from sdbench.training.checkpoints import AtomicCheckpointSaver, local_copy, locked_save_folder, newest_checkpoint
-from sdbench.training.compatibility import Mismatch, SameRun, difference_of_models, facts_of_model, flags_to_keep
-from sdbench.training.exact_resume import ExactResume
-from sdbench.training.frozen import add_missing_networks, omit_networks_of_folder
-from sdbench.training.identity import Identity, IdentityKeeper, identify_training
-from sdbench.training.loggers import build_loggers
+from sdbench.training.checkpoints import (
+    RUN_NAME,
+    load_checkpoint,
+    local_copy,
+    locked_save_folder,
+    newest_checkpoint,
+    write_text_in,
+)
+from sdbench.training.compatibility import (
+    Mismatch,
+    add_missing_networks,
+    difference_of_models,
+    facts_of_model,
+    omit_networks_of_folder,
+)
+from sdbench.training.end_of_batch import EndOfBatch, Spending
+from sdbench.training.loggers import Throughput, Trace, build_loggers
 from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import FiniteSteps, build_schedule, min_snr_weights
-from sdbench.training.progress import METRIC, HeldOutLoss, Progress
+from sdbench.training.progress import METRIC
 from sdbench.training.ranks import GracefulStop, destroy_nccl_group, join_ranks, on_rank_0
-from sdbench.training.run import announce_build, begin_run, finish_run, fit, training_record, with_kept_defaults
+from sdbench.training.resuming import DATA, ExactResume, facts_to_keep, kept_in, with_kept_defaults
+from sdbench.training.run import announce_build, begin_run, finish_run, fit, training_record
 from sdbench.training.sampling import Sampling, read_prompts
-from sdbench.training.spending import Spending
 from sdbench.training.weights import load_initial_weights
 
 
@@ -225,7 +236,7 @@ class StableDiffusion(ComposerModel):
         return len(batch['caption']) * sum(self.flops_per_image.values())
 
 
-def build_model(settings: Train, latents: bool, device: torch.device | None = None,
+def build_model(settings: Run, latents: bool, device: torch.device | None = None,
                 files: ModelFiles | None = None) -> StableDiffusion:
     """Build the model and apply the switches of --compile, --attention and so on.
 
@@ -239,7 +250,7 @@ def build_model(settings: Train, latents: bool, device: torch.device | None = No
     return model
 
 
-def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Optimizer:
+def build_optimizer(model: StableDiffusion, settings: Run) -> torch.optim.Optimizer:
     """Build AdamW for the weights of the UNet; the frozen encoders need no optimizer."""
     # Without `fused`, choose `foreach` explicitly: torch does so by default on a GPU, and a dry run has no GPU.
     return torch.optim.AdamW(model.unet.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay,
@@ -247,7 +258,7 @@ def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Opti
                              foreach=not settings.fused_optimizer)
 
 
-def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Algorithm]:
+def build_algorithms(settings: Run, ema_state: dict | None = None) -> list[Algorithm]:
     """Build the EMA, if --use_ema is given. `ema_state` is the state of an EMA to continue; None starts a new one."""
     if not settings.use_ema:
         return []
@@ -257,41 +268,27 @@ def build_algorithms(settings: Train, ema_state: dict | None = None) -> list[Alg
     return [ema]
 
 
-def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, flags: dict, identity: Identity,
-                    stop: GracefulStop, prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
-    """Build the callbacks of a run except the one that saves, in the order of their calls at each event.
-
-    `flags` are those that checkpoints keep, from `flags_to_keep`, and `more` are callbacks of the caller.
-    """
+def build_callbacks(settings: Run, end_of_batch: EndOfBatch, more: Sequence[Callback] = ()) -> list[Callback]:
+    """Build the callbacks of a run. `more` are callbacks of the caller."""
     # SpeedMonitor gets the GPU's peak from here, because Composer does not know every GPU by its name.
     window = min(10, settings.measure_batches or 10)  # batches
     peak = peak_of(torch.cuda.get_device_name(), settings.precision) if torch.cuda.is_available() else None
-    measurement = Measurement(settings.warmup_batches, settings.measure_batches)
-    trace = sampling = None
-    if settings.profile:
-        trace = Trace(settings.profile, settings.warmup_batches)
-    if prompts:
-        sampling = Sampling(settings, prompts, model, files, measurement.stopwatch, stop)
     callbacks = [
-        SpeedMonitor(window, (peak or 0) * 1e12),  # curves of speed
-        *more,          # their time counts as part of the batch
-        measurement,    # stops the clock here, before images are generated or a checkpoint is saved
-        trace,
-        Progress(settings.batch_size),
-        IdentityKeeper(identity),
-        SameRun(flags),  # refuses to resume with other flags
-        ExactResume(settings.seed),  # resumes exactly with the same flags
-        FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
-        HeldOutLoss(settings.eval_remote),
+        Throughput(window, (peak or 0) * 1e12),  # curves of speed
         LRMonitor(),    # the curve of the learning rate
-        stop,           # decides whether this batch is the last, before images are generated and a checkpoint is saved
-        sampling,
+        ExactResume(settings.seed),
+        FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
+        end_of_batch.held_out,
+        *more,
+        end_of_batch,   # measures, decides, evaluates, generates images and saves
     ]
-    return [callback for callback in callbacks if callback is not None]
+    if settings.profile:
+        callbacks.insert(0, Trace(settings.profile, settings.warmup_batches))
+    return callbacks
 
 
-def build_initial_model(settings: Train, files: ModelFiles, latents: bool, is_resumed: bool
-                        ) -> tuple[Train, StableDiffusion, dict | None, list[dict]]:
+def build_initial_model(settings: Run, files: ModelFiles, latents: bool, is_resumed: bool
+                        ) -> tuple[Run, StableDiffusion, dict | None, list[dict]]:
     """Build the model with the weights that a training starts from, and find its microbatch.
 
     Returns the settings with the microbatch, the model, the state of the EMA that came with --load_weights if there was
@@ -310,7 +307,7 @@ def build_initial_model(settings: Train, files: ModelFiles, latents: bool, is_re
     return settings, model, ema_state, data_before
 
 
-def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
+def build_trainer(settings: Run, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
                   algorithms: list[Algorithm], callbacks: list[Callback], name: str) -> Trainer:
     """Build Composer's Trainer with the optimizer and the loggers, for a training with this `name`."""
     trainer = Trainer(
@@ -334,7 +331,7 @@ def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, evalu
     return trainer
 
 
-def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback] = ()) -> dict:
+def train(settings: Run, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback] = ()) -> dict:
     """Train, append the record to --results, and return it. `callbacks` run before the callbacks that measure and save.
 
     Raises DataError if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
@@ -348,27 +345,31 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 
     # A signal or the budget ends the training at the end of a batch. The record can then still be written.
     with GracefulStop() as stop:
-        callbacks = [*callbacks, Spending(settings, stop)]
-
-        # Build the training at its start, or at the checkpoint to resume from.
         with local_copy(checkpoint, '--save_folder') as path:
-            identity = on_rank_0(partial(identify_training, settings, path))
-            settings = replace(settings, sample_folder=os.path.join(settings.sample_folder, identity.name))
-            settings = with_kept_defaults(settings, path)
-            settings, model, ema_state, data_before = build_initial_model(settings, files, dataset.latents,
-                                                                          checkpoint is not None)
-            evaluator = build_evaluator(settings, files, held_out)
-            algorithms = build_algorithms(settings, ema_state)
-            flags = flags_to_keep(settings, files, dataset, data_before)
-            callbacks = build_callbacks(settings, model, files, flags, identity, stop, prompts, callbacks)
-            if settings.save_folder:  # saves last, when everything else that belongs to the batch is done
-                callbacks.append(AtomicCheckpointSaver(settings.save_folder, settings.save_interval,
-                                                       settings.save_num_checkpoints_to_keep, checkpoint, path))
-            trainer = build_trainer(settings, model, data, evaluator, algorithms, callbacks, identity.name)
+            # Find out what a checkpoint to resume from has kept, or give a new training an identity.
+            before = kept_in(load_checkpoint(path, label=checkpoint)['state']) if path else {}
+            spending = Spending(settings, before)
+            settings = with_kept_defaults(settings, before)
+            kept = facts_to_keep(settings, files, dataset, before)
+            name = f'{kept["beginning"]}-{kept["training_id"]}'  # no two trainings share it
+            settings = replace(settings, sample_folder=os.path.join(settings.sample_folder, name))
+            if settings.save_folder and not path:
+                on_rank_0(partial(write_text_in, settings.save_folder, RUN_NAME, f'{name}\n'))
+
+            # Build the training at its start, or at the checkpoint.
+            settings, model, ema_state, data_before = build_initial_model(settings, files, dataset.latents, bool(path))
+            kept['flags'][DATA] = data_before + kept['flags'][DATA]
+            end_of_batch = EndOfBatch(settings, kept, before, path and (checkpoint, path), spending, stop)
+            if prompts:
+                end_of_batch.sampling = Sampling(settings, prompts, model, files)
+            trainer = build_trainer(settings, model, data, build_evaluator(settings, files, held_out),
+                                    build_algorithms(settings, ema_state),
+                                    build_callbacks(settings, end_of_batch, callbacks), name)
+            end_of_batch.trainer = trainer
 
         # Train, and report how it ended.
         begin_run(settings, model, trainer, checkpoint)
-        outcome = fit(settings, trainer, stop)
+        outcome = fit(settings, trainer, end_of_batch)
         record = training_record(settings, model, data, trainer, outcome)
         finish_run(settings, trainer, record)
         return record

@@ -17,7 +17,6 @@ from sdbench.flags.parser import answer_early, parse
 from sdbench.process import begin, cpu_cores, one_line_errors
 
 PROGRAM = 'convert.py'
-MOST_TABLES = 3  # tables of captions that the summary names
 
 if __name__ == '__main__':
     answer_early(Convert, __doc__)
@@ -28,12 +27,12 @@ import sys
 from functools import partial
 
 from sdbench.datasets.converter import convert_parts
-from sdbench.datasets.output import Joined, Output, done_already, join_parts, part_name, write_index
+from sdbench.datasets.names import ALL_SPLITS
+from sdbench.datasets.output import Joined, OutputFolder, done_already, join_parts, part_name, write_index
 from sdbench.datasets.sources import Found, find_files, group_into_parts
-from sdbench.datasets.splits import ALL_SPLITS
-from sdbench.datasets.tables import NO_TABLE, OWN_TABLE, Columns
+from sdbench.datasets.tables import Columns
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
-from sdbench.errors import UserError, one_line, plural
+from sdbench.errors import UserError, plural
 from sdbench.flags.train import TINY_MODEL, Model
 from sdbench.flags.training_command import (
     FEWEST_FOR_WHOLE_MODEL,
@@ -65,7 +64,7 @@ def convert(settings: Convert) -> int:
     another conversion.
     """
     # Find the files to convert. An empty SOURCE ends the command before anything is written.
-    outputs = [Output(out, 'OUT') for out in addresses_of_outputs(settings)]
+    outputs = [OutputFolder(out, 'OUT') for out in addresses_of_outputs(settings)]
     columns = Columns(settings.image_column, settings.caption_column)
     found = find_files(settings.source, addresses_of_outputs(settings), settings.captions, columns, settings.split)
     if not found.files:
@@ -109,17 +108,17 @@ def convert(settings: Convert) -> int:
             write_index(outputs[1], held_out, **index_extras(settings, names, held_out, HELD_OUT_SIDE))
         is_new = write_index(outputs[0], joined, **index_extras(settings, names, joined, 'training'))
 
-    # Print warnings and a summary. Damage, or a captions.csv without its columns, makes the exit status 1.
-    unread_tables = [line for line in found.skipped if line['reason'].startswith(NO_TABLE)]
-    warn(joined, unread_tables)
+    # Print warnings and a summary. Damage makes the exit status 1.
+    for line in joined.damaged:
+        print(f'{PROGRAM}: warning: {" ".join(line["source"].split())} is {line["reason"]}; fetch the file again, and '
+              'start the same command again', file=sys.stderr)
     if is_new:
-        size = f'{joined.bytes / 1e6:,.1f} MB' if joined.bytes >= 1e6 else f'{joined.bytes / 1e3:,.1f} kB'
-        print(f'converted  {plural(joined.samples, "sample")}, {size} in {plural(len(joined.shards), "shard")}')
+        print(f'converted  {plural(joined.samples, "sample")}, {joined.bytes / 1e6:,.1f} MB in '
+              f'{plural(len(joined.shards), "shard")}')
     else:
         print(done_already(outputs[0], joined, 'SOURCE'))
     print_summary(joined, held_out, found, sorted(done[0].keys() - set(names)), settings)
-    lacks_captions = any(os.path.basename(line['source']).lower() == OWN_TABLE for line in unread_tables)
-    return 1 if joined.damaged or lacks_captions else 0
+    return 1 if joined.damaged else 0
 
 
 def addresses_of_outputs(settings: Convert) -> list[str]:
@@ -145,9 +144,9 @@ def index_extras(settings: Convert, parts: list[str], joined: Joined, side: str)
     return extras
 
 
-def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part], missing: list[Part]) -> None:
+def convert_missing(settings: Convert, outputs: list[OutputFolder], parts: list[Part], missing: list[Part]) -> None:
     """Convert the missing parts in processes of this machine or on a Ray cluster."""
-    files = plural(len({source.name for part in missing for source in part.sources}), 'file')
+    files = plural(sum(len(part.sources) for part in missing), 'file')
     print(f'converting {files} in {len(missing):,} of {plural(len(parts), "part")}', file=sys.stderr, flush=True)
     work = partial(convert_parts, settings, outputs)
     if settings.ray:
@@ -155,7 +154,7 @@ def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part],
     else:
         workers = LocalWorkers(work, min(settings.num_workers or cpu_cores(), len(missing)))
     with workers:
-        make_parts(workers, parts, missing, outputs[0].is_done, 'B')
+        make_parts(workers, parts, missing, 'B')
 
 
 def nothing_converted(joined: Joined, held_out: Joined, settings: Convert) -> UserError:
@@ -164,32 +163,9 @@ def nothing_converted(joined: Joined, held_out: Joined, settings: Convert) -> Us
         reason = f'--held_out {settings.held_out} takes all of {plural(held_out.samples, "sample")}'
     else:
         first = joined.first_skipped
-        reason = (f'{skipped_summary(joined, settings)}; the first is {first["source"]}: {first["reason"]}; a command '
+        reason = (f'{joined.skipped_line(settings.out)}; the first is {first["source"]}: {first["reason"]}; a command '
                   'with other flags may use the same OUT')
     return UserError(f'nothing could be converted from SOURCE {" ".join(settings.source)}: {reason}')
-
-
-def skipped_summary(joined: Joined, settings: Convert) -> str:
-    """Return the number of skipped samples by reason and the path of the list, with a hint about captions."""
-    summary = joined.skipped_line(settings.out)
-    if 'no caption' in joined.skipped and not settings.captions:
-        summary += ('; the caption of cat.jpg is expected in cat.txt in its folder, as "caption" in cat.json, or in a '
-                    'table (--captions)')
-    return summary
-
-
-def warn(joined: Joined, unread_tables: list[dict]) -> None:
-    """Warn about damaged files and tables without the columns."""
-    for line in joined.damaged:
-        kept = 'its whole samples'
-        if 'samples_kept' in line:
-            kept = plural(line['samples_kept'], 'whole sample')
-        print(f'{PROGRAM}: warning: {one_line(UserError(line["source"]))} is {line["reason"]}; kept: {kept}; '
-              'the caption of a skipped sample may lie after the damage; fetch the file again, and start the same '
-              'command again', file=sys.stderr)
-    for line in unread_tables:
-        print(f'{PROGRAM}: warning: {one_line(UserError(line["source"]))} is {line["reason"]}; rename the file if '
-              'it is something else', file=sys.stderr)
 
 
 def print_summary(joined: Joined, held_out: Joined, found: Found, unused: list[str], settings: Convert) -> None:
@@ -197,21 +173,16 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, unused: list[s
 
     `unused` has the folders in OUT that an earlier conversion made and that this dataset does not need.
     """
-    # Count the rows from each table, because a table in the wrong folder matches too few images.
-    tables = list(found.captions.items())
-    for (table, column), number in tables[:MOST_TABLES]:
-        print(f'captions   in {plural(number, "row")} of {table}, column {column}')
-    if len(tables) > MOST_TABLES:
-        number = sum(number for _, number in tables[MOST_TABLES:])
-        print(f'captions   in {plural(number, "row")} of {plural(len(tables) - MOST_TABLES, "more table")}')
+    # Count the rows from tables, because a table in the wrong folder matches too few images.
+    if found.captions:
+        print(f'captions   in {plural(sum(found.captions.values()), "row")} of '
+              f'{plural(len(found.captions), "table")}, such as {min(found.captions)}')
 
     # Count the captions by name, or in total if images have several.
     number = sum(joined.captions.values())
-    if len(joined.captions) > 1:
+    if number > joined.samples or len(joined.captions) > 1:
         counts = ', '.join(f'{count:,} of {name}' for name, count in joined.captions.items())
-        print(f'captions   {counts}')
-    elif number > joined.samples:
-        print(f'captions   {number:,} of {plural(joined.samples, "image")}')
+        print(f'captions   {counts}, for {plural(joined.samples, "sample")}')
     if joined.long_captions:
         print(f'too long   {joined.long_captions:,} of {plural(number, "caption")}; the text encoder sees the first '
               f'{CAPTION_LENGTH} tokens')
@@ -230,12 +201,10 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, unused: list[s
     elif settings.held_out:
         print(f'held out   none: --held_out {settings.held_out} takes none of so few samples; give a larger fraction')
     if joined.skipped:
-        print(f'skipped    {skipped_summary(joined, settings)}')
-
+        print(f'skipped    {joined.skipped_line(settings.out)}')
     if unused:
-        names = ' '.join(unused[:3]) + ' ...' * (len(unused) > 3)
         print(f'unused     {plural(len(unused), "folder")} in OUT from before SOURCE changed, whose images were '
-              f'converted again if SOURCE still has them: {names}')
+              f'converted again if SOURCE still has them, such as {unused[0]}')
 
     # Print a training command that suits this number of samples, its forecast, and one for a machine without a GPU.
     command = training_command(settings.out, joined.samples, FINE_TUNED, True, flags)

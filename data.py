@@ -21,16 +21,16 @@ from torchvision.transforms.functional import to_pil_image
 
 from sdbench.complete import BATCHES_PER_WORKER
 from sdbench.errors import BadSample, DataError, UserError, unreadable_shard
-from sdbench.flags.train import SD2_BASE, Train
+from sdbench.flags.train import SD2_BASE, Run
 from sdbench.inputs.batches import NOISE, TIMESTEP, BadSamples, bad_sample_line, collate, decode_sample, normalize
 from sdbench.inputs.captions import CAPTIONS, choose_caption, require_names
 from sdbench.inputs.images import decode_image, decode_whole_image
 from sdbench.inputs.loader import CountedCollate, TimedDataLoader, TimedStreamingDataLoader, begin_worker
 from sdbench.inputs.shards import MOMENTS, hash_of_images, number_of_samples, read_index, require_same_origin
-from sdbench.inputs.stream import VerifiedDataset, VerifiedStream, is_readable_in_place
+from sdbench.inputs.stream import VerifiedDataset, VerifiedStream
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer, token_ids
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
-from sdbench.stores import PATIENT
+from sdbench.stores.addresses import PATIENT, Retry
 
 DIFFERENT_SAMPLES = 16  # different synthetic samples, for a loader that collates samples itself
 EVALUATION_SEED = 17  # does not depend on --seed, because the losses of trainings with different seeds must compare
@@ -108,7 +108,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         tokenizer_name_or_path: folder or hub name of a tokenizer (default: CLIP's vocabulary, without a download).
         transform: function of a stored image, a PIL.Image in RGB. Its result becomes the sample's `image`.
         predownload: samples to fetch ahead (default: Streaming's, which is a few batches).
-        download_retry: attempts per request to a store, with random pauses of up to 1, 2, 4, 8, 16, then 20 seconds.
+        download_retry: attempts per request to a store; the pauses in between get longer.
         download_timeout: seconds without any data, after which a request is tried again.
         batch_size: samples per device.
         image_size: height and width in pixels to which images are resized, unless there is a transform.
@@ -156,7 +156,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         self.index = index
 
         # Open the shards.
-        stream = VerifiedStream(index, remote, local, cache_limit, download_retry, download_timeout)
+        stream = VerifiedStream(index, remote, local, cache_limit, Retry(download_retry, download_timeout))
         super().__init__(stream, shuffle=shuffle, predownload=predownload, batch_size=batch_size, **kwargs)
 
     @cached_property
@@ -299,7 +299,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples), microbatch_transforms=normalize)
 
 
-def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSpec:
+def build_data(settings: Run, files: ModelFiles, index: dict | None) -> DataSpec:
     """Build the training loader, for the images or latents of --remote or for synthetic data.
 
     `index` is the index.json of --remote; None means synthetic data.
@@ -329,7 +329,7 @@ def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSp
     return build_loader(dataset, settings.device_batch_size, settings.num_workers, tokenizer, settings.max_bad_samples)
 
 
-def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> HeldOutSamples | None:
+def open_held_out(settings: Run, files: ModelFiles, trained_on: Dataset) -> HeldOutSamples | None:
     """Open the dataset of --eval_remote. Return None without the flag.
 
     If the training dataset, `trained_on`, holds latents, the model has no VAE.
@@ -355,21 +355,19 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
     if number_of_samples(index) == 0:
         raise UserError(f'{flag} {remote} holds no samples')
 
-    # Open the samples with the training's cache flags, and give each sample its noise and timestep. Omit
-    # --cache_limit for data that are read in place, because VerifiedStream refuses it there.
-    is_cached = settings.local is not None or not is_readable_in_place(remote, index['shards'])
+    # Open the samples with the training's cache flags, and give each sample its noise and timestep.
     images = StreamingLAIONDataset(remote, settings.local, image_size=settings.image_size, index=index, batch_size=1,
-                                   cache_limit=settings.cache_limit if is_cached else None)
+                                   cache_limit=settings.cache_limit)
     timesteps = len(DDPMScheduler.from_config(files.configs['scheduler']))
     return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, EVALUATION_SEED)
 
 
-def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None) -> Evaluator | None:
+def build_evaluator(settings: Run, files: ModelFiles, held_out: HeldOutSamples | None) -> Evaluator | None:
     """Build Composer's evaluation on held-out samples, in batches as large as a microbatch; None without samples."""
     if held_out is None:
         return None
     microbatch = settings.device_train_microbatch_size
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     data = build_loader(held_out, microbatch, settings.num_workers, tokenizer, settings.max_bad_samples)
-    return Evaluator(label='eval', dataloader=data, eval_interval=settings.eval_interval,
+    return Evaluator(label='eval', dataloader=data, eval_interval=lambda state, event: False,  # EndOfBatch evaluates
                      device_eval_microbatch_size=microbatch)

@@ -27,7 +27,7 @@ import torch
 
 from sdbench.complete import complete_encoding
 from sdbench.datasets.encoder import ImageShard, encode_parts
-from sdbench.datasets.output import SKIPPED, Output, done_already, join_parts, part_name, write_index
+from sdbench.datasets.output import SKIPPED, OutputFolder, done_already, join_parts, part_name, write_index
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.training_command import training_command
@@ -35,7 +35,7 @@ from sdbench.inputs.captions import CAPTIONS
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, number_of_samples, read_image_index
 from sdbench.models.flops import flops_of_latents
 from sdbench.models.loading import find_model
-from sdbench.records.figures import ENCODING_LINES, summary_lines
+from sdbench.records.metrics import ENCODING_LINES, summary_lines
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, UNMEASURED, why_unreliable
 
@@ -56,7 +56,7 @@ def encode(settings: Encode) -> dict | None:
     """Encode the missing shards, and make a dataset of all. Return the record, or None if no shard was missing."""
     # Describe the parts of the dataset. The name of a part is a hash of its shard and of all settings that change the
     # latents, so a part of that name in OUT never needs to be encoded again.
-    output = Output(settings.out, '--out')
+    output = OutputFolder(settings.out, '--out')
     files = find_model(settings.model_name, settings.pretrained)
     origin = files.origin_of_latents(settings.image_size)
     index = read_image_index(settings.remote)
@@ -114,7 +114,7 @@ def encode(settings: Encode) -> dict | None:
     elif why_unreliable(record):
         notes['caution'] = f'{why_unreliable(record)} per device, too few to rely on images/s'
     summary = '\n'.join(summary_lines(ENCODING_LINES, record | notes))
-    return append_record(record, summary, settings.results_file)
+    return append_record(record, summary, settings.results)
 
 
 def speed_of_devices(figures: list[dict], devices: int) -> dict:
@@ -142,7 +142,8 @@ def absolute_if_folder(name: str | None) -> str | None:
     return os.path.abspath(name) if name and os.path.isdir(name) else name
 
 
-def encode_missing(settings: Encode, output: Output, parts: list[Part], missing: list[Part]) -> tuple[list[dict], int]:
+def encode_missing(settings: Encode, output: OutputFolder, parts: list[Part], missing: list[Part]
+                   ) -> tuple[list[dict], int]:
     """Encode the missing parts: with one process per GPU, with one process on the CPU, or on a Ray cluster.
 
     Returns the figures of each process, and the number of devices that worked at the same time.
@@ -150,7 +151,7 @@ def encode_missing(settings: Encode, output: Output, parts: list[Part], missing:
     # Prepare the function that workers call. Relative paths become absolute, because workers run in other folders.
     to_do = sum(part.size for part in missing)
     print(f'encoding {plural(to_do, "image")} from {redacted(settings.remote)}', file=sys.stderr, flush=True)
-    paths = {flag: absolute_if_folder(getattr(settings, flag)) for flag in ('remote', 'local', 'model_name')}
+    paths = {flag: absolute_if_folder(getattr(settings, flag)) for flag in ('remote', 'model_name')}
     on_gpus = not settings.cpu if settings.ray else torch.cuda.is_available()
     do = partial(encode_parts, dataclasses.replace(settings, **paths), output, on_gpus)
 
@@ -166,7 +167,7 @@ def encode_missing(settings: Encode, output: Output, parts: list[Part], missing:
     # Let them encode. A process reports its figures with each call, and the last report covers all its calls. A process
     # that replaced a dead one reports as well, but on the same device, so there are never more devices than slots.
     with workers:
-        answers = make_parts(workers, parts, missing, output.is_done, ' images', parts_per_call)
+        answers = make_parts(workers, parts, missing, ' images', parts_per_call)
         slots = workers.slots()
     figures = {answer['name']: answer for answer in answers}
     return list(figures.values()), min(len(figures), slots)

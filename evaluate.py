@@ -42,21 +42,20 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from data import StreamingLAIONDataset
 from sdbench.complete import best_precision
-from sdbench.datasets.output import Output
+from sdbench.datasets.output import OutputFolder
 from sdbench.errors import BadSample, DataError, UserError, plural, redacted
 from sdbench.files import atomic_write
 from sdbench.inputs.captions import CAPTIONS, require_names
-from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index
-from sdbench.inputs.tokenizer import hash_of_ids
-from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
-from sdbench.models.generation import SAMPLER, decode, load_pipeline, seeded
+from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index, was_trained_on
+from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_fid
+from sdbench.models.generation import SAMPLER, generate, load_pipeline
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.process import progress_bar
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FEWEST_FOR_FID
 from sdbench.records.summary import evaluation_summary
-from sdbench.training.compatibility import was_trained_on
 from sdbench.training.ranks import destroy_nccl_group, join_ranks, on_rank_0
+from sdbench.training.resuming import data_of
 from sdbench.training.weights import about_training, read_exported, read_trained_model, trained_pipeline
 
 PIPELINE_INDEX = 'model_index.json'  # in a pipeline folder of diffusers
@@ -73,8 +72,7 @@ def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Me
     metrics = {}
     about = {'inception_sha256': None, 'clip_sha256': None, 'clip': None}
     if settings.inception:
-        inception = load_inception(settings.inception)
-        metrics['fid'] = FrechetInceptionDistance(inception, reset_real_features=False).to(device)
+        metrics['fid'] = load_fid(settings.inception).to(device)
         about['inception_sha256'] = hashlib.sha256(Path(settings.inception).read_bytes()).hexdigest()
         about['network'] = NETWORK
         about['fid_of_published_weights'] = about['inception_sha256'].startswith(PUBLISHED_SHA256)
@@ -131,16 +129,6 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
     if made_of.get('model_sha256') == about['model_sha256']:
         about |= {key: made_of[key] for key in about.keys() & made_of.keys()}
     return pipeline, about
-
-
-def facts_of_pipeline(pipeline: StableDiffusionPipeline) -> dict:
-    """Return the facts that images depend on besides the weights: the tokenizer's hash and the scheduler's settings."""
-    def encode(captions: list[str]) -> list[list[int]]:
-        return pipeline.tokenizer(captions, padding='max_length', truncation=True).input_ids  # as in diffusers
-
-    config = pipeline.scheduler.config.items()
-    scheduler = {key: value for key, value in config if not key.startswith('_')}  # without the version of diffusers
-    return {'tokenizer_sha256': hash_of_ids(pipeline.tokenizer.get_vocab(), encode), 'scheduler': scheduler}
 
 
 def with_progress(steps: Iterable, doing: str, total: int) -> Iterable:
@@ -207,10 +195,10 @@ def generate_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, capt
     # Generate each image from noise that depends on its number only. It is then the same for every batch size.
     start = time.perf_counter()
     for guidance, numbers in with_progress(batches, 'generating', len(batches)):
-        output = pipeline([captions[number] for number in numbers], guidance_scale=guidance, height=image_size,
-                          width=image_size, num_inference_steps=settings.steps, output_type='latent',
-                          generator=seeded(settings.seed * SEED_STRIDE + number for number in numbers))
-        for number, image in zip(numbers, decode(pipeline, output.images), strict=True):
+        seeds = [settings.seed * SEED_STRIDE + number for number in numbers]
+        images = generate(pipeline, seeds, image_size, settings.steps, guidance,
+                          prompt=[captions[number] for number in numbers])
+        for number, image in zip(numbers, images, strict=True):
             save_image(image, image_path(settings, guidance, number))
 
     # The speed is the images of all ranks divided by the seconds of the slowest rank.
@@ -278,11 +266,14 @@ def evaluate(settings: Evaluate) -> dict:
     index = open_data(settings)
 
     # Generate and score, while no other run works in --out. Images from other settings there are refused.
+    config = pipeline.scheduler.config.items()
+    scheduler = {key: value for key, value in config if not key.startswith('_')}  # without the version of diffusers
     made_of = {'program': PROGRAM, 'model_sha256': about_model['model_sha256'], 'data_sha256': index_hash(index),
                'image_size': image_size, 'steps': settings.steps, 'seed': settings.seed,
-               'precision': settings.precision, 'caption': settings.caption, **facts_of_pipeline(pipeline)}
+               'precision': settings.precision, 'caption': settings.caption, 'scheduler': scheduler,
+               'tokenizer_sha256': hashlib.sha256(pipeline.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()}
     with contextlib.ExitStack() as stack:
-        begun = Output(settings.out, '--out').begun(made_of)
+        begun = OutputFolder(settings.out, '--out').begun(made_of)
         on_rank_0(lambda: stack.enter_context(begun))
         captions = read_references(settings, index, image_size, metrics.get('fid'))
 
@@ -297,12 +288,13 @@ def evaluate(settings: Evaluate) -> dict:
 
     # Write down everything that a comparison with other scores depends on.
     found = {'status': COMPLETE, 'image_size': image_size, 'sampler': SAMPLER, 'scores': scores, **about_model,
-             **about_metrics, **generated, 'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
+             **about_metrics, **generated,
+             'trained_on_data': was_trained_on(data_of(about_model['training'] or {}), index)}
     if settings.inception:
         found['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
         found['fid_is_biased'] = settings.samples < FEWEST_FOR_FID
     record = make_record('evaluate', settings, found)
-    return append_record(record, evaluation_summary(record), settings.results_file)
+    return append_record(record, evaluation_summary(record), settings.results)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

@@ -7,7 +7,8 @@
 
 OUT holds the UNet with its EMA weights if there are any, the VAE, the text encoder, the tokenizer and the scheduler,
 all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` loads it. If OUT already holds the export of
-another checkpoint, that folder is renamed first. With --single_file OUT is a new file, which holds the weights alone.
+another checkpoint, that folder is first renamed to OUT-1. With --single_file OUT is a new file, which holds the
+weights alone.
 """
 from sdbench.flags.commands import Export
 from sdbench.flags.parser import answer_early, parse
@@ -49,7 +50,7 @@ def export(settings: Export) -> None:
         print(f'warning: {settings.checkpoint} was trained without --pretrained, so its VAE and its text encoder have '
               'random weights, and generated images will be noise', file=sys.stderr)
 
-    # Write OUT with a description of its origin. Skip this if OUT has the same weights, from whichever file.
+    # Write OUT with a description of its origin, unless it has the same weights already, from whichever file.
     made_of = {'program': PROGRAM, 'checkpoint': redacted(settings.checkpoint),
                **about_training(trained, settings.raw_weights),
                'model_sha256': hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)}
@@ -59,7 +60,7 @@ def export(settings: Export) -> None:
         write(settings, pipeline, made_of)
 
     # Say how to use it.
-    age = f' after {plural(trained.batch, "batch", "batches")}' if trained.batch is not None else ''
+    age = f' after {plural(trained.kept["batch"], "batch", "batches")}' if trained.kept['batch'] is not None else ''
     print(f'{settings.out} holds the pipeline{age}, with the {made_of["weights"]} weights')
     if settings.single_file:
         print('generate images: copy it to models/Stable-diffusion of AUTOMATIC1111 or models/checkpoints of ComfyUI')

@@ -7,7 +7,7 @@ r"""Plan a training of Stable Diffusion: days, dollars and their ranges on each 
     python plan.py --spot --html plan.html           # on spot machines; a page to send to others
 
 Each GPU gets the fastest plan that leaves the training result as it is: on latents or images, with or without the
-compiler and gradient checkpointing, with the largest microbatch that fits. Every figure has a range. Plans whose ranges
+compiler and gradient checkpointing, with the largest microbatch that fits. Every number has a range. Plans whose ranges
 overlap cannot be told apart before they are measured.
 """
 import datetime
@@ -59,14 +59,15 @@ def make_answer(settings: PlanSettings, command: list[str], today: datetime.date
     changes = {plan: with_other_arithmetic(plan, training, speeds) for plan in outcomes if isinstance(plan, Plan)}
     limits = [Limit(figure, most) for figure, most in (('dollars', settings.max_dollars), ('days', settings.max_days))
               if most is not None]
-    return Answer(training, outcomes, limits, changes, corrections, settings.training_flags, command,
-                  settings.records, today or datetime.date.today())
+    return Answer(training, outcomes, limits, changes, corrections, command, settings.records,
+                  today or datetime.date.today())
 
 
 def write_files(answer: Answer, settings: PlanSettings) -> None:
     """Write the files that --csv, --html and --figure name."""
     if settings.csv:
-        answer.write_csv(settings.csv)
+        import pandas as pd
+        pd.DataFrame(answer.rows()).to_csv(settings.csv, index=False)
     if settings.html:
         from sdbench.plan.page import write_sheet
         write_sheet(answer, settings.html)

@@ -35,7 +35,7 @@ from diffusers.utils.logging import disable_progress_bar
 
 from benchmark import StableDiffusion
 from export import main as export
-from sdbench.datasets.output import Output, PartWriter, join_parts, write_index
+from sdbench.datasets.output import OutputFolder, PartWriter, join_parts, write_index
 from sdbench.inputs.shards import IMAGES_HASH, LATENT_COLUMNS, MOMENTS, index_hash
 from sdbench.models.built_in import BUILT_IN
 from sdbench.models.loading import find_model
@@ -96,7 +96,7 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
     size = files.latent_size(image_size)
     columns = LATENT_COLUMNS | {MOMENTS: f'ndarray:float16:8,{size},{size}'}
     folder.mkdir(parents=True, exist_ok=True)
-    output = Output(str(folder), 'OUT')
+    output = OutputFolder(str(folder), 'OUT')
     part = PartWriter(output, 'all', columns)
     for index in range(samples):
         caption = captions[index % len(captions)]

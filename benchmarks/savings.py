@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from benchmarks.waterfall import draw
-from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, gpu_hours
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, gpu_hours, last_price, price_of
 from sdbench.flags.parser import parse
 from sdbench.flags.plan import SD2_IMAGES, SD2_SCHEDULE
 from sdbench.flags.train import BATCH_SIZE, Train, price
@@ -21,7 +22,7 @@ from sdbench.forecast.forecast import forecast
 from sdbench.gpus import CARDS, cards_named, short_name
 from sdbench.plan.measured import Speeds
 from sdbench.plan.parts import Impossible
-from sdbench.plan.prices import ON_DEMAND, YOUR_PRICE, Price, price_for, read_prices
+from sdbench.plan.prices import ON_DEMAND, Price, read_prices
 from sdbench.plan.search import Phase, Training, find_plan
 from sdbench.setup import setup_of_record, setup_of_settings
 
@@ -34,11 +35,17 @@ STEPS = [('gpus', 256, '256 A100 40GB in 2022'), ('gpus', 8, '8 GPUs instead of 
 # Measured runs on one H100 without and with a step, except runs that slowed down by more than 10 %
 PAIRS = {'base': ('batch_size == 64', 'batch_size == 80'), 'recipe': ('batch_size == 80', 'compile == True')}
 RECORDS = Path('results/1xH100-torch-2.11.jsonl')
+# Colors of the bars
+PUBLISHED = '#1f3b73'
+FORECAST = '#6aa8e0'
+SAVED = '#e3e8f0'
+ADDED = '#d9730d'
+TEXT = 15  # points; the page shows the chart at half its size
 
 
 class Setting(NamedTuple):
     """How the model is trained. The defaults are the training of 2022, when a GPU-hour cost $2."""
-    prices: tuple[Price, ...] = (Price(None, DOLLARS_PER_GPU_HOUR, YOUR_PRICE),)
+    prices: tuple[Price, ...] = (Price(None, DOLLARS_PER_GPU_HOUR),)
     gpus: int = 256
     card: str = 'NVIDIA A100-SXM4-40GB'
     phases: tuple[Phase, ...] = ONE_PHASE
@@ -48,7 +55,7 @@ class Setting(NamedTuple):
 
     @property
     def dollars(self) -> float:
-        return gpu_hours_of(self) * price_for(CARDS[self.card], 1, self.prices).dollars
+        return gpu_hours_of(self) * price_of(self.card, self.prices)
 
 
 @cache
@@ -85,11 +92,11 @@ def steps_of(cards: list[str]) -> pd.DataFrame:
     given = tuple(price(card) for card in cards if '=' in card)
     prices = read_prices('recipes/prices.csv', ON_DEMAND, given)
     gpus = [cards_named((card.partition('=')[0],))[0].name for card in cards]
-    last = price_for(CARDS[gpus[-1]], 1, prices)
+    last = last_price(gpus[-1], prices)
     if last is None or last.dollars == 0:
         sys.exit(f'{cards[-1]} is in no price list here; give {cards[-1]}=DOLLARS')
-    of_80_gb = price_for(CARDS['NVIDIA A100-SXM4-80GB'], 1, prices)
-    prices = (Price('A100-40GB', of_80_gb.dollars, YOUR_PRICE), *prices)  # no cloud lists the 40GB any more
+    of_80_gb = price_of('NVIDIA A100-SXM4-80GB', prices)
+    prices = (Price('A100-40GB', of_80_gb), *prices)  # no cloud lists the 40GB any more
     steps = [*STEPS, *(('card', gpu, f'on {short_name(gpu)}') for gpu in gpus),
              ('prices', prices, f'at ${last.dollars:.2f} an hour, not $2')]
 
@@ -105,6 +112,48 @@ def steps_of(cards: list[str]) -> pd.DataFrame:
             row[column] = without.dollars / with_it.dollars
         rows.append(row | {'measured (forecast)': measured(key) if key in PAIRS else ''})
     return pd.DataFrame(rows)
+
+
+def draw(path: str, rows: pd.DataFrame) -> None:
+    """Write a chart with a bar for each step: the cost of the training after the step, and in pale what the step saves.
+
+    Args:
+        path: file of the chart.
+        rows: the steps. The first two are published, and all others are forecasts.
+    """
+    # Draw the bars, each with its cost and the ratio to the bar above it.
+    figure = Figure(figsize=(11, 2 + 0.52 * len(rows)), layout='constrained')
+    axes = figure.subplots()
+    first, last = rows['dollars'].iloc[[0, -1]]
+    before = first
+    for position, row in rows.iterrows():
+        after = row['dollars']
+        text = f' \\${after:,.0f}'
+        if after < before:
+            text += f'    {before / after:.2f} times less'
+        elif after > before:
+            text += f'    {after / before:.2f} times more'
+        if row['measured (forecast)']:
+            text += f' ({row["measured (forecast)"].split()[0]} measured on an H100)'
+        axes.barh(position, max(before, after), color=ADDED if after > before else SAVED, height=0.7)
+        axes.barh(position, min(before, after), color=PUBLISHED if position < 2 else FORECAST, height=0.7)
+        weight = 'bold' if position in (0, len(rows) - 1) else 'normal'
+        axes.text(max(before, after), position, text, va='center', fontsize=TEXT, fontweight=weight)
+        before = after
+
+    # Label the bars with the steps, and hide the axes.
+    axes.set_yticks(rows.index, rows['step'].str.replace('$', r'\$'), fontsize=TEXT)
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.7 * first)
+    axes.spines[:].set_visible(False)
+    title = (f'Training Stable Diffusion 2 from scratch:\n\\${first:,.0f} in 2022, \\${last:,.0f} by forecast in 2026, '
+             f'{first / last:.0f} times less')
+    figure.suptitle(title, x=0.01, ha='left', fontsize=TEXT + 4, fontweight='bold')
+    kinds = {'published': PUBLISHED, 'forecast': FORECAST, 'saved by the step': SAVED, 'added by the price': ADDED}
+    figure.legend(handles=[Patch(color=color, label=label) for label, color in kinds.items()], ncols=4, frameon=False,
+                  loc='outside lower left', fontsize=TEXT)
+    figure.savefig(path, dpi=140)
 
 
 if __name__ == '__main__':

@@ -8,11 +8,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from sdbench.costs import TRAINING_IMAGES
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Encode
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
-from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, TIMES, TINY_MODEL, Train
+from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, MOST_WORKERS, TIMES, Run, Train, default_switches
 from sdbench.flags.training_command import fine_tune_instead, trains_random_weights
 from sdbench.inputs.shards import number_of_samples, read_index
 from sdbench.paths import sibling_path
@@ -22,7 +21,6 @@ from sdbench.records.status import fewest_batches
 BATCHES_PER_WORKER = 2  # batches that each loader process prefetches: torch's default prefetch_factor
 # Before cuDNN 9.15.1, gradients of its attention can be NaN at sequence lengths that are not multiples of 128.
 FIXED_CUDNN = 91501
-MOST_WORKERS = 8
 SYNTHETIC_SAMPLES = 100_000  # in an epoch of random images
 
 # Each interval, and the flag without which nothing happens at that interval.
@@ -38,45 +36,37 @@ def index_of_data(settings: Train) -> dict | None:
     return read_index(settings.remote or settings.local, '--remote' if settings.remote else '--local')
 
 
-def complete(settings: Train, index: dict | None) -> Train:
+def complete(given: Train, index: dict | None) -> Run:
     """Return the settings of a run with every default filled in. All ranks call this together.
 
     Only a microbatch of `auto` stays: training replaces it once the model is built (`with_found_microbatch`), and a dry
     run replaces it for each GPU model.
 
     Args:
-        settings: the flags as they were given. A dry run for several GPU counts is completed once for each count.
+        given: the flags as they were given. A dry run for several GPU counts is completed once for each count.
         index: the index.json of the shards, with their columns and their number of samples; None for synthetic data.
 
     Raises UserError for flags that these ranks, this machine or this data cannot serve.
     """
-    given = settings
-    is_dry_run = given.dry_run is not None
-
     # Devices: a dry run is for the GPU count in --dry_run, whatever GPUs this machine has.
     num_devices = given.dry_run[0] if given.dry_run else 0
     num_devices = num_devices or launcher_variable('WORLD_SIZE') or 1
-    is_for_gpus, most_workers, precision_here = facts_of_machine(is_dry_run)
+    is_for_gpus, most_workers, precision_here = facts_of_machine(given.dry_run is not None)
 
     # Data: --local without --remote is the folder of the shards. A dry run without data is for random images.
     remote = given.remote or given.local
-    local = given.local if given.remote else None
     latents = given.use_synth_latents if index is None else 'latents' in index
     samples = max(given.batch_size, SYNTHETIC_SAMPLES) if index is None else number_of_samples(index)
     batches_per_epoch = max(1, samples // given.batch_size)
-
     num_workers = or_default(given.num_workers, most_workers if remote else 0)  # synthetic data needs none
-    precision = given.precision or precision_here
-    microbatch = given.device_train_microbatch_size
-    if microbatch == 'auto' and not is_for_gpus:  # trials on a CPU could fill the memory of the machine
-        microbatch = given.batch_size // num_devices
 
-    # Compiling: on several devices, compiled blocks start the all-reduce while other blocks still run backward. A CUDA
-    # graph (reduce-overhead) has fixed weight addresses, so blocks cannot share one. Without compiling, channels_last
-    # is slower, because torch's group norm copies its input to NCHW and back.
-    compile_blocks = or_default(given.compile_blocks,
-                                num_devices > 1 and given.compile not in (False, 'reduce-overhead'))
-    channels_last = or_default(given.channels_last, bool(given.compile))
+    # Speed: trials of microbatches on a CPU could fill the memory of the machine.
+    microbatch = given.device_train_microbatch_size
+    if microbatch == 'auto' and not is_for_gpus:
+        microbatch = given.batch_size // num_devices
+    precision = given.precision or precision_here
+    switches = {flag: or_default(getattr(given, flag), default)
+                for flag, default in default_switches(precision, given.compile, num_devices).items()}
 
     # Length: without --max_duration the run is a measurement, which outlasts the prefetched batches. With it, all
     # batches after the warm-up are measured.
@@ -89,24 +79,15 @@ def complete(settings: Train, index: dict | None) -> Train:
     else:
         length = to_batches(given.max_duration, batches_per_epoch)
 
-    # Cost: `tiny` is a test model, so no cost is stated for it. A dry run states the cost of its --max_duration.
-    training_images = given.training_images
-    if training_images is None and given.model_name != TINY_MODEL:
-        training_images = TRAINING_IMAGES
-        if is_dry_run and given.max_duration is not None:
-            training_images = length * given.batch_size
-
-    completed = replace(
-        given, by_default=dependent_defaults(given), num_devices=num_devices,
-        remote=remote, local=local, encoders=ENCODERS[latents], use_synth_data=index is None and not latents,
-        num_workers=num_workers, batches_per_epoch=batches_per_epoch, device_train_microbatch_size=microbatch,
-        precision=precision, encoder_precision=given.encoder_precision or ENCODER_PRECISIONS[precision],
-        compile_blocks=compile_blocks, channels_last=channels_last,
-        sample_folder=sibling_path(given.save_folder, 'samples') if given.save_folder else 'samples',
-        measure_batches=measure_batches, training_images=training_images,
-        **times_in_batches(given, batches_per_epoch, length))
-    refuse_impossible(completed, samples, is_for_gpus)
-    return completed
+    known = vars(given) | times_in_batches(given, batches_per_epoch, length) | switches
+    known |= {'remote': remote, 'local': given.local if given.remote else None, 'num_workers': num_workers,
+              'use_synth_data': index is None and not latents, 'device_train_microbatch_size': microbatch,
+              'precision': precision, 'measure_batches': measure_batches}
+    run = Run(**known, encoders=ENCODERS[latents], num_devices=num_devices, batches_per_epoch=batches_per_epoch,
+              sample_folder=sibling_path(given.save_folder, 'samples') if given.save_folder else 'samples',
+              by_default=tuple(flag for flag in DEPENDENT_DEFAULTS if getattr(given, flag) in (None, 'auto')))
+    refuse_impossible(run, samples, is_for_gpus)
+    return run
 
 
 def facts_of_machine(is_dry_run: bool) -> tuple[bool, int, str]:
@@ -143,65 +124,55 @@ def times_in_batches(given: Train, batches_per_epoch: int, length: int) -> dict[
         time = getattr(given, flag) or defaults.get(flag)
         times[flag] = time and f'{to_batches(time, batches_per_epoch, length)}ba'
     times['max_duration'] = f'{length}ba'
-
-    is_trained = given.dry_run is None and not given.loader_only
-    if is_trained and times['ema_start'] and to_batches(times['ema_start']) >= length:
+    if given.dry_run is None and times['ema_start'] and to_batches(times['ema_start']) >= length:
         raise UserError(f'--ema_start {given.ema_start} is not before the end of the run, --max_duration {length}ba: '
                         'there would be no EMA weights; give an earlier time')
     return times
 
 
-def refuse_impossible(settings: Train, samples: int, is_for_gpus: bool) -> None:
+def refuse_impossible(run: Run, samples: int, is_for_gpus: bool) -> None:
     """Raise UserError for flags that would do nothing, or the wrong thing, on this machine or with this data.
 
-    The settings are complete. `is_for_gpus` tells whether the run is on GPUs, or a forecast for GPUs.
+    `is_for_gpus` tells whether the run is on GPUs, or a forecast for GPUs.
     """
-    if samples < settings.batch_size and settings.dry_run is None:
+    if samples < run.batch_size and run.dry_run is None:
         remedy = 'use a smaller batch'
-        if samples and trains_random_weights(settings):  # so few samples cannot train random weights at any batch size
-            remedy = fine_tune_instead(settings, samples)
-        raise UserError(f'--remote {settings.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
-                        f'{settings.batch_size}; {remedy}')
-    if settings.precision != 'fp32' and not is_for_gpus and not settings.loader_only:  # Composer needs GPUs for it
-        raise UserError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
-                        'fp32 on the command line, after any recipe')
-    if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != settings.device_batch_size:
+        if samples and trains_random_weights(run):  # so few samples cannot train random weights at any batch size
+            remedy = fine_tune_instead(run, samples)
+        raise UserError(f'--remote {run.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
+                        f'{run.batch_size}; {remedy}')
+    if run.precision != 'fp32' and not is_for_gpus and not run.loader_only:  # Composer needs GPUs for it
+        raise UserError(f'--precision {run.precision} needs a GPU, and this machine has none; give --precision fp32 on '
+                        'the command line, after any recipe')
+    if run.compile == 'reduce-overhead' and run.device_train_microbatch_size != run.device_batch_size:
         raise UserError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
-                        f'overwrite; use --device_train_microbatch_size {settings.device_batch_size}')
-    if settings.attention == 'cudnn' and is_for_gpus and settings.dry_run is None:
+                        f'overwrite; use --device_train_microbatch_size {run.device_batch_size}')
+    if run.attention == 'cudnn' and is_for_gpus and run.dry_run is None:
         import torch
         version = torch.backends.cudnn.version()
         if version and version < FIXED_CUDNN:
             raise UserError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
                             f'{version}, whose attention is wrong at sequence lengths that are not a multiple of 128; '
                             'use --attention sdpa')
-    if settings.random_flip and settings.latents:
+    if run.random_flip and run.latents:
         raise UserError('--random_flip mirrors images, and this run trains on latents; give --no-random_flip')
 
 
 def complete_encoding(settings: Encode) -> Encode:
-    """Return the settings of encode.py with every value filled in. Raises UserError if --ray needs a precision."""
+    """Return the settings of encode.py with its precision filled in. Raises UserError if --ray needs a precision."""
     import torch
     is_for_gpus = torch.cuda.is_available()  # on this machine
     if settings.ray and settings.encoder_precision is None and not is_for_gpus:
         raise UserError(f'--ray {settings.ray} needs --encoder_precision, because this machine has no GPU that shows '
                         'what the GPUs of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
     precision = ENCODER_PRECISIONS[best_precision(is_for_gpus)]
-    return replace(settings, by_default=dependent_defaults(settings), remote=settings.remote or settings.local,
-                   local=settings.local if settings.remote else None,
-                   num_workers=or_default(settings.num_workers, workers_per_device(torch.cuda.device_count())),
-                   encoder_precision=settings.encoder_precision or precision,
+    return replace(settings, encoder_precision=settings.encoder_precision or precision,
                    channels_last=or_default(settings.channels_last, bool(settings.compile)))
 
 
 def or_default(value: Any, default: Any) -> Any:
     """Return the value of a flag, or the default if the flag was not given (None)."""
     return default if value is None else value
-
-
-def dependent_defaults(given: Train | Encode) -> tuple[str, ...]:
-    """Return the names of the DEPENDENT_DEFAULTS flags that were not given."""
-    return tuple(name for name in DEPENDENT_DEFAULTS if getattr(given, name, True) in (None, 'auto'))
 
 
 def best_precision(is_for_gpus: bool) -> str:

@@ -1,6 +1,6 @@
 """Convert images per second to days, GPU-hours and dollars, without torch."""
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 
 from sdbench.errors import UserError
@@ -9,8 +9,6 @@ from sdbench.gpus import cards_named, name_words, short_name, unknown_gpu
 TRAINING_IMAGES = 2_867_200_000  # 1,400,000 steps of 2048 images: Stable Diffusion 2 base, as published
 DOLLARS_PER_GPU_HOUR = 2.0
 SECONDS_PER_DAY = 86_400
-ONE_PRICE = ('Every GPU has the same price here, so the cheapest GPU is the one that needs the fewest GPU-hours. '
-             'Give each GPU its price with --dollars_per_gpu_hour.')
 
 Prices = tuple[tuple[str | None, float], ...]  # (GPU name, or None for all GPUs; dollars per GPU-hour) of each price
 
@@ -34,18 +32,27 @@ def card_names_for(name: str) -> frozenset[str]:
         return frozenset()
 
 
-def price_of(device: str, prices: Prices) -> float:
-    """Return the price of a GPU in dollars per GPU-hour; NaN if there are prices, but none for this GPU.
+def last_price(device: str, prices: Sequence[tuple]) -> tuple | None:
+    """Return the last price that applies to a GPU; None if there is none.
 
-    The last matching price counts. Without any prices, every GPU costs DOLLARS_PER_GPU_HOUR. `device` is the name of
-    the GPU in a record.
+    A price begins with a GPU name, or None for all GPUs, and the dollars per GPU-hour. `device` is the name of the GPU
+    in a record.
+    """
+    for price in reversed(prices):
+        if price[0] is None or price_applies(price[0], device):
+            return price
+    return None
+
+
+def price_of(device: str, prices: Prices) -> float:
+    """Return the dollars per GPU-hour of a GPU; NaN if there are prices, but none for it.
+
+    Without any prices, every GPU costs DOLLARS_PER_GPU_HOUR.
     """
     if not prices:
         return DOLLARS_PER_GPU_HOUR
-    for name, dollars in reversed(prices):
-        if name is None or price_applies(name, device):
-            return dollars
-    return math.nan
+    price = last_price(device, prices)
+    return math.nan if price is None else price[1]
 
 
 def price_applies(name: str, device: str) -> bool:
@@ -60,27 +67,23 @@ def price_applies(name: str, device: str) -> bool:
     return name_words(short_name(device)) == name_words(short_name(name))
 
 
-def require_named(devices: Iterable[str], prices: Prices) -> None:
-    """Raise UserError for a price whose name is neither a known GPU nor one of these devices."""
-    devices = list(devices)
+def require_named(devices: Collection[str], prices: Prices) -> None:
+    """Raise UserError for a price whose name is neither a known GPU nor one of these devices of records."""
     for name, dollars in prices:
         if name and not card_names_for(name) and not any(price_applies(name, device) for device in devices):
-            raise UserError(f'--dollars_per_gpu_hour {name}={dollars:g}: no record has this GPU, and '
-                            f'{unknown_gpu(name)}')
+            no_record = 'no record has this GPU, and ' if devices else ''
+            raise UserError(f'--dollars_per_gpu_hour {name}={dollars:g}: {no_record}{unknown_gpu(name)}')
 
 
 def describe_prices(prices: Iterable[tuple[str, float]]) -> str:
     """Return the prices per GPU-hour as text, from pairs of a GPU name and its price.
 
-    Examples are '$2 per GPU-hour' and '$2 per GPU-hour for A100 80GB, $3 for H100 80GB'.
+    Examples are '$2 per GPU-hour for every GPU' and 'A100 80GB $2, H100 80GB $3.50 per GPU-hour'.
     """
-    names_at = {}  # short names of GPUs by price
-    for device, price in dict.fromkeys(prices):
-        dollars = 'no price' if math.isnan(price) else f'${price:.2f}'.removesuffix('.00')
-        names_at.setdefault(dollars, []).append(short_name(device))
-    texts = []
-    for dollars, names in names_at.items():
-        unit = '' if texts or dollars == 'no price' else ' per GPU-hour'
-        which = f' for {" and ".join(dict.fromkeys(names))}' if len(names_at) > 1 else ''
-        texts.append(f'{dollars}{unit}{which}')
-    return ', '.join(texts)
+    dollars = {}
+    for device, price in prices:
+        dollars[short_name(device)] = 'no price' if math.isnan(price) else f'${price:.2f}'.removesuffix('.00')
+    if len(set(dollars.values())) > 1:
+        return ', '.join(f'{name} {price}' for name, price in dollars.items()) + ' per GPU-hour'
+    price = next(iter(dollars.values()))
+    return f'{price} per GPU-hour' + (' for every GPU' if len(dollars) > 1 else '')

@@ -2,6 +2,7 @@
 import difflib
 import math
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from sdbench.errors import UserError
@@ -24,6 +25,7 @@ class Card(NamedTuple):
             PCIe's rate times PCIE_SHARE. An NVLink bridge between two GPUs does not count.
         gpus_per_node: GPUs in one machine, as most machines are sold or as the published machine had.
         gpus_per_link: GPUs that NVLink connects across machines, as in an NVL72 rack; None: the GPUs of one machine.
+        aliases: other names that clouds use.
     """
     name: str
     tflops: float
@@ -34,6 +36,7 @@ class Card(NamedTuple):
     link_gigabytes_per_sec: float
     gpus_per_node: int = 8
     gpus_per_link: int | None = None
+    aliases: str = ''
 
 
 # Fraction of the interconnect's rate in one direction that an all-reduce of large tensors reaches ("bus bandwidth" in
@@ -55,21 +58,21 @@ PCIE_3, PCIE_4, PCIE_5 = (rate * PCIE_SHARE for rate in (16, 32, 64))  # GB/s ov
 # datasheets are missing. If a datasheet gives only the peak with sparsity, the peak here is half of it.
 CARDS = {card.name: card for card in (
     # NVIDIA A100 Tensor Core GPU datasheet
-    Card('NVIDIA A100-SXM4-40GB', 312, 1555, 39.4, 108, 1.41, NVLINK_3),
-    Card('NVIDIA A100-SXM4-80GB', 312, 2039, 79.2, 108, 1.41, NVLINK_3),
+    Card('NVIDIA A100-SXM4-40GB', 312, 1555, 39.4, 108, 1.41, NVLINK_3, aliases='A100 SXM'),
+    Card('NVIDIA A100-SXM4-80GB', 312, 2039, 79.2, 108, 1.41, NVLINK_3, aliases='A100 SXM'),
     Card('NVIDIA A100-PCIE-40GB', 312, 1555, 39.4, 108, 1.41, PCIE_4),
     Card('NVIDIA A100 80GB PCIe', 312, 1935, 79.2, 108, 1.41, PCIE_4),
     # NVIDIA H100 Tensor Core GPU datasheet: SXM 1,979 with sparsity, PCIe 1,513, NVL 1,671
-    Card('NVIDIA H100 80GB HBM3', 989, 3352, 79.2, 132, 1.83, NVLINK_4),
+    Card('NVIDIA H100 80GB HBM3', 989, 3352, 79.2, 132, 1.83, NVLINK_4, aliases='H100 SXM, H100 SXM5'),
     Card('NVIDIA H100 PCIe', 756, 2039, 79.2, 114, 1.62, PCIE_5),
     Card('NVIDIA H100 NVL', 835, 3938, 93.1, 132, 1.55, PCIE_5),
     # NVIDIA H200 Tensor Core GPU datasheet: SXM 1,979 with sparsity, NVL 1,671
-    Card('NVIDIA H200', 989, 4800, 139.8, 132, 1.83, NVLINK_4),
+    Card('NVIDIA H200', 989, 4800, 139.8, 132, 1.83, NVLINK_4, aliases='H200 SXM, H200 SXM5, H200 141GB'),
     Card('NVIDIA H200 NVL', 835, 4800, 139.8, 132, 1.55, PCIE_5),
     # NVIDIA GH200 Grace Hopper Superchip datasheet: 1,979 with sparsity. A machine has one GPU
     Card('NVIDIA GH200 480GB', 989, 4000, 94.5, 132, 1.83, PCIE_5, 1),
     # NVIDIA HGX platform, B200 and B300: 36 PFLOP/s with sparsity for 8 GPUs
-    Card('NVIDIA B200', 2250, 8000, 178, 148, 1.86, NVLINK_5),
+    Card('NVIDIA B200', 2250, 8000, 178, 148, 1.86, NVLINK_5, aliases='B200 SXM, B200 SXM6'),
     Card('NVIDIA B300 SXM6 AC', 2250, 8000, 267.6, 148, 1.86, NVLINK_5),
     # NVIDIA GB200 NVL72 datasheet: 360 PFLOP/s with sparsity for 72 GPUs in 18 machines
     Card('NVIDIA GB200', 2500, 8000, 184.3, 152, 2.01, NVLINK_5, 4, 72),
@@ -133,22 +136,9 @@ def is_one_nvlink_domain(device: str, num_devices: int) -> bool:
     return device in CARDS and num_devices <= (CARDS[device].gpus_per_link or 0)
 
 
-# Names that clouds use for a card besides torch's name.
-OTHER_NAMES = {'NVIDIA A100-SXM4-40GB': 'A100 SXM', 'NVIDIA A100-SXM4-80GB': 'A100 SXM',
-               'NVIDIA H100 80GB HBM3': 'H100 SXM, H100 SXM5', 'NVIDIA H200': 'H200 SXM, H200 SXM5, H200 141GB',
-               'NVIDIA B200': 'B200 SXM, B200 SXM6'}
-
-
 def name_words(text: str) -> list[str]:
     """Return the words of a GPU name in upper case, split at spaces and hyphens; '80 GB' becomes '80GB'."""
     return re.findall('[A-Z0-9]+', re.sub('([0-9]) GB', r'\1GB', text.upper()))
-
-
-def has_words(device_name: str, words: str) -> bool:
-    """Tell whether a GPU's names contain all given words, ignoring case, spaces and hyphens."""
-    names = f'{device_name}, {OTHER_NAMES.get(device_name, "")}'.upper()
-    patterns = [rf'\b{"[ -]?".join(word)}\b' for word in name_words(words)]  # RTX4090 for RTX 4090, not A10 for A100
-    return all(re.search(pattern, names) for pattern in patterns)
 
 
 def short_name(device: str) -> str:
@@ -186,16 +176,20 @@ def full_name(device: str) -> str:
     return device
 
 
-def cards_named(names: tuple[str, ...]) -> list[Card]:
-    """Return the cards for each name: the card with exactly this name, or else all cards whose names contain its words.
+def cards_named(names: Iterable[str]) -> list[Card]:
+    """Return the cards for each name: the card that `full_name` finds, or else all cards whose names contain its words.
 
     Without names, all cards are returned. Raises UserError for a name that matches no card.
     """
-    found = []
+    found = {}
     for words in names or ('',):
-        cards = [card for card in CARDS.values() if name_words(card.name) == name_words(words)]
-        cards = cards or [card for card in CARDS.values() if has_words(card.name, words)]
+        # Match whole words, but RTX4090 also for RTX 4090.
+        patterns = [rf'\b{"[ -]?".join(word)}\b' for word in name_words(words)]
+        cards = [card for card in CARDS.values()
+                 if all(re.search(pattern, f'{card.name}, {card.aliases}'.upper()) for pattern in patterns)]
+        if full_name(words) in CARDS:
+            cards = [CARDS[full_name(words)]]
         if not cards:
-            raise UserError(unknown_gpu(words))
-        found += [card for card in cards if card not in found]
-    return found
+            raise UserError(f'--gpu {unknown_gpu(words)}')
+        found |= {card.name: card for card in cards}
+    return list(found.values())

@@ -12,8 +12,7 @@ def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
 
     `patterns` are glob patterns of the files to download.
 
-    Raises UserError, with `flag` and the hub's reason, if there is no such folder or repository, and OSError if the
-    cache on this machine cannot be written to.
+    Raises UserError, with `flag` and the reason, if there is no such folder and the repository cannot be downloaded.
     """
     if os.path.isdir(name):
         return Path(name)
@@ -24,14 +23,13 @@ def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except GatedRepoError as error:
-        raise UserError(f'{flag} {name} is gated on the hub ({one_line(error, 300)}); accept its terms on its page '
-                        'there, and log in: hf auth login') from None
-    except Exception as error:  # wrong names, missing repositories, a network or a disk that fails
+    except Exception as error:  # wrong names, missing or gated repositories, a network or a disk that fails
         if isinstance(error, LocalEntryNotFoundError) and error.__cause__:  # only its cause says what failed
             error = error.__cause__
-        if isinstance(error, OSError) and error.filename:  # a file of the cache
-            raise OSError(f'{flag} {name} cannot be downloaded: {one_line(error)}; free some of the disk, or set '
-                          'HF_HOME to a folder that can be written to') from None
-        raise UserError(f'{flag} {name} is not a folder here, and the hub has no such repository '
-                        f'({one_line(error, 300)}); check the name and the network') from None
+        remedy = 'check the name and the network'
+        if isinstance(error, GatedRepoError):
+            remedy = 'accept its terms on its page there, and log in: hf auth login'
+        elif isinstance(error, OSError) and error.filename:  # a file of the cache
+            remedy = 'free some of the disk, or set HF_HOME to a folder that can be written to'
+        raise UserError(f'{flag} {name} is not a folder here, and cannot be downloaded from the hub '
+                        f'({one_line(error, 300)}); {remedy}') from None

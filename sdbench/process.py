@@ -4,7 +4,6 @@ import getpass
 import io
 import math
 import os
-import shutil
 import signal
 import stat
 import sys
@@ -18,11 +17,10 @@ from sdbench.errors import UserError, known_reason, one_line, redacted
 
 GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # device files of the NVIDIA driver and the AMD driver
 
-LAUNCHER_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')
 # Job scripts often set these from other variables, as in WORLD_SIZE=$SLURM_NTASKS. If SLURM_NTASKS is unset, that gives
 # an empty text.
-EMPTY_IS_UNSET = (*LAUNCHER_VARIABLES, 'MASTER_ADDR', 'MASTER_PORT', 'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
-SECONDS_BETWEEN_CHECKS = 1.0  # between checks whether the launcher of a rank is still running
+EMPTY_IS_UNSET = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT',
+                  'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
 SECONDS_BETWEEN_LINES = 60  # between progress lines in a log; shorter work prints none
 LINE = '{desc}{n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}'  # tqdm's bar_format
 
@@ -64,14 +62,12 @@ def begin() -> None:
 def cpu_cores(cgroups: str = '/sys/fs/cgroup') -> int:
     """Return how many CPU cores this process may use: its CPU affinity or its container's quota, whichever is less.
 
-    `cgroups` is the folder with the container's limits, in the layout of cgroups version 2 (cpu.max) or version 1.
+    `cgroups` is the folder with the container's limits, in the layout of cgroups version 2.
     """
     cores = len(os.sched_getaffinity(0))
-    for names in (['cpu.max'], ['cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us']):
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max" in version 2, which means no limit
-            quota, period = map(int, ' '.join(Path(cgroups, name).read_text() for name in names).split())
-            if quota > 0:  # version 1 writes -1 for no limit
-                cores = min(cores, math.ceil(quota / period))
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max", which means no limit
+        quota, period = map(int, Path(cgroups, 'cpu.max').read_text().split())
+        cores = min(cores, math.ceil(quota / period))
     return cores
 
 
@@ -92,7 +88,7 @@ def end_with_parent(signal_number: int) -> None:
             parent.join()
         else:
             while os.getppid() == parent_id:
-                time.sleep(SECONDS_BETWEEN_CHECKS)
+                time.sleep(1)
         os.kill(os.getpid(), signal_number)
     threading.Thread(target=wait_for_parent, daemon=True).start()
 
@@ -100,15 +96,15 @@ def end_with_parent(signal_number: int) -> None:
 def launcher_variable(name: str) -> int | None:
     """Return the number in an environment variable that a launcher sets, such as RANK; None if it is not set.
 
-    Raises UserError if any of LAUNCHER_VARIABLES is not a number.
+    Raises UserError if it is not a number.
     """
-    for variable in LAUNCHER_VARIABLES:
-        text = os.environ.get(variable) or '0'
-        if not text.isdecimal():
-            raise UserError(f'environment variable {variable} is {text}, which is not a number; unset it, or start the '
-                            'command with a launcher, which sets it')
     text = os.environ.get(name)
-    return int(text) if text else None
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise UserError(f'environment variable {name} is {text}, which is not a number; unset it, or start the command '
+                        'with a launcher, which sets it')
+    return int(text)
 
 
 def exit_with_error(program: str, status: int, message: str) -> NoReturn:
@@ -202,7 +198,6 @@ def progress_bar(total: int, unit: str, done: int = 0, doing: str | None = None,
     options = {'desc': doing and f'{doing}: ', 'total': total, 'initial': done, 'unit': unit, 'unit_scale': unit == 'B',
                'disable': hidden}
     if sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns  # 80 if the terminal does not report its width
-        return tqdm(**options, ncols=columns, nrows=20)
+        return tqdm(**options)
     return tqdm(**options, file=LogLines(), bar_format=LINE, mininterval=SECONDS_BETWEEN_LINES,
                 maxinterval=SECONDS_BETWEEN_LINES, delay=SECONDS_BETWEEN_LINES)

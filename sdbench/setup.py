@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, Train
+from sdbench.flags.train import ENCODERS, Train, default_switches
 from sdbench.gpus import is_one_nvlink_domain, machines_for
 
 
@@ -14,33 +14,17 @@ from sdbench.gpus import is_one_nvlink_domain, machines_for
 class Setup:
     """What decides the speed of a training step. A value is None where it is not known.
 
-    Attributes:
-        device: torch's name of the GPU or the CPU.
-        num_devices: devices in all machines.
-        gpus_per_node: devices in each machine; None also for the machines that this GPU is usually sold in.
-        network_gbits: bandwidth of the network of each machine, in Gbit/s.
-        model_name: the model, as --model_name names it.
-        image_size: height and width of the images in pixels.
-        latents: whether the training reads latents, so that no VAE encoder runs in it.
-        batch_size: images in a step, summed over all devices.
-        microbatch: images per forward and backward pass on each device; None also for the largest that fits.
-        precision: amp_bf16, amp_fp16 or fp32.
-        encoder_precision: bf16, fp16 or fp32.
-        compile: whether torch.compile compiles the model, or the mode in which it does.
-        ema_start: the time at which the EMA starts; None also for the start of the run.
-        clip_grad_norm: the largest gradient norm; None also without clipping.
-
-    The other attributes are the switches of the same names in sdbench/flags/train.py.
+    Attributes without a comment are the switches of the same names in sdbench/flags/train.py.
     """
-    device: str | None = None
-    num_devices: int | None = None
-    gpus_per_node: int | None = None
-    network_gbits: float | None = None
+    device: str | None = None  # torch's name of the GPU or the CPU
+    num_devices: int | None = None  # in all machines
+    gpus_per_node: int | None = None  # None also for the machines that this GPU is usually sold in
+    network_gbits: float | None = None  # of each machine
     model_name: str | None = None
-    image_size: int | None = None
-    latents: bool | None = None
-    batch_size: int | None = None
-    microbatch: int | None = None
+    image_size: int | None = None  # in pixels
+    latents: bool | None = None  # whether the training reads latents, so that no VAE encoder runs in it
+    batch_size: int | None = None  # images in a step, summed over all devices
+    microbatch: int | None = None  # images per pass on each device; None also for the largest that fits
     precision: str | None = None
     encoder_precision: str | None = None
     channels_last: bool | None = None
@@ -53,8 +37,8 @@ class Setup:
     cudnn_benchmark: bool | None = None
     allreduce_precision: str | None = None
     use_ema: bool | None = None
-    ema_start: str | None = None
-    clip_grad_norm: float | None = None
+    ema_start: str | None = None  # None also for the start of the run
+    clip_grad_norm: float | None = None  # None also without clipping
 
     @property
     def machines(self) -> int | None:
@@ -80,18 +64,24 @@ class Setup:
         fits. So does the network, which is then assumed to be as fast as the interconnect of the GPUs.
         """
         known = DEFAULTS | {name: value for name, value in vars(self).items() if value is not None}
-        several = known['num_devices'] > 1
-        known.setdefault('encoder_precision', ENCODER_PRECISIONS[known['precision']])
-        known.setdefault('channels_last', bool(known['compile']))
-        known.setdefault('compile_blocks', several and known['compile'] not in (False, 'reduce-overhead'))
-        return Setup(**known)
+        return Setup(**default_switches(known['precision'], known['compile'], known['num_devices']) | known)
 
 
 NAMES = tuple(field.name for field in fields(Setup))
 FLAGS = {name: {'microbatch': 'device_train_microbatch_size'}.get(name, name) for name in NAMES}  # by attribute
-# The default of each flag that has one, for a dry run where it depends on the machine.
-DEFAULTS = {field.name: field.default for field in fields(Train) if field.name in NAMES and field.default is not None}
+FLAG_DEFAULTS = {field.name: field.default for field in fields(Train) if field.default is not None}
+# The default of each attribute that has one, for a dry run where it depends on the machine.
+DEFAULTS = {name: default for name, default in FLAG_DEFAULTS.items() if name in NAMES}
 DEFAULTS |= {'num_devices': 1, 'latents': False, 'precision': 'amp_bf16'}
+
+
+def with_flag_defaults(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with the default of each flag that it lacks, if a training of this program wrote it.
+
+    Such a record states every flag that there was. A record by hand may state no more than the device and the speed.
+    """
+    is_ours = 'command' in record and record.get('stage') == 'train'
+    return FLAG_DEFAULTS | record if is_ours else record
 
 
 def setup_of_settings(settings: Train) -> Setup:
@@ -103,17 +93,10 @@ def setup_of_settings(settings: Train) -> Setup:
 
 
 def setup_of_record(record: dict[str, Any]) -> Setup:
-    """Return the setup of a record.
-
-    A record that a command wrote states every flag, so it had the default of each flag that it lacks. A record that
-    somebody wrote by hand may state no more than the device and the speed.
-    """
+    """Return the setup of a record, with the default of each flag that a record of a training lacks."""
+    record = with_flag_defaults(record)
     known = {name: record.get(flag) for name, flag in FLAGS.items()}
     known = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in known.items()}
-    if 'command' in record and record.get('stage') == 'train':
-        for name, default in DEFAULTS.items():
-            if FLAGS[name] not in record and name not in ('num_devices', 'latents', 'precision'):
-                known[name] = default
     if known['microbatch'] == 'auto':  # of a run that ended before the search did
         known['microbatch'] = None
 
@@ -131,7 +114,8 @@ def setup_of_record(record: dict[str, Any]) -> Setup:
 
 
 def settings_of_setup(setup: Setup) -> Train:
-    """Return the completed settings of a run with this setup, which must have defaults."""
-    values = {FLAGS[name]: getattr(setup, name) for name in NAMES if name not in ('device', 'latents', 'microbatch')}
-    return Train(**values, encoders=ENCODERS[setup.latents], dry_run=(setup.num_devices,),
+    """Return the flags of a run with this setup, which must have defaults."""
+    values = {FLAGS[name]: getattr(setup, name) for name in NAMES
+              if name not in ('device', 'num_devices', 'latents', 'microbatch')}
+    return Train(**values, use_synth_latents=setup.latents, dry_run=(setup.num_devices,),
                  device_train_microbatch_size=setup.microbatch or 'auto')

@@ -24,7 +24,7 @@ from sdbench.complete import complete, index_of_data
 from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
 from sdbench.flags.parser import parse
 from sdbench.flags.plan import PlanSettings
-from sdbench.flags.train import Train
+from sdbench.flags.train import Run, Train
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from tests.records.keys import KEYS
 
@@ -39,7 +39,7 @@ COMMANDS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, '
             'export.py': Export, 'plan.py': PlanSettings, 'report.py': Report}
 
 
-def settings_of(*argv) -> Train:
+def settings_of(*argv) -> Run:
     """Return the settings of a run with these flags, on this machine."""
     settings = parse(Train, '', [str(argument) for argument in argv], 'benchmark.py')
     return complete(settings, index_of_data(settings))
@@ -47,7 +47,8 @@ def settings_of(*argv) -> Train:
 
 def check_keys(record: dict, command: str) -> None:
     """Check that a record has all flags of its command, and that all other keys are documented."""
-    flags = {field.name for field in dataclasses.fields(COMMANDS[command])}
+    kind = Run if command == 'benchmark.py' else COMMANDS[command]
+    flags = {field.name for field in dataclasses.fields(kind)}
     assert flags <= record.keys()
     unexplained = record.keys() - flags - set(KEYS)
     assert not unexplained, f'docs/record.md has no row of {", ".join(unexplained)}'

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from transformers import (
     CLIPConfig,
     CLIPImageProcessor,
@@ -15,7 +16,7 @@ from transformers import (
 )
 
 from sdbench.inputs.tokenizer import pipeline_tokenizer
-from sdbench.models.feature_extractors import INCEPTION, LAYER, Clip, Inception
+from sdbench.models.feature_extractors import Clip
 from sdbench.models.generation import build_pipeline
 from sdbench.models.loading import build_text_encoder, build_vae, find_model
 
@@ -41,7 +42,7 @@ def save_clip(folder: Path) -> str:
     return str(folder)
 
 
-class RandomInception(Inception):
+class RandomInception(FeatureExtractorInceptionV3):
     """InceptionV3 with random weights that keep the scale of the features, made without a file of weights."""
 
     def load_state_dict(self, state_dict, *args, **kwargs):
@@ -57,7 +58,8 @@ def save_inception(path: str) -> None:
     torch.save({}, no_weights)
     no_weights.seek(0)
     torch.manual_seed(2)
-    torch.save(RandomInception(INCEPTION, [LAYER], feature_extractor_weights_path=no_weights).state_dict(), path)
+    network = RandomInception('inception-v3-compat', ['2048'], feature_extractor_weights_path=no_weights)
+    torch.save(network.state_dict(), path)
 
 
 def save_pipeline(folder: Path) -> str:

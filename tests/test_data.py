@@ -32,8 +32,6 @@ def test_bytes_are_scaled_only_once():
     scaled = normalize({'image': image})
     torch.testing.assert_close(scaled['image'].double(), image.double() / 127.5 - 1, atol=1e-6, rtol=0)
     assert normalize(scaled)['image'] is scaled['image']
-    with pytest.raises(ValueError, match='images have the type torch.int64; give bytes'):
-        normalize({'image': image.long()})
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
@@ -61,7 +59,7 @@ def test_bad_samples_are_replaced_printed_once_and_counted(tmp_path, capfd, num_
                    str(num_workers), '--max_bad_samples', '0.2'])
     assert (record['status'], record['bad_samples'], record['measured_batches']) == ('complete', 3, 9)
     errors = capfd.readouterr().err
-    for index, reason in ((3, 'not a known format'), (17, 'too large'), (18, 'no caption')):
+    for index, reason in ((3, 'not a known format'), (17, 'exceeds limit'), (18, 'no caption')):
         assert errors.count(f'bad sample {index} is skipped: ') == 1
         assert reason in errors
 

@@ -23,7 +23,7 @@ import pytest
 import report
 from sdbench.flags.parser import build_parser
 from sdbench.flags.train import TINY_MODEL
-from sdbench.records.figures import LINES
+from sdbench.records.metrics import LINES
 from tests.records.keys import rows_of
 from tests.runs import COMMANDS, ROOT, SMALLEST
 from tests.samples import good, write_parquet, write_photos

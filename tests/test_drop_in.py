@@ -19,7 +19,7 @@ from ema import EMA
 from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.built_in import BUILT_IN
-from sdbench.training.exact_resume import ExactResume
+from sdbench.training.resuming import ExactResume
 from tests.runs import ROOT, assert_equal
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
 
@@ -131,7 +131,7 @@ def test_the_call_of_the_original_gives_the_same_batches(shards, samples, tmp_pa
 def test_all_ten_arguments_may_be_positional(shards, samples, tmp_path, model_folder):
     dataset = StreamingLAIONDataset(shards, 'cache', None, False, model_folder, None, 100, 3, 60.0, 4, image_size=64)
     assert (dataset.predownload, dataset.batch_size, dataset.shuffle) == (100, 4, False)
-    assert (dataset.streams[0].download_retry, dataset.streams[0].download_timeout) == (3, 60.0)
+    assert dataset.streams[0].retry == (3, 60.0)
     sample = dataset[5]
     assert sample.keys() == {'image', 'caption'}
     assert sample['caption'].tolist() == build_tokenizer(model_folder).encode(samples[5]['caption']).ids

@@ -1,5 +1,4 @@
 """The scored images equal diffusers' own, for any batch size and number of processes, and after interruptions."""
-import inspect
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from torchmetrics.image.fid import FrechetInceptionDistance
 from transformers import CLIPModel, CLIPProcessor
 
@@ -20,10 +20,10 @@ from export import main as export
 from sdbench.flags.commands import Evaluate
 from sdbench.flags.parser import parse
 from sdbench.inputs.images import decode_image, resize
-from sdbench.inputs.shards import DRAW, IMAGES_HASH, hash_of_images, read_index
-from sdbench.models.feature_extractors import load_clip, load_inception
+from sdbench.inputs.shards import DRAW, IMAGES_HASH, hash_of_images, read_index, was_trained_on
+from sdbench.models.feature_extractors import load_clip, load_fid
 from sdbench.records.summary import evaluation_summary
-from sdbench.training.compatibility import was_trained_on
+from sdbench.training.resuming import data_of
 from tests.forked_runs import run_ranks
 from tests.runs import TINY, check_keys, files_of, refusal
 from tests.samples import Hostile, encoded, picture, pillow_square, write_shards
@@ -39,17 +39,17 @@ class SmallNetwork(torch.nn.Module):
     """Returns 12 features per image. The matrix root of InceptionV3's 2048 features would take seconds."""
     num_features = 12
 
-    @classmethod
-    def of_file(cls, path: str) -> 'SmallNetwork':
-        return cls()
-
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.float().mean(dim=1).flatten(1)[:, ::SIZE ** 2 // 12][:, :12]
 
 
+def fid_of_small_network(path: str) -> FrechetInceptionDistance:
+    return FrechetInceptionDistance(SmallNetwork(), reset_real_features=False)
+
+
 def by_small_network(argv: list[str]) -> None:
     """Run evaluate.py in this process with the small network."""
-    evaluate.load_inception = SmallNetwork.of_file
+    evaluate.load_fid = fid_of_small_network
     evaluate.main(argv)
 
 
@@ -57,7 +57,7 @@ def by_small_network(argv: list[str]) -> None:
 def small_network():
     """Use the small network instead of InceptionV3 for any file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, 'load_inception', SmallNetwork.of_file)
+        patch.setattr(evaluate, 'load_fid', fid_of_small_network)
         yield
 
 
@@ -180,15 +180,13 @@ def test_the_fid_equals_that_of_torchmetrics_for_generated_and_real_images(evalu
 
 
 @pytest.mark.long
-def test_the_features_for_the_fid_equal_those_of_the_network_in_torchmetrics(tmp_path, samples):
+def test_the_features_for_the_fid_equal_those_of_torch_fidelity(tmp_path, samples):
     weights = str(tmp_path / 'inception.pth')
     save_inception(weights)
-    parameters = inspect.signature(FrechetInceptionDistance).parameters
-    without_antialias = {name: False for name in parameters if name == 'antialias'}  # new in torchmetrics 1.9
-    metric = FrechetInceptionDistance(feature_extractor_weights_path=weights, **without_antialias)
+    reference = FeatureExtractorInceptionV3('inception-v3-compat', ['2048'], feature_extractor_weights_path=weights)
     pictures = torch.stack([resize(decode_image(sample['jpg'], SIZE), SIZE) for sample in samples[:2]])
     with torch.no_grad():
-        torch.testing.assert_close(load_inception(weights)(pictures), metric.inception(pictures))
+        torch.testing.assert_close(load_fid(weights).inception(pictures), reference(pictures)[0])
 
 
 def test_the_clip_score_equals_the_cosine_similarity_from_transformers(evaluated, samples, clip):
@@ -260,8 +258,8 @@ def test_it_is_known_only_in_some_cases_whether_a_model_was_trained_on_the_data(
                              ([other_side, other_side], False), ([other_conversion, other_side], None),
                              ([other_side, other_conversion], None), ([without, other_side], None), ([older], None),
                              ([{}, other_side], None), ([], False)):
-        assert was_trained_on({'data': phases}, index) is expected, phases
-    assert was_trained_on({}, index) is None  # an older checkpoint, or another program
+        assert was_trained_on(phases, index) is expected, phases
+    assert was_trained_on(data_of({}), index) is None  # an older checkpoint, or another program
 
 
 def test_a_checkpoint_generates_the_same_images_as_its_export_and_the_record_has_its_training(
@@ -303,7 +301,7 @@ def test_a_wrong_file_for_inception_is_refused_with_the_address_of_the_right_one
     path = tmp_path / 'inception.pth'
     torch.save(Hostile(tmp_path / 'ran') if content is Hostile else content, path)
     with pytest.raises(ValueError) as refused:
-        load_inception(str(path))
+        load_fid(str(path))
     line = str(refused.value)
     assert line.startswith(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; download")
     assert line.endswith('weights-inception-2015-12-05-6726825d.pth')

@@ -3,7 +3,7 @@ import json
 import math
 
 from sdbench.forecast.forecast import UNCOUNTED_SHARE, Forecast, forecast
-from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR, SEVERAL_MACHINES_ERRORS, TESTED
+from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR, TESTED
 from sdbench.gpus import CARDS, NETWORK_SHARE, NVLINK_SHARE, PCIE_SHARE, short_name
 from sdbench.setup import setup_of_record
 from tests.runs import ROOT
@@ -70,10 +70,10 @@ def test_the_setups_that_have_a_range_are_those_of_the_program():
     assert sorted(tuple(row.values())[:5] for row in table) == sorted(expected)
 
 
-def test_the_lowest_and_highest_error_on_several_machines_are_those_of_the_program():
+def test_the_errors_on_several_machines_are_within_the_largest_error_of_the_program():
     [table] = [table for table in tables((ROOT / 'docs/forecast-model.md').read_text()) if 'submitter' in table[0]]
     errors = [float(row['error'].removesuffix(' %')) / 100 for row in table]
-    assert (round(min(errors), 2), round(max(errors), 2)) == SEVERAL_MACHINES_ERRORS
+    assert LARGEST_ERROR - 0.01 < max(map(abs, errors)) <= LARGEST_ERROR
 
 
 def test_the_constants_are_those_of_the_program():

@@ -7,7 +7,7 @@ from sdbench.gpus import CARDS, cards_named, peak_of
 # GeForce card has half of its architecture's rate.
 BY_ARCHITECTURE = {512: ('GeForce', 'L40'),
                    1024: ('V100', 'V100S', 'T4', 'A10', 'A40', 'A6000', 'L4', 'L40S', 'RTX 6000'),
-                   2048: ('A100', 'A30'), 4096: ('H100', 'H200', 'GH200'), 8192: ('B200', 'B300', 'GB200')}
+                   2048: ('A100', 'A30'), 4096: ('H100', 'H200', 'H200 NVL', 'GH200'), 8192: ('B200', 'B300', 'GB200')}
 
 
 def test_every_datasheets_peak_is_what_the_architecture_gives():
@@ -33,6 +33,7 @@ def test_a_peak_needs_the_exact_gpu_name_and_depends_on_the_precision(name, bf16
     (('A100-40GB',), ['NVIDIA A100-SXM4-40GB', 'NVIDIA A100-PCIE-40GB']),
     (('a100sxm440gb',), ['NVIDIA A100-SXM4-40GB']),
     (('NVIDIA H100 80GB HBM3',), ['NVIDIA H100 80GB HBM3']), (('A10',), ['NVIDIA A10']), (('L4',), ['NVIDIA L4']),
-    (('H200',), ['NVIDIA H200', 'NVIDIA H200 NVL']), (('NVIDIA-H200', 'B200'), ['NVIDIA H200', 'NVIDIA B200'])])
+    (('H200',), ['NVIDIA H200']), (('H200 SXM5',), ['NVIDIA H200']),
+    (('NVIDIA-H200', 'B200'), ['NVIDIA H200', 'NVIDIA B200'])])
 def test_a_gpu_is_found_by_whole_words_of_its_name_ignoring_case_spaces_and_hyphens(names, found):
     assert [card.name for card in cards_named(names)] == found

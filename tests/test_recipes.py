@@ -62,7 +62,7 @@ def test_each_command_of_the_whole_training_reads_the_output_of_earlier_ones(tmp
     assert (export.checkpoint, export.out) == (two.save_folder, evaluate.model)
     assert evaluate.data == f'{convert.out}-held-out'
     for check, what, data in ((networks, 'networks', 's3://b/sd2'), (samples, 'data', evaluate.data)):
-        assert check == replace(evaluate, check_only=what, data=data, results=None)
+        assert check == replace(evaluate, check_only=what, data=data, results=Train.results)
     assert len({convert.out, one.save_folder, two.save_folder}) == 3
 
 
@@ -96,7 +96,7 @@ def test_by_default_the_whole_training_is_the_one_that_plan_py_plans_and_names(t
 @pytest.mark.parametrize('words, variables, said', [
     ([], {}, 'MODEL: is empty; give MODEL=FOLDER'),
     ([], {'MODEL': 'x', 'SOURCE_2': 'large'}, 'EVAL: is empty; with SOURCE_2 give EVAL=FOLDER, pictures with captions'),
-    ([], {'MODEL': 'x', 'SCORES': '--inception none.pth'}, '--inception none.pth does not exist; download it'),
+    ([], {'MODEL': 'x', 'SCORES': '--inception none.pth'}, '--inception none.pth is not torch-fidelity\'s file'),
     (['plan'], {'MODEL': 'x'}, 'sh recipes/stable-diffusion-2.sh ')])
 def test_the_whole_training_refuses_missing_or_wrong_variables_in_one_line(words, variables, said):
     variables = variables | {'PATH': f'{os.path.dirname(sys.executable)}:{os.defpath}'}

@@ -98,7 +98,7 @@ def their_update(model: ComposerModel, program: str, use_ema: bool) -> Work:
     if program == SHARDED_OPTIMIZER:
         return {}
     optimizer = torch.optim.AdamW(model.unet.parameters(), foreach=program != LOOPED_OPTIMIZER)
-    work = work_of_update({OPTIMIZER: optimizer.step})
+    work = work_of_update(OPTIMIZER, optimizer.step)
     return work | composers_ema(model) if use_ema else work
 
 
@@ -106,4 +106,4 @@ def their_update(model: ComposerModel, program: str, use_ema: bool) -> Work:
 def composers_ema(model: ComposerModel) -> Work:
     """Return the work of Composer's EMA, which averaged the frozen encoders, too."""
     # An EMA of the model with itself takes the same work.
-    return work_of_update({EMA_UPDATE: lambda: composers_compute_ema(model, model, 0.999)})
+    return work_of_update(EMA_UPDATE, lambda: composers_compute_ema(model, model, 0.999))

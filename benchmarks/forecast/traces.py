@@ -33,7 +33,7 @@ def trace_to_json(setup: Setup) -> tuple[str, dict]:
     """Return the name and the trace of a step, as they are stored."""
     step = traced_now(setup)
     print(name_of(setup), file=sys.stderr, flush=True)
-    return name_of(setup), step.as_json()
+    return name_of(setup), json.loads(step.to_json())
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """Encode shards of images with the VAE. A worker process builds the VAE once and uses it in all its calls."""
 import functools
-import os
 import platform
 import tempfile
 import time
@@ -19,10 +18,12 @@ from streaming.base.format import reader_from_json
 from streaming.base.format.mds.reader import MDSReader
 from torch.utils.data import DataLoader, Dataset
 
-from sdbench.datasets.output import Output, PartWriter
+from sdbench.complete import or_default, workers_per_device
+from sdbench.datasets.output import OutputFolder, PartWriter
 from sdbench.datasets.workers import Part
 from sdbench.errors import BadSample, DataError
 from sdbench.flags.commands import Encode
+from sdbench.flags.train import Train
 from sdbench.inputs.batches import decode_sample, normalize, stack_images
 from sdbench.inputs.captions import CAPTIONS, MDS_CAPTION_COLUMNS, to_columns
 from sdbench.inputs.images import decode_image
@@ -41,7 +42,6 @@ class ImageShard(NamedTuple):
 
     @property
     def name(self) -> str:
-        """File name of the shard."""
         return self.entry['raw_data']['basename']
 
 
@@ -80,12 +80,7 @@ class Batches(Dataset):
 
 
 class Encoder:
-    """Encode shards with the VAE on one device, and measure the speed.
-
-    Args:
-        settings: settings of encode.py.
-        on_gpu: True uses the GPU of this process, False the CPU.
-    """
+    """Encode shards with the VAE on the GPU of this process, or on the CPU, and measure the speed."""
 
     def __init__(self, settings: Encode, on_gpu: bool):
         self.settings = settings
@@ -105,14 +100,11 @@ class Encoder:
         self.clock = [time.perf_counter()]  # time at which each batch ended
         self.encoded = [0]  # images encoded so far, after each batch
 
-    def encode(self, output: Output, parts: list[Part], copies: str | None) -> None:
-        """Encode the parts, in order, into a dataset.
+    def encode(self, output: OutputFolder, parts: list[Part], copies: str | None) -> None:
+        """Encode the parts, in order, into a dataset. The source of each part is one ImageShard.
 
-        Args:
-            output: dataset to write to.
-            parts: parts to encode. The source of each part is one ImageShard.
-            copies: folder for temporary copies of the shards, each removed once it is encoded. None: the shards are
-                read in place.
+        `copies` is a folder for temporary copies of the shards, each removed once it is encoded. None reads the shards
+        in place.
         """
         # Open the shards.
         settings = self.settings
@@ -131,15 +123,16 @@ class Encoder:
                         yield shard, range(start, min(start + settings.batch_size, samples))
 
         # Encode the batches, which the loader decodes in order, shard by shard.
+        workers = or_default(settings.num_workers, workers_per_device(torch.cuda.device_count()))
         loader = DataLoader(Batches(readers, shards, settings.image_size), batch_size=None, sampler=keys_of_batches(),
-                            num_workers=settings.num_workers, pin_memory=self.device.type == 'cuda',
+                            num_workers=workers, pin_memory=self.device.type == 'cuda',
                             worker_init_fn=begin_worker)
         for position, batches in groupby(loader, itemgetter('shard')):
             self.encode_part(output, parts[position], batches)
             if copies is not None:
                 readers[position].evict()
 
-    def encode_part(self, output: Output, part: Part, batches: Iterator[dict]) -> None:
+    def encode_part(self, output: OutputFolder, part: Part, batches: Iterator[dict]) -> None:
         """Encode the batches of one part, write its shards, and log its bad samples by their index in the dataset."""
         [shard] = part.sources
         columns = MDS_CAPTION_COLUMNS | {MOMENTS: f'ndarray:float16:8,{self.latent_size},{self.latent_size}'}
@@ -197,7 +190,7 @@ class Encoder:
         Warm-up batches do not count, but the last batch always does. A single batch includes the loader's start.
         `name` identifies the process. `device` is the name of the GPU, and None for a CPU.
         """
-        first = min(self.settings.warmup_batches, len(self.clock) - 2)  # number of batches that do not count
+        first = min(Train.warmup_batches, len(self.clock) - 2)  # number of batches that do not count
         device = None  # also for a CPU, because looking up its name takes a second
         if self.device.type == 'cuda':
             device = torch.cuda.get_device_name(self.device)
@@ -209,20 +202,11 @@ class Encoder:
 encoder_of_process = functools.cache(Encoder)  # a process builds it in its first call
 
 
-def encode_parts(settings: Encode, output: Output, on_gpu: bool, parts: list[Part]) -> dict:
-    """Encode shards of images in a worker process. Return the `figures()` of this process so far.
-
-    Args:
-        settings: settings of encode.py.
-        output: dataset to write to.
-        on_gpu: True uses the GPU of this process, False the CPU.
-        parts: parts to encode. The source of each part is one ImageShard.
-    """
+def encode_parts(settings: Encode, output: OutputFolder, on_gpu: bool, parts: list[Part]) -> dict:
+    """Encode shards of images in a worker process. Return the `figures()` of this process so far."""
     output.require_begun()
     encoder = encoder_of_process(settings, on_gpu)
-    if settings.local:
-        os.makedirs(settings.local, exist_ok=True)
-    in_place = not settings.local and is_readable_in_place(settings.remote, [part.sources[0].entry for part in parts])
-    with tempfile.TemporaryDirectory(prefix='shards-', dir=settings.local) as copies:
+    in_place = is_readable_in_place(settings.remote, [part.sources[0].entry for part in parts])
+    with tempfile.TemporaryDirectory(prefix='shards-') as copies:
         encoder.encode(output, parts, None if in_place else copies)
     return encoder.figures()

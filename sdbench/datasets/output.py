@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 
 from streaming import MDSWriter
 
-from sdbench.errors import DataError, UserError, one_line, plural, redacted
+from sdbench.errors import DataError, UserError, plural, redacted
 from sdbench.files import atomic_write, locked, parse_json
 from sdbench.paths import CLAIM, INDEX, is_url
-from sdbench.stores import PATIENT, QUICK, Retry, download, files_below, write
-from sdbench.stores.addresses import parse_address
+from sdbench.stores import download, files_below, upload
+from sdbench.stores.addresses import PATIENT, QUICK, Retry, parse_address
 
 LOCK = f'{CLAIM}.lock'  # held by the run that writes to a folder
 SKIPPED = 'skipped.jsonl'  # which samples and files were skipped, and why
@@ -36,8 +36,10 @@ READERS = 64  # threads that read the index.json of parts
 SHARD_BYTES = 1 << 26  # largest size of a shard: Streaming's own default
 
 
-class Output:
-    """The place where a dataset is written. It can be pickled, so workers write to the same place.
+class OutputFolder:
+    """A folder, or an address in an object store, that one command claims and fills with its results.
+
+    It can be pickled, so workers write to the same place. Its methods raise OSError if OUT cannot be read or written.
 
     Args:
         out: folder or address, as the user gave it.
@@ -55,7 +57,7 @@ class Output:
             print(f'reaching {redacted(self.label)}', file=sys.stderr, flush=True)
             try:
                 self.read(CLAIM, QUICK)
-            except DataError as error:
+            except OSError as error:
                 raise UserError(str(error)) from None
 
     @contextlib.contextmanager
@@ -68,90 +70,69 @@ class Output:
             settings: values that the samples depend on, which JSON must support; `program` is the name of the command.
             sources: the paths and addresses of the input.
 
-        Raises UserError if OUT contains other files, was begun with other settings, or is in use by another run.
+        Raises UserError if OUT contains other files, has samples that were made with other settings, or is in use.
         """
         claim = {'layout': LAYOUT, **settings}
         if sources:
             claim['source'] = [redacted(name if is_url(name) else os.path.abspath(name)) for name in sources]
+        claim = json.loads(json.dumps(claim))
         with contextlib.ExitStack() as stack:
             if self.is_folder:
                 path = Path(self.out, LOCK)
                 stack.enter_context(locked(path, self.label))
                 stack.callback(path.unlink, missing_ok=True)
-            self._claim(json.loads(json.dumps(claim)))
+            self._claim(claim)
             yield
 
-    def _claim(self, settings: dict) -> None:
-        """Write claim.json, or require that it has these settings. Raises UserError if not, or if OUT is not empty."""
-        # Claim an OUT that no command has claimed. Refuse it if it holds files of something else.
+    def _claim(self, claim: dict) -> None:
+        """Write claim.json. Raises UserError if OUT holds other files, or results of a command with other settings."""
         content = self.read(CLAIM)
         if content is None:
-            names = os.listdir(self.out) if self.is_folder else self.names()
-            if any(name not in (CLAIM, LOCK) for name in names):
+            if set(self.names()) - {LOCK}:
                 raise UserError(f'{self.label} already holds other files; give a new folder')
-            self.write(CLAIM, json.dumps(settings).encode())
-            return
-
-        # Other settings may replace the claim if the earlier command ended without a sample, for example because of a
-        # wrong flag. It has ended if all its parts are done. Without any part a folder is free, because a running
-        # command would hold its lock. A store has no lock, so there another command may have just started.
-        begun = parse_json(content, f'{CLAIM} of {self.label}')
-        if begun != settings:
-            parts = self.parts()  # values: whether the part is done
-            has_ended = (parts or self.is_folder) and all(parts.values())
-            if has_ended and not any(self._read_index(part)['shards'] for part in parts):
-                self.write(CLAIM, json.dumps(settings).encode())
+        else:
+            earlier = parse_json(content, f'{CLAIM} of {self.label}')
+            differing = [key for key in ('program', *claim, *earlier) if earlier.get(key) != claim.get(key)]
+            if not differing:
                 return
-
-        # Otherwise require the same settings, and name the first one that differs.
-        for key in ('program', *settings, *begun):
-            if begun.get(key) == settings.get(key):
-                continue
-            earlier = 'none' if begun.get(key) is None else begun[key]
-            now = 'none' if settings.get(key) is None else settings[key]
-            raise UserError(f'{self.label} was begun with {key} {earlier}, and this command has {now}; '
-                            'give the earlier flags, or a new folder')
-
-    def _read_index(self, part: str) -> dict:
-        """Return the index.json of a part. Raises UserError if it is not JSON."""
-        return parse_json(self.read(f'{part}/{INDEX}'), f'{part}/{INDEX} of {self.label}')
+            # Parts without a sample, for example after a wrong flag, consist of an INDEX only and are no results.
+            if {os.path.basename(name) for name in self.names()} - {CLAIM, LOCK, SKIPPED, INDEX}:
+                key = differing[0]
+                raise UserError(f'{self.label} was begun with {key} {earlier.get(key)}, and this command has '
+                                f'{claim.get(key)}; give the earlier flags, or a new folder')
+        self.write(CLAIM, json.dumps(claim).encode())
 
     def write(self, name: str, content: bytes | BinaryIO) -> None:
-        """Write a file of OUT, which replaces an earlier one when it is complete. Raises DataError if OUT fails."""
+        """Write a file of OUT, which replaces an earlier one when it is complete."""
         if isinstance(content, bytes):
             content = io.BytesIO(content)
-        with self._os_errors_as_data_errors():
-            if not self.is_folder:
-                return write(content, f'{self.out}/{name}', self.label, PATIENT)
+        if self.is_folder:
             path = Path(self.out, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as file:
                 shutil.copyfileobj(content, file)
+        else:
+            upload(content, f'{self.out}/{name}', self.label)
 
     def read(self, name: str, retry: Retry = PATIENT) -> bytes | None:
-        """Return the content of a file of OUT, or None if it does not exist. Raises DataError if OUT cannot be read."""
-        with self._os_errors_as_data_errors(), tempfile.TemporaryDirectory() as folder:
+        """Return the content of a file of OUT, or None if it does not exist."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(self.out, name)
             try:
-                if self.is_folder:
-                    return Path(self.out, name).read_bytes()
-                copy = Path(folder, 'copy')
-                download(f'{self.out}/{name}', str(copy), self.label, retry, in_threads=False)
-                return copy.read_bytes()
+                if not self.is_folder:
+                    path = Path(folder, 'copy')
+                    download(f'{self.out}/{name}', str(path), self.label, retry, in_threads=False)
+                return path.read_bytes()
             except FileNotFoundError:
                 return None
 
     def names(self) -> list[str]:
-        """Return the paths of all files in OUT, relative to OUT. Raises DataError if OUT cannot be listed."""
-        with self._os_errors_as_data_errors():
-            if self.is_folder:
-                return [os.path.relpath(os.path.join(folder, name), self.out)
-                        for folder, _, names in os.walk(self.out) for name in names]
+        """Return the paths of all files in OUT, relative to OUT."""
+        if not self.is_folder:
             return [file.key.removeprefix(self.key).lstrip('/')
                     for file in files_below(self.out, self.label, PATIENT)]
-
-    def is_done(self, part: str) -> bool:
-        """Tell whether the part with this name is done."""
-        return self.read(f'{part}/{INDEX}') is not None
+        return [os.path.relpath(os.path.join(folder, name), self.out)
+                for folder, _, names in os.walk(self.out) for name in names]
 
     def parts(self) -> dict[str, bool]:
         """Return a dict of the folders in OUT by name: True if the folder is a part that is done."""
@@ -166,16 +147,6 @@ class Output:
         """Raise DataError if this worker's OUT is not the folder that the command has claimed."""
         if self.read(CLAIM) is None:
             raise DataError(f'{self.label} is not the same folder on every machine; use a shared folder or a store')
-
-    @contextlib.contextmanager
-    def _os_errors_as_data_errors(self) -> Iterator[None]:
-        """Turn an OSError of a store or a disk into a DataError of one line."""
-        try:
-            yield
-        except OSError as error:
-            if self.is_folder:
-                raise DataError(f'{self.label} cannot be read or written ({one_line(error)})') from None
-            raise DataError(str(error)) from None
 
 
 def part_name(*facts) -> str:
@@ -193,14 +164,14 @@ class PartWriter(MDSWriter):
         shard_bytes: largest size of a shard.
     """
 
-    def __init__(self, output: Output, part: str, columns: dict[str, str], shard_bytes: int = SHARD_BYTES):
+    def __init__(self, output: OutputFolder, part: str, columns: dict[str, str], shard_bytes: int = SHARD_BYTES):
         with tempfile.TemporaryDirectory() as unused:  # Streaming requires a folder, and would empty the part's folder
             super().__init__(columns=columns, out=unused, hashes=['xxh64'], size_limit=shard_bytes)
         self.output = output
         self.part = part
         self.captions = Counter()  # captions written, by name
         self.long_captions = 0  # captions whose end the text encoder does not see
-        self.shapes = Counter()  # images by what a training changes about them, see `count_shape` in converter.py
+        self.shapes = Counter()  # images by what a training changes about them, see `write_sample` in converter.py
 
     def flush_shard(self) -> None:
         """Write the samples since the last shard, if any, as the next shard. Streaming calls this."""
@@ -212,15 +183,14 @@ class PartWriter(MDSWriter):
                             **self.get_config()})
         self.output.write(f'{self.part}/{name}', content)
 
-    def finish(self, skipped: Iterable[dict] = ()) -> None:
+    def finish(self, skipped: Sequence[dict] = ()) -> None:
         """Write the last shard, and then index.json, which makes the part done.
 
-        Args:
-            skipped: lines for skipped.jsonl about samples that are not in this part.
+        `skipped` are lines for skipped.jsonl about samples that are not in this part.
         """
         self.flush_shard()
-        index = {'version': 2, 'shards': self.shards, 'skipped': list(skipped), 'captions': dict(self.captions),
-                 'long_captions': self.long_captions, 'shapes': dict(self.shapes)}
+        index = {'version': 2, 'shards': self.shards, 'skipped': skipped, 'captions': self.captions,
+                 'long_captions': self.long_captions, 'shapes': self.shapes}
         self.output.write(f'{self.part}/{INDEX}', json.dumps(index).encode())
 
 
@@ -238,36 +208,13 @@ class Joined:
     first_skipped: dict | None = None  # the first line in skipped.jsonl
     damaged: list[dict] = field(default_factory=list)  # lines about files that could not be read to their end
 
-    def add_part(self, part: str, index: dict) -> None:
-        """Add the shards in the index.json of a part. Their names become paths relative to OUT."""
-        self.samples_of[part] = sum(shard['samples'] for shard in index['shards'])
-        self.samples += self.samples_of[part]
-        self.captions.update(index.get('captions', {}))
-        self.long_captions += index.get('long_captions', 0)
-        self.shapes.update(index.get('shapes', {}))
-        for shard in index['shards']:
-            shard['raw_data']['basename'] = f'{part}/{shard["raw_data"]["basename"]}'
-            self.shards.append(json.dumps(shard))
-            self.bytes += shard['raw_data']['bytes']
-
-    def add_skipped(self, lines: Iterable[dict], file: BinaryIO) -> None:
-        """Count lines for skipped.jsonl, and write them to a file."""
-        for line in lines:
-            text = json.dumps(line, ensure_ascii=False)  # a search finds names that are not escaped
-            if not self.skipped:
-                self.first_skipped = line
-            file.write(f'{text}\n'.encode(errors='backslashreplace'))  # a file name may not be UTF-8
-            self.skipped[line['reason'].partition(':')[0]] += 1
-            if line['reason'].startswith(DAMAGED):
-                self.damaged.append(line)
-
     def skipped_line(self, out: str) -> str:
         """Return a text with the number of skipped items for each kind of reason, and the path of skipped.jsonl."""
         reasons = ', '.join(f'{number:,} {reason}' for reason, number in self.skipped.most_common())
         return f'{reasons}; listed in {out}/{SKIPPED}'
 
 
-def join_parts(output: Output, parts: Sequence[str], skipped: Iterable[dict] = ()) -> Joined:
+def join_parts(output: OutputFolder, parts: Sequence[str], skipped: Sequence[dict] = ()) -> Joined:
     """Read the index.json of each part, write OUT/skipped.jsonl if anything was skipped, and return the totals.
 
     Args:
@@ -278,27 +225,44 @@ def join_parts(output: Output, parts: Sequence[str], skipped: Iterable[dict] = (
     Raises DataError if a part is missing or damaged.
     """
     joined = Joined()
-    with tempfile.TemporaryFile() as lines:
-        joined.add_skipped(skipped, lines)
-        with ThreadPoolExecutor(READERS) as readers:
-            contents = readers.map(output.read, [f'{part}/{INDEX}' for part in parts])
-            for part, content in zip(parts, contents, strict=True):
-                try:
-                    index = json.loads(content)
-                except (ValueError, TypeError):
-                    raise DataError(f'{part}/{INDEX} of {output.label} is missing or damaged; remove the folder '
-                                    f'{part}, and run the same command again') from None
-                joined.add_part(part, index)
-                joined.add_skipped(index['skipped'], lines)
+    with tempfile.TemporaryFile() as file, ThreadPoolExecutor(READERS) as readers:
+
+        def add_skipped(lines: Sequence[dict]) -> None:
+            for line in lines:
+                text = json.dumps(line, ensure_ascii=False)  # a search finds names that are not escaped
+                file.write(f'{text}\n'.encode(errors='backslashreplace'))  # a file name may not be UTF-8
+                joined.first_skipped = joined.first_skipped or line
+                joined.skipped[line['reason'].partition(':')[0]] += 1
+                if line['reason'].startswith(DAMAGED):
+                    joined.damaged.append(line)
+
+        add_skipped(skipped)
+        contents = readers.map(output.read, [f'{part}/{INDEX}' for part in parts])
+        for part, content in zip(parts, contents, strict=True):
+            try:
+                index = json.loads(content)
+            except (ValueError, TypeError):
+                raise DataError(f'{part}/{INDEX} of {output.label} is missing or damaged; remove the folder {part}, '
+                                'and run the same command again') from None
+            add_skipped(index['skipped'])
+            joined.samples_of[part] = sum(shard['samples'] for shard in index['shards'])
+            joined.samples += joined.samples_of[part]
+            joined.captions.update(index.get('captions', {}))
+            joined.long_captions += index.get('long_captions', 0)
+            joined.shapes.update(index.get('shapes', {}))
+            for shard in index['shards']:
+                shard['raw_data']['basename'] = f'{part}/{shard["raw_data"]["basename"]}'  # relative to OUT
+                joined.shards.append(json.dumps(shard))
+                joined.bytes += shard['raw_data']['bytes']
 
         # Replace the skipped.jsonl of an earlier run even if nothing is skipped any more.
-        lines.seek(0)
+        file.seek(0)
         if joined.skipped or output.read(SKIPPED) is not None:
-            output.write(SKIPPED, lines)
+            output.write(SKIPPED, file)
     return joined
 
 
-def write_index(output: Output, joined: Joined, **about: Any) -> bool:
+def write_index(output: OutputFolder, joined: Joined, **about: Any) -> bool:
     """Write OUT/index.json, with `about` as additional keys. Return False if the same index.json was already there."""
     # The entries of the shards stay JSON text, because objects for a large dataset would take gigabytes.
     beginning = json.dumps({'version': 2, **about}).removesuffix('}')
@@ -309,6 +273,6 @@ def write_index(output: Output, joined: Joined, **about: Any) -> bool:
     return True
 
 
-def done_already(output: Output, joined: Joined, source: str) -> str:
+def done_already(output: OutputFolder, joined: Joined, source: str) -> str:
     """Return the message that an earlier run has made the dataset; `source` is the name of the input flag."""
     return f'done already: {output.label} holds {plural(joined.samples, "sample")} of this {source}'

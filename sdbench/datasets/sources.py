@@ -10,34 +10,36 @@ import errno
 import fnmatch
 import glob
 import hashlib
-import itertools
 import os
 import re
 import stat
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from sdbench.datasets.names import (
+    ALL_SPLITS,
     caption_suffixes,
+    group_by_split,
     is_caption,
     is_hidden,
     is_image,
     is_shard,
     is_written_by_img2dataset,
+    require_one_split,
     split_name,
     why_not_read,
 )
-from sdbench.datasets.splits import ALL_SPLITS, group_by_split, require_one_split
-from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, CaptionTables, Columns, SkipReason, Table
-from sdbench.errors import DataError, UserError, one_line
+from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, CaptionTables, Columns
+from sdbench.errors import UserError
 from sdbench.inputs.captions import Named
 from sdbench.paths import is_url
 from sdbench.stores import files_below
 from sdbench.stores.addresses import parse_address
 
 WILDCARDS = re.compile(r'[*?[]')
+UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ELOOP)  # no permission, deleted, or a broken link
 
 
 class File(NamedTuple):
@@ -73,16 +75,15 @@ class File(NamedTuple):
 class Folder(NamedTuple):
     """A folder of this machine that contains input files."""
     path: str
-    real_path: str  # without links
-    present: Set[str]  # names of everything in it
-    named: list[str]  # names of the files in it that SOURCE names
+    present: set[str]  # names of everything in it
+    named: set[str]  # names of the files in it that SOURCE names
 
 
 class Found(NamedTuple):
     """What `find_files` has found."""
     files: list[File]  # to convert, sorted by name
     skipped: list[dict]  # lines for skipped.jsonl: {'source': path, 'key': None, 'reason': 'kind: details'}
-    captions: dict[Table, int]  # number of rows in each table that gave a caption
+    captions: dict[str, int]  # number of rows that gave a caption, by path of the table
 
 
 def find_files(sources: Sequence[str], excluded: Iterable[str] = (), captions: str | None = None,
@@ -99,46 +100,45 @@ def find_files(sources: Sequence[str], excluded: Iterable[str] = (), captions: s
         columns: columns of images and captions in tables.
         split: the split to convert, or ALL_SPLITS. None: SOURCE must have only one.
 
-    Raises UserError if a source names nothing, a table of captions cannot be read, or the split must be chosen,
-    DataError if a disk fails, and OSError if a store, or the folder of a named file, cannot be listed.
+    Raises UserError if a source names nothing, a table of captions cannot be read, or the split must be chosen, and
+    OSError if a store or a disk cannot be read.
     """
     # List the stores, then the folders of this machine.
     search = Search(sources, excluded)
-    converted = {}  # by name, because SOURCE may name a file twice
-    for source in search.sources:
-        if is_url(source):
-            converted |= {file.name: file for file in search.stored_files(source)}
+    found = [file for source in search.sources if is_url(source) for file in search.stored_files(source)]
     folders = search.folders()
 
     # Read all tables first, because the table for an image may be in any folder. TABLES gives their order in a folder.
     tables = CaptionTables(columns, search.skip)
     if captions is not None:
-        tables.add(captions, is_named=True)
+        tables.add(captions)
     for folder in folders:
-        found = [name for name in folder.present if name.lower() in TABLES
-                 and os.path.isfile(os.path.join(folder.path, name))]
-        for name in sorted(found, key=lambda name: (TABLES.index(name.lower()), name)):
-            tables.add(os.path.join(folder.path, name))
+        names = [name for name in folder.present if name.lower() in TABLES]
+        for name in sorted(names, key=lambda name: (TABLES.index(name.lower()), name)):
+            if os.path.isfile(os.path.join(folder.path, name)):
+                tables.add(os.path.join(folder.path, name))
+    rows = tables.match({tables.path_of(os.path.join(folder.path, name)) for folder in folders for name in folder.named
+                         if is_image(split_name(name)[1])})
+    if captions is not None and not rows[os.path.abspath(captions)]:
+        raise UserError(f'--captions {captions}: none of its rows has a caption for an image of SOURCE; its paths are '
+                        'relative to its own folder, so move it or correct its paths')
 
-    # Give each image the captions of a table, or else of the files beside it. Sort by folder, then by name.
-    classified = [(folder, search.classify(folder, tables)) for folder in folders]
-    images = {os.path.join(folder.real_path, name) for folder, files in classified for name in files
-              if is_image(split_name(name)[1])}
-    rows = tables.match(images)
-    for folder, files in classified:
-        converted |= {file.name: file for file in search.with_captions(folder, files, tables)}
+    # Give each image the captions of a table, or else of the files beside it.
+    for folder in folders:
+        found += search.files_in(folder, tables)
+    files = {file.name: file for file in found}  # SOURCE may name a file twice
 
     # Never mix the splits of a dataset, unless the user says so.
-    groups = group_by_split(converted, search.sources)
+    groups = group_by_split(files, search.sources)
     if split is None:
         require_one_split(groups, f'SOURCE {" ".join(sources)}', 'give one of them, such as --split train')
     elif split != ALL_SPLITS:
         if groups and split not in groups:
             raise UserError(f'--split {split}: SOURCE holds only files of {" and ".join(groups)}; give another split')
-        for name in sorted(converted.keys() - groups.get(split, {}).keys()):
+        for name in sorted(files.keys() - groups.get(split, [])):
             search.skip(name, f'other split: it is not of --split {split}')
-            del converted[name]
-    return Found(sorted(converted.values(), key=lambda file: file.name.split('/')), search.skipped, rows)
+            del files[name]
+    return Found(sorted(files.values(), key=lambda file: file.name.split('/')), search.skipped, rows)
 
 
 class Search:
@@ -154,7 +154,7 @@ class Search:
         self.excluded_folders = {os.path.realpath(path) for path in excluded if not is_url(path)}
         self.excluded_addresses = tuple(f'{url.rstrip("/")}/' for url in excluded if is_url(url))
         self.skipped: list[dict] = []  # lines for skipped.jsonl
-        self.searched: dict[str, str] = {}  # the path under which a folder was first searched, by its real path
+        self.searched: set[str] = set()  # real paths of the folders that were searched
 
     def skip(self, name: str, reason: str, key: int | None = None) -> None:
         """Record that a file, a folder or a row of a table is skipped.
@@ -182,69 +182,65 @@ class Search:
         if WILDCARDS.search(key):
             folder = WILDCARDS.split(key)[0].rpartition('/')[0]
         listed = named = files_below(f'{bucket}/{folder}', label)
-        exact = [file for file in listed if file.key == key or file.key.startswith(f'{key}/')]
-        if exact:
-            folder = key
-            listed = named = exact
-        elif folder != key:
-            named = [file for file in listed if fnmatch.fnmatchcase(file.key, key)]  # * matches / as well
+        if folder != key:
+            exact = [file for file in listed if file.key == key or file.key.startswith(f'{key}/')]
+            named = exact or [file for file in listed if fnmatch.fnmatchcase(file.key, key)]  # * matches / as well
         if not named:
             raise nothing_there(source)
-        names_hidden = is_hidden(key.removeprefix(folder).lstrip('/'))  # for example the glob .tmp*/0.tar
 
-        # Choose by name, as `classify` does for files of this machine. Names are relative to the listed folder.
-        names = {file.key: file.key.removeprefix(folder).lstrip('/') or os.path.basename(folder) for file in listed}
+        # Choose by name, relative to the listed folder, as `files_in` does for files of this machine. Take hidden files
+        # only if SOURCE names them, as in the glob .tmp*/0.tar.
+        names_hidden = is_hidden(key.removeprefix(folder).lstrip('/'))
+        names = {file.key: file.key.removeprefix(folder).lstrip('/') for file in listed}
         present = set(names.values())
         for file in named:
             name = names[file.key]
             path = f'{bucket}/{file.key}'
-            suffix = split_name(name)[1]
             if file.key.endswith('/') or path.startswith(self.excluded_addresses):
                 continue  # an empty object marks a folder
             if {'', '.', '..'} & {*file.key.split('/')}:  # clients would request a normalized key, so another object
                 self.skip(path, 'unusable key: it contains //, /./ or /../; copy the object to another key')
-            elif is_hidden(name) and path not in self.sources and not names_hidden:
+            elif is_hidden(name) and not names_hidden:
                 self.skip(path, 'hidden')
             elif is_written_by_img2dataset(name, present):
                 continue
-            elif is_shard(suffix):
+            elif is_shard(split_name(file.key)[1]):
                 yield File(path, file.size, changed=(file.changed,))
-            elif is_image(suffix) or is_caption(suffix):
+            else:
                 self.skip(path, 'not a tar or Parquet: nothing else is read from a store; copy the folder here, or '
                           'pack it into a tar')
-            else:
-                self.skip(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
 
     def folders(self) -> list[Folder]:
         """Return all folders of this machine that contain input files. Skip subfolders that cannot be opened.
 
-        Raises UserError if a source names nothing, DataError if a disk fails, and OSError if the folder of a named file
-        cannot be listed.
+        Raises UserError if a source names nothing, and OSError if a disk fails.
         """
-        # Group by folder the files that SOURCE names, directly or by a glob.
-        found = []
-        tops = []
+        found = {}
         for source in self.sources:
             if is_url(source):
                 continue
             paths = [source] if os.path.lexists(source) else sorted(glob.glob(source, recursive=True))
             if not paths:
                 raise nothing_there(source)
-            tops += filter(os.path.isdir, paths)
-            files = [path for path in paths if not os.path.isdir(path)]
-            for folder, paths_there in itertools.groupby(sorted(files, key=os.path.split), os.path.dirname):
-                names = [os.path.basename(path) for path in paths_there]
-                found.append(Folder(path=folder, real_path=os.path.realpath(folder), present=set(os.listdir(folder)),
-                                    named=names))
+            for path in paths:
+                if not os.path.isdir(path):
+                    parent, name = os.path.split(path)
+                    if parent not in found:
+                        found[parent] = Folder(parent, set(os.listdir(parent)), set())
+                    found[parent].named.add(name)
+                elif self.should_search(path):
+                    for folder, subfolders, names in os.walk(path, onerror=self.skip_unreadable, followlinks=True):
+                        found[folder] = Folder(folder, {*names, *subfolders}, set(names))
+                        # Let os.walk enter only these.
+                        subfolders[:] = [name for name in sorted(subfolders)
+                                         if self.should_search(os.path.join(folder, name))]
 
-        # Search the folders that SOURCE names, with all their subfolders.
-        for top in filter(self.should_search, tops):
-            for folder, subfolders, names in os.walk(top, onerror=self.skip_unreadable, followlinks=True):
-                found.append(Folder(path=folder, real_path=os.path.realpath(folder), present={*names, *subfolders},
-                                    named=sorted(names)))
-                paths = [os.path.join(folder, name) for name in sorted(subfolders)]
-                subfolders[:] = map(os.path.basename, filter(self.should_search, paths))  # os.walk enters only these
-        return found
+        # The captions beside an image belong to SOURCE, even if a glob names only the image.
+        for folder in found.values():
+            images = {split_name(name)[0] for name in folder.named if is_image(split_name(name)[1])}
+            folder.named.update(name for name in folder.present
+                                if split_name(name)[0] in images and is_caption(split_name(name)[1]))
+        return list(found.values())
 
     def should_search(self, folder: str) -> bool:
         """Return whether to search a folder: only once, and only if SOURCE names it or it is not excluded or hidden."""
@@ -255,97 +251,70 @@ class Search:
             if os.path.basename(folder).startswith('.'):
                 self.skip(folder, 'hidden')
                 return False
-        if real not in self.searched:
-            self.searched[real] = folder
-            return True
-        if self.searched[real] != folder:  # the same path again is a repeated source, which needs no line
-            self.skip(folder, f'folder already searched: as {self.searched[real]}')
-        return False
+        is_new = real not in self.searched
+        self.searched.add(real)
+        return is_new
 
     def skip_unreadable(self, error: OSError) -> None:
-        """Record a folder as skipped that os.walk cannot open. Raises DataError if the disk fails."""
-        self.skip(error.filename, why_unreadable(error, error.filename))
+        """Record a file or folder as skipped. Raise the error if the disk failed, because a later run may read it."""
+        if error.errno not in UNREADABLE:
+            raise error
+        self.skip(error.filename, f'cannot be opened: {error.strerror}')
 
-    def classify(self, folder: Folder, tables: CaptionTables) -> dict[str, File]:
-        """Return, by name, the input files in a folder: tars, Parquet files, images and caption files. Skip the rest.
+    def files_in(self, folder: Folder, tables: CaptionTables) -> Iterator[File]:
+        """Yield the tars and Parquet files in a folder, and the images with their captions. Skip other files.
 
         Tables of captions, and the files that img2dataset writes about its shards, are ignored without a line.
         """
-        files = {}
-        for name in folder.named:
+        groups = defaultdict(dict)  # images and captions, by key and suffix
+        for name in sorted(folder.named):
             path = os.path.join(folder.path, name)
-            suffix = split_name(name)[1]
-            file = file_at(path)
-            if isinstance(file, SkipReason):
-                self.skip(path, file)
-            elif is_hidden(name) and path not in self.sources:
-                self.skip(path, 'hidden')
-            elif (is_written_by_img2dataset(name, folder.present)
-                  or os.path.join(folder.real_path, name) in tables.read):
+            key, suffix = split_name(name)
+            if is_written_by_img2dataset(name, folder.present) or tables.path_of(path) in tables.read:
                 continue
-            elif is_shard(suffix) or is_image(suffix) or is_caption(suffix):
-                files[name] = file
+            file = self.file_at(path)
+            if file is None:
+                continue
+            if is_hidden(name) and path not in self.sources:
+                self.skip(path, 'hidden')
+            elif is_shard(suffix):
+                yield file
+            elif is_image(suffix) or is_caption(suffix):
+                groups[key][suffix] = file
             else:
                 self.skip(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
-        return files
 
-    def with_captions(self, folder: Folder, files: dict[str, File], tables: CaptionTables) -> Iterator[File]:
-        """Yield the tars and Parquet files in `files`, and the images with their captions. Skip other captions."""
-        # Group the images and captions in the folder by key. SOURCE may name only some of them.
-        names = defaultdict(dict)  # by key and suffix
-        for name in folder.present:
-            key, suffix = split_name(name)
-            if is_image(suffix) or is_caption(suffix):
-                names[key][suffix] = name
+        for group in groups.values():
+            captions = [group[suffix] for suffix in caption_suffixes(group)]
+            images = [file for suffix, file in group.items() if is_image(suffix)]
+            if not images:
+                for caption in captions:
+                    self.skip(caption.name, 'no image')
+            for image in images:
+                table_captions = tables.captions_of(image.name)
+                if table_captions is not None:
+                    if any(table_captions.values()):  # otherwise `match` has recorded the reason for each row
+                        yield image._replace(table_captions=table_captions)
+                elif len(images) > 1:  # one may be a mask of the other
+                    names = ', '.join(os.path.basename(file.name) for file in images)
+                    self.skip(image.name, f'more than one image: {names}')
+                else:
+                    yield image.with_captions(captions)
 
-        # Find the captions whose image SOURCE names. An image that cannot be opened counts, because it was reported.
-        with_image = set()
-        for name in folder.named:
-            key, suffix = split_name(name)
-            if is_image(suffix):
-                with_image.update(names[key].values())
-
-        for name, file in files.items():
-            key, suffix = split_name(name)
-            if is_shard(suffix):
-                yield file
-            elif is_caption(suffix):
-                if name not in with_image:
-                    self.skip(file.name, 'no image')
-            elif (table_captions := tables.captions_of(os.path.join(folder.real_path, name))) is not None:
-                if any(table_captions.values()):  # otherwise `match` has recorded the reason for each row
-                    yield file._replace(table_captions=table_captions)
-            else:
-                images = sorted(other for other in names[key].values()
-                                if other in files and is_image(split_name(other)[1]))
-                if len(images) > 1:  # one may be a mask of the other
-                    self.skip(file.name, f'more than one image: {", ".join(images)}')
-                    continue
-                beside = [file_at(os.path.join(folder.path, names[key][suffix]))
-                          for suffix in caption_suffixes(names[key])]
-                yield file.with_captions([caption for caption in beside if isinstance(caption, File)])
-
-
-def file_at(path: str) -> File | SkipReason:
-    """Return the file at a path, or why it cannot be read. Raises DataError if the disk fails."""
-    try:
-        status = os.stat(path)
+    def file_at(self, path: str) -> File | None:
+        """Return the file at a path. Skip a file that cannot be read, and return None for it."""
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            self.skip_unreadable(error)
+            return None
         if not stat.S_ISREG(status.st_mode):
-            return SkipReason('not a regular file: a pipe, a socket or a device')
-        if not os.access(path, os.R_OK):
-            return SkipReason('cannot be opened: Permission denied')
-    except OSError as error:
-        return why_unreadable(error, path)
-    return File(path, status.st_size, changed=(status.st_mtime_ns,))
-
-
-def why_unreadable(error: OSError, path: str) -> SkipReason:
-    """Return why a file or folder is skipped. Raises DataError if the disk fails, because a later run may read it."""
-    if isinstance(error, PermissionError):
-        return SkipReason('cannot be opened: Permission denied')
-    if error.errno in (errno.ENOENT, errno.ELOOP):
-        return SkipReason('missing file: deleted, or a broken link')
-    raise DataError(f'SOURCE {path} cannot be read ({one_line(error)})') from None
+            self.skip(path, 'not a regular file: a pipe, a socket or a device')
+        elif not os.access(path, os.R_OK):
+            self.skip(path, 'cannot be opened: Permission denied')
+        else:
+            return File(path, status.st_size, changed=(status.st_mtime_ns,))
+        return None
 
 
 def nothing_there(source: str) -> UserError:

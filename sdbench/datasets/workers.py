@@ -35,20 +35,14 @@ class Part(NamedTuple):
     size: int = 0  # size of the sources, for the progress bar
 
 
-def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing: Iterable[Part],
-               is_done: Callable[[str], bool], unit: str, parts_per_call: int = 1) -> list:
+def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing: Iterable[Part], unit: str,
+               parts_per_call: int = 1) -> list:
     """Let workers make all missing parts, and show a progress bar. Return the results of the calls as they ended.
 
     Parts that were in progress when a worker died are made again one at a time, while nothing else is in progress. A
     part that only lacked memory beside other parts then succeeds, and a part that kills its worker is identified.
 
-    Args:
-        workers: workers that make the parts.
-        parts: all parts of the dataset, which the progress bar counts.
-        missing: the parts to make, in this order.
-        is_done: returns whether the part with this name is complete; called after a worker has died.
-        unit: unit of `Part.size`, see `progress_bar`.
-        parts_per_call: the most parts that a worker gets in one call.
+    `parts` are all parts of the dataset, for the progress bar, and `unit` is the unit of their sizes.
 
     Raises DataError, which names the files, if a worker dies while it makes only one part. Raises any error of a call.
     """
@@ -71,7 +65,7 @@ def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing:
             for call in ended:
                 given = in_progress.pop(call)
                 if workers.is_death(call.exception()):
-                    lost += [part for part in given if not is_done(part.name)]
+                    lost += given
                 else:
                     results.append(call.result())
                     bar.update(sum(part.size for part in given))
@@ -83,20 +77,13 @@ def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing:
                 for part in lost:
                     call = workers.call([part])
                     if workers.is_death(call.exception()):
-                        raise fatal_part_error(part)
+                        files = ' to '.join(dict.fromkeys((part.sources[0].name, part.sources[-1].name)))
+                        raise DataError(f'a worker was killed or ran out of memory while it read only {files}; give it '
+                                        'more memory, or remove the file that needs so much')
                     results.append(call.result())
                     bar.update(part.size)
                 lost = []
     return results
-
-
-def fatal_part_error(part: Part) -> DataError:
-    """Return the error that names the files of a part whose worker died while no other part was in progress."""
-    files = part.sources[0].name
-    if len(part.sources) > 1:
-        files = f'one of the {len(part.sources):,} files from {files} to {part.sources[-1].name}'
-    return DataError(f'a worker was killed or ran out of memory while it read only {files}; give it more memory, or '
-                     'remove that file')
 
 
 class LocalWorkers(AbstractContextManager):
@@ -135,11 +122,9 @@ class LocalWorkers(AbstractContextManager):
         self.end_pool()
 
     def slots(self) -> int:
-        """Return how many calls can be in progress at the same time."""
         return self.number
 
     def call(self, parts: list[Part]) -> Future:
-        """Let a process make these parts."""
         try:
             return self.pool.submit(self.do, parts)
         except BrokenProcessPool:  # one of the pool's processes died
@@ -155,10 +140,8 @@ class LocalWorkers(AbstractContextManager):
 def begin_process(environment: dict[str, str], numbers: SimpleQueue, use_gpu: Callable[[int], None] | None) -> None:
     """Prepare a new process of the pool.
 
-    Args:
-        environment: environment variables of the command. A fork server may have been started with other ones.
-        numbers: a queue with a GPU number for each process.
-        use_gpu: see LocalWorkers.
+    `environment` has the variables of the command, because a fork server may have been started with other ones, and
+    `numbers` has a GPU number for each process.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -220,7 +203,6 @@ class RayWorkers(AbstractContextManager):
         return max(1, int(self.ray.cluster_resources().get('GPU' if self.on_gpus else 'CPU', 0)))
 
     def call(self, parts: list[Part]) -> Future:
-        """Let a task make these parts."""
         return self.task.remote(self.do, parts).future()
 
     def is_death(self, error: BaseException | None) -> bool:

@@ -2,17 +2,28 @@
 import argparse
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from sdbench.costs import TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
-from sdbench.flags.parser import count, file_ending, flag, fraction, number_between, picture, positional, seed
-from sdbench.flags.train import DataLoading, Encoders, Model, Results, Warmup, pixels, price
+from sdbench.flags.parser import (
+    count,
+    file_ending,
+    flag,
+    fraction,
+    number_between,
+    picture,
+    positional,
+    seed,
+    whole_number,
+)
+from sdbench.flags.train import MOST_WORKERS, Encoders, Model, Results, pixels, price
 from sdbench.hub import CLIP_MODEL
 from sdbench.paths import EXPORTED, is_url
 from sdbench.process import launcher_variable
 
+REQUIRED = MISSING  # as the default of a flag
 TIMESTEPS = 1000  # of Stable Diffusion's noise schedule
 BYTES = {'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
 LARGEST_LIMIT = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
@@ -48,16 +59,15 @@ class Convert(Cluster):
                                          'files')
     out: str = positional('new folder or object store (s3://, gs://, azure://) for the MDS shards')
     held_out: float | None = flag(None, 'fraction of the samples to hold out, such as 0.01; they go to OUT-held-out, '
-                                  'for --eval_remote of benchmark.py (default: none)', converter=fraction)
+                                  'for --eval_remote of benchmark.py', converter=fraction)
     seed: int = flag(17, 'seed for --held_out; whether an image is held out depends only on its bytes and this seed',
                      converter=seed)
     captions: str | None = flag(None, 'table of captions as CSV, JSON lines (.jsonl) or Parquet, with image paths '
                                 'relative to its folder, or the JSON of COCO; read in addition to captions.csv, '
                                 'metadata.csv, metadata.jsonl and metadata.parquet in the folders of SOURCE (default: '
                                 'only those)', metavar='FILE')
-    image_column: str | None = flag(None, 'column with the images in Parquet files (default: image), or with the '
-                                    'image paths in tables of captions (default: file_name or filename)',
-                                    metavar='NAME')
+    image_column: str | None = flag(None, 'column with the images in Parquet files (default: image), or with the image '
+                                    'paths in tables of captions (default: file_name or filename)', metavar='NAME')
     caption_column: tuple[str, ...] = flag((), 'caption columns in Parquet files and tables, such as short long, or '
                                            'suffixes of caption files, such as .txt .caption (default for columns: '
                                            'text or caption; for caption files: the first one of an image)',
@@ -74,20 +84,18 @@ class Convert(Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(DataLoading, Model, Encoders, Warmup, Results, Cluster):
+class Encode(Model, Encoders, Results, Cluster):
     heading = 'latents'
 
-    remote: str | None = flag(None, 'folder or object store with MDS shards of images and captions from convert.py')
-    out: str | None = flag(None, 'new folder or object store for the MDS shards of latents (required)')
+    remote: str = flag(REQUIRED, 'folder or object store with MDS shards of images and captions from convert.py')
+    out: str = flag(REQUIRED, 'new folder or object store for the MDS shards of latents')
+    num_workers: int | None = flag(None, "processes per GPU that decode images (default: the machine's CPU cores "
+                                   f'divided by its GPUs, at most {MOST_WORKERS})', converter=whole_number)
     encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
         None, 'precision of the VAE (default: bf16 on GPUs that support it, fp16 on other GPUs, fp32 on CPUs)')
     batch_size: int = flag(32, 'images per forward pass on each device', converter=count)
     cpu: bool = flag(False, 'with --ray, encode on CPUs (default: off, which encodes on GPUs and waits until the '
                      'cluster has some)', needs='ray')
-
-    def check(self) -> None:
-        if not (self.remote or self.local) or not self.out:
-            raise UserError('give --out, and --remote or --local')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +104,10 @@ class Export:
 
     checkpoint: str = positional('checkpoint written by benchmark.py, or a folder or object store with checkpoints '
                                  '(the newest is used)')
-    out: str = positional('new folder for the pipeline, or with --single_file a new file; an earlier export in that '
-                          'folder is first renamed to OUT-1')
-    single_file: bool = flag(False, 'write one .safetensors file in the original key layout of Stable Diffusion 1.5 or '
-                             '2, for AUTOMATIC1111 and ComfyUI (default: off, which writes a diffusers folder)')
+    out: str = positional('new folder for the pipeline, or with --single_file a new file; an earlier export of another '
+                          'checkpoint in that folder is first renamed to OUT-1')
+    single_file: bool = flag(False, 'write one .safetensors file with the original tensor names of Stable Diffusion '
+                             '1.5 or 2, for AUTOMATIC1111 and ComfyUI (default: off, which writes a diffusers folder)')
     raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports EMA '
                              'weights if there are any)')
     model_name: str | None = flag(None, 'model whose configuration files are used: tiny, a diffusers folder or a '
@@ -111,9 +119,9 @@ class Export:
         if self.single_file != self.out.endswith('.safetensors'):
             raise UserError(f'OUT {self.out}: with --single_file, and only then, OUT is a new file whose name ends in '
                             '.safetensors')
-        is_export = not self.single_file and os.path.isfile(os.path.join(self.out, EXPORTED))
+        is_export = os.path.isfile(os.path.join(self.out, EXPORTED))
         if os.path.lexists(self.out) and not is_export:
-            raise UserError(f'OUT {self.out} already exists; give a new {"file" if self.single_file else "folder"}')
+            raise UserError(f'OUT {self.out} already exists; give a new folder or file')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +131,7 @@ class Evaluate(Results):
     model: str = positional('checkpoint written by benchmark.py, a folder or object store with checkpoints (the '
                             'newest is used), or a diffusers pipeline folder such as export.py writes')
     data: str = positional('folder or object store with MDS shards of images and captions')
-    out: str | None = flag(None, 'new folder for the generated images; the same command, started again, continues '
-                           'there (required)')
+    out: str = flag(REQUIRED, 'new folder for the generated images; the same command, started again, continues there')
     inception: str | None = flag(None, 'Inception weights for FID: weights-inception-2015-12-05-6726825d.pth from '
                                  'torch-fidelity (default: no FID)', metavar='FILE')
     clip: str | None = flag(None, f'folder with a CLIP model in the format of transformers, such as {CLIP_MODEL} '
@@ -152,15 +159,28 @@ class Evaluate(Results):
                                                           'need not exist yet (default: generate and score)')
 
     def check(self) -> None:
-        if not self.out or is_url(self.out):
-            raise UserError('give --out, a folder on this machine for the generated images')
+        if is_url(self.out):
+            raise UserError(f'--out {self.out} is not a folder on this machine')
         if TIMESTEPS % self.steps or self.steps == TIMESTEPS:
             raise UserError(f'--steps {self.steps} is not a divisor of {TIMESTEPS} below {TIMESTEPS}, so the sampler '
                             'would not start from pure noise; use a divisor such as 50')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Files:
+    heading = 'files'
+
+    csv: str | None = flag(None, 'CSV file for all rows without rounding', converter=file_ending('.csv'))
+    html: str | None = flag(None, 'HTML page with the whole output, to send to others; it works without a network',
+                            converter=file_ending('.html'))
+
+    def check(self) -> None:
+        if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
+            raise UserError(f'--csv {self.csv} would overwrite a file with records; give another file')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Files):
     heading = 'report'
 
     records: tuple[str, ...] = positional('files written with --results (JSON lines), or CSV files with the same keys')
@@ -170,8 +190,8 @@ class Report:
     dollars_per_gpu_hour: Prices = flag((), 'price per GPU-hour in dollars, for every GPU or by GPU name, such as '
                                         'H100=2.5 H200=3.2 (default: the prices in each record, or else 2.0)',
                                         converter=price, metavar='PRICE')
-    extrapolate: tuple[int, ...] = flag((), 'GPU counts whose speed is predicted from the measured GPU counts '
-                                        '(default: none)', converter=count, metavar='GPUS')
+    extrapolate: tuple[int, ...] = flag((), 'GPU counts whose speed is predicted from the measured GPU counts',
+                                        converter=count, metavar='GPUS')
     compare: bool = flag(False, 'show one row per training, with its speed relative to the first training of the same '
                          'model and image size')
     figure: str | None = flag(None, 'file for a plot of days against GPU count (default: no plot)', converter=picture)
@@ -179,14 +199,3 @@ class Report:
                                'dollars for runs on GPUs (default: no plot)', converter=picture)
     quality: str | None = flag(None, 'file for a plot of the scores from evaluate.py: FID against CLIP score, and '
                                'both against images seen (default: no plot)', converter=picture)
-    csv: str | None = flag(None, 'CSV file for the rows of all tables, without rounding (default: none)',
-                           converter=file_ending('.csv'))
-    html: str | None = flag(None, 'HTML file for the whole report with its plots, to send to others: it works without '
-                            'a network, and its tables can be sorted and filtered; needs itables (default: none)',
-                            converter=file_ending('.html'))
-
-    def check(self) -> None:
-        if self.compare and self.extrapolate:
-            raise UserError('--extrapolate predicts speeds and --compare shows measured ones; give only one of them')
-        if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
-            raise UserError(f'--csv {self.csv} would overwrite a file with records; give another file')

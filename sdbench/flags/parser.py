@@ -10,6 +10,7 @@
     settings = parse(Greeting, 'Greet a person.')          # parses sys.argv
 """
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
@@ -21,7 +22,7 @@ import textwrap
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sdbench.errors import UserError
 from sdbench.files import read_text
@@ -32,14 +33,15 @@ Settings = TypeVar('Settings')
 LIMITS = ('this program trains the whole UNet of Stable Diffusion 1 or 2, on centre squares, on a GPU with 24 GB or '
           "more; for LoRA, the text encoder, SDXL or newer models, use diffusers' examples or kohya-ss/sd-scripts")
 LIMITED = ('lora', 'text_encoder', 'xl')
-SHOWN_DEFAULTS = {'None': 'none', 'True': 'on', 'False': 'off'}  # how --help shows these defaults
+# How --help shows these defaults
+SHOWN_DEFAULTS = {'None': 'none', '()': 'none', '': 'none', 'True': 'on', 'False': 'off'}
 
 
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
-         bare: Any = None, needs: str = '', may_change: bool = False, contains_flags: bool = False) -> Any:
+         bare: Any = None, needs: str = '') -> Any:
     """Declare a field that is a flag.
 
-    The field's type determines the values. A bool is a switch (--flag, --no-flag), a Literal allows its strings,
+    The field's type determines the values. A bool has the forms --flag and --no-flag, a Literal allows its strings,
     tuple[int, ...] takes one or more integers, and tuple[int, int] takes two. For bool | Literal the value is optional.
 
     Args:
@@ -48,14 +50,10 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
         converter: turns the text into the value, or raises argparse.ArgumentTypeError. None: the field's type converts.
         metavar: placeholder for the value in --help. None: the converter's metavar, or else the name of the flag.
         bare: value if the flag is given without a value; a tuple for flags with several values.
-        needs: names of other flags, separated by spaces. The flag is refused unless at least one of them is given. If
-            `needs` names one flag, turning that flag off turns this one off as well.
-        may_change: whether a resumed run may change this flag, although its group must not change (`SAME_ON_RESUME` in
-            sdbench/flags/train.py).
-        contains_flags: whether the value is flags of another command, so that it may begin with a dash.
+        needs: names of other flags, separated by spaces. The flag is refused unless at least one of them is given, and
+            ignored after --no-NAME for the first of them.
     """
-    about = {'help': help, 'converter': converter, 'metavar': metavar, 'bare': bare, 'needs': needs,
-             'may_change': may_change, 'contains_flags': contains_flags}
+    about = {'help': help, 'converter': converter, 'metavar': metavar, 'bare': bare, 'needs': needs}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -65,7 +63,7 @@ def positional(help: str, default: Any = dataclasses.MISSING) -> Any:
 
 
 def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = None,
-          program: str | None = None, label: str = '') -> Settings:
+          program: str | None = None) -> Settings:
     """Parse a command line and return the settings. A mistake in it prints one line and exits with status 2.
 
     Args:
@@ -74,27 +72,36 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
         description: description for --help.
         argv: the arguments. None: sys.argv.
         program: name of the command. None: the name of the script.
-        label: begins each error, such as the flag that contains these arguments.
     """
     parser = build_parser(cls, description, program)
-    parser.label = label
     try:
-        values = vars(parser.parse_args(argv))
-        for field in dataclasses.fields(cls):
-            # A flag that is turned off turns off what needs it: --no-use_ema drops an --ema_half_life in a @FILE.
-            if values.get(field.metadata.get('needs')) is False:
-                values.pop(field.name, None)
-        for name, value in values.items():
-            if value == '' or isinstance(value, list) and '' in value:
-                given = f'--{name}' if hasattr(cls, name) else name.upper()  # positional arguments have no default
-                raise UserError(f'{given} is empty; is a shell variable unset?')
+        given = vars(parser.parse_args(argv))
+        for name, value in given.items():
             if isinstance(value, list):  # a frozen dataclass needs hashable values
-                values[name] = tuple(value) or cls.__dataclass_fields__[name].metadata['bare']
-        settings = cls(**values)
-        check(settings)
+                given[name] = tuple(value) or cls.__dataclass_fields__[name].metadata['bare']
+        resolve_needs(cls, given)
+        settings = cls(**given)
+        for group in reversed(cls.__mro__):
+            if 'check' in vars(group):
+                group.check(settings)
     except UserError as error:
         parser.error(str(error))
     return settings
+
+
+def resolve_needs(cls: type, given: dict[str, Any]) -> None:
+    """Remove flags that do nothing after a --no-NAME. Raises UserError for a flag whose `needs` are not given.
+
+    For example, --no-use_ema removes the --ema_half_life in a @FILE.
+    """
+    for field in dataclasses.fields(cls):
+        needed = field.metadata.get('needs', '').split()
+        if not needed or any(given.get(name, getattr(cls, name)) for name in needed):
+            continue
+        if given.get(needed[0]) is False:
+            given.pop(field.name, None)
+        elif given.get(field.name):
+            raise UserError(f'--{field.name} needs --{needed[0]}; give both, or neither')
 
 
 def answer_early(cls: type[Settings], description: str, answer: Callable[[Settings], None] | None = None) -> None:
@@ -116,53 +123,32 @@ def answer_early(cls: type[Settings], description: str, answer: Callable[[Settin
         print('loading the libraries', file=sys.stderr, flush=True)
 
 
-def check(settings: Any) -> None:
-    """Raise UserError for a flag whose `needs` are not given, and call `check` of each group."""
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        needed = field.metadata.get('needs', '').split()
-        if needed and is_given(value) and not any(is_given(getattr(settings, name)) for name in needed):
-            is_one_value = value is not True and not isinstance(value, tuple)
-            given = f'--{field.name} {value}' if is_one_value else f'--{field.name}'
-            raise UserError(f'{given} needs --{needed[0]}; give both, or neither')
-    for group in reversed(type(settings).__mro__):
-        if 'check' in vars(group):
-            group.check(settings)
-
-
-def is_given(value: Any) -> bool:
-    """Tell whether a flag whose default is off or None was given."""
-    return value is not None and value is not False and value != ()
-
-
 def build_parser(cls: type, description: str, program: str | None = None) -> 'Parser':
     """Build the argparse parser for a dataclass, from the arguments that `parse` explains."""
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     program = program or Path(sys.argv[0]).name
-    containing_flags = [f'--{name}' for name, field in fields.items() if field.metadata.get('contains_flags')]
-    positionals = [name.upper() for name, field in fields.items() if 'positional' in field.metadata]
-    parser = Parser(program, ' '.join([program, *positionals, '[--flag VALUE ...]', '[@FILE]']), description,
-                    '@FILE reads flags from FILE. A later flag replaces an earlier one.',
-                    formatter_class=HelpFormatter, allow_abbrev=False)
+    parser = Parser(program, description=description, formatter_class=HelpFormatter, allow_abbrev=False,
+                    epilog='@FILE reads flags from FILE. A later flag replaces an earlier one.')
 
-    parser.containing_flags = tuple(containing_flags)
-
-    # Add the fields class by class, in the order in which they are declared, which is the order in --help.
+    # Add the fields class by class, in the order of --help: the class itself, and then what it shares with others.
+    usage = [program]
     groups = {}  # argparse's groups, by heading
-    for owner in (*cls.__bases__, cls):
+    for owner in (cls, *cls.__bases__):
         for name in vars(owner).get('__annotations__', ()):
             about = fields[name].metadata
             if 'positional' in about:
-                several = {}
+                nargs = None
                 if get_origin(hints[name]) is tuple:
-                    is_required = fields[name].default is dataclasses.MISSING
-                    several = {'nargs': '+'} if is_required else {'nargs': '*', 'default': argparse.SUPPRESS}
-                parser.add_argument(name, metavar=name.upper(), help=about['help'], **several)
+                    nargs = '+' if fields[name].default is dataclasses.MISSING else '*'
+                usage.append({None: name.upper(), '+': f'{name.upper()} ...', '*': f'[{name.upper()} ...]'}[nargs])
+                parser.add_argument(name, metavar=name.upper(), help=about['help'], nargs=nargs, type=nonempty,
+                                    default=argparse.SUPPRESS)
             elif 'help' in about:
                 if owner.heading not in groups:
                     groups[owner.heading] = parser.add_argument_group(owner.heading)
                 add_flag(groups[owner.heading], fields[name], hints[name])
+    parser.usage = ' '.join([*usage, '[--flag VALUE ...]', '[@FILE]'])
     return parser
 
 
@@ -175,11 +161,13 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     if get_origin(hint) in (Union, types.UnionType):
         types_of_value = [one for one in get_args(hint) if one is not types.NoneType]
     help = about['help'].replace('%', '%%')
-    if '(default' not in help and '(required)' not in help:
-        help += f' (default: {SHOWN_DEFAULTS.get(str(field.default), field.default)})'
     options = {'default': argparse.SUPPRESS, 'help': help}
+    if field.default is dataclasses.MISSING:
+        options |= {'help': f'{help} (required)', 'required': True}
+    elif '(default' not in help:
+        options['help'] += f' (default: {SHOWN_DEFAULTS.get(str(field.default), field.default)})'
 
-    # A bool alone is a switch: --flag and --no-flag.
+    # A bool alone takes no value: --flag and --no-flag.
     if types_of_value == [bool]:
         group.add_argument(f'--{field.name}', action=argparse.BooleanOptionalAction, **options)
         return
@@ -198,6 +186,8 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     elif get_origin(converter) is Literal:
         options['choices'] = get_args(converter)
         converter = str
+    elif converter is str:
+        converter = nonempty
 
     # With `bare` the value is optional. A bool | Literal can also be turned off.
     if about['bare'] is not None and 'nargs' not in options:
@@ -211,19 +201,16 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
                            default=argparse.SUPPRESS, help=f'turn --{field.name} off after a @FILE turned it on')
 
 
-def with_files(arguments: Sequence[str], containing: Sequence[str] = (), within: tuple[str, ...] = ()) -> list[str]:
-    """Replace each @FILE by the arguments in that file, and return all arguments.
+def with_files(arguments: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
+    """Replace each @FILE by the arguments in that file, and return all arguments. `within` are the @FILEs around them.
 
-    argparse has the same feature, but it reads a byte order mark as part of the first flag, and its errors do not name
-    the file.
-
-    The value of a flag in `containing` stays as it is. `within` are the @FILEs that contain the arguments.
+    argparse has the same feature, but its errors do not name the file.
 
     Raises UserError if a file cannot be read, contains an unclosed quotation mark or names itself.
     """
     found = []
     for argument in arguments:
-        if not argument.startswith('@') or found and found[-1] in containing:
+        if not argument.startswith('@'):
             found.append(argument)
             continue
         if argument in within:
@@ -233,7 +220,7 @@ def with_files(arguments: Sequence[str], containing: Sequence[str] = (), within:
                 words = shlex.split(line, comments=True)
             except ValueError as error:
                 raise UserError(f'{argument}, line {number}: {str(error).lower()}') from None
-            found += with_files(words, containing, (*within, argument))
+            found += with_files(words, (*within, argument))
     return found
 
 
@@ -251,19 +238,12 @@ class Parser(argparse.ArgumentParser):
     starts a comment.
     """
 
-    label = ''  # begins each error
-    containing_flags: tuple[str, ...] = ()  # names of the flags whose values are flags of another command
-
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """Parse as argparse does. For an unknown flag, suggest the one that may have been meant.
 
         Raises UserError if a @FILE cannot be read.
         """
-        words = with_files(sys.argv[1:] if args is None else args, self.containing_flags)
-        for number in reversed(range(len(words) - 1)):
-            if words[number] in self.containing_flags:  # argparse takes a value that begins with a dash only after a =
-                words[number:number + 2] = [f'{words[number]}={words[number + 1]}']
-        known, unknown = self.parse_known_args(words, namespace)
+        known, unknown = self.parse_known_args(with_files(sys.argv[1:] if args is None else args), namespace)
         if unknown:
             name = unknown[0].partition('=')[0]
             nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
@@ -273,23 +253,26 @@ class Parser(argparse.ArgumentParser):
             self.error(f'{name} is not a flag; {remedy}')
         return known
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2."""
-        exit_with_error(self.prog, 2, self.label + message)
+        exit_with_error(self.prog, 2, message)
+
+
+def nonempty(given: str) -> str:
+    """Return a text unchanged. An empty one is refused, because it would count as if the flag was not given."""
+    if not given:
+        raise argparse.ArgumentTypeError('the value is empty; is a shell variable unset?')
+    return given
 
 
 def number_between(cls: type, least: float, most: float, name: str, metavar: str = 'N') -> Callable[[str], int | float]:
     """Return a converter to an int or float between `least` and `most`; error messages call the value `name`."""
     def parse_number(text: str) -> int | float:
-        try:
+        with contextlib.suppress(ValueError):
             value = cls(text)
-        except ValueError:
-            value = math.nan
-        if least <= value <= most:
-            return value
-        spelled = text.translate(str.maketrans('', '', '$,_ '))
-        hint = f'; write {spelled}' if spelled != text and spelled.replace('.', '', 1).isdigit() else ''
-        raise argparse.ArgumentTypeError(f'{text} is not {name}{hint}')
+            if least <= value <= most:
+                return value
+        raise argparse.ArgumentTypeError(f'{text} is not {name}')
 
     parse_number.metavar = metavar
     return parse_number
@@ -298,11 +281,8 @@ def number_between(cls: type, least: float, most: float, name: str, metavar: str
 def file_ending(*suffixes: str) -> Callable[[str], str]:
     """Return a converter for the name of a new file with one of these suffixes, in any case. It changes nothing."""
     def check_suffix(text: str) -> str:
-        if text and not text.lower().endswith(suffixes):
+        if not text.lower().endswith(suffixes):
             raise argparse.ArgumentTypeError(f'{text} does not end in {" or ".join(suffixes)}; give such a file name')
-        folder = os.path.dirname(text)
-        if folder and not os.path.isdir(folder):
-            raise argparse.ArgumentTypeError(f'there is no folder {folder} for {text}; create it, or give another file')
         return text
 
     check_suffix.metavar = 'FILE'

@@ -3,21 +3,22 @@ import argparse
 import os
 import re
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
 from sdbench.flags.parser import amount, below_1, count, flag, fraction, positive, seed, whole_number
-from sdbench.flags.times import time_in
-from sdbench.gpus import cards_named
+from sdbench.flags.times import LONGEST_INTERVAL, time_in, to_batches
 from sdbench.process import launcher_variable
+from sdbench.records.status import FEWEST_BATCHES
 
 TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # its architecture is built in
 BATCH_SIZE = 2048  # batch size of the published benchmark
 # Which encoders run in the training loop, by whether the training reads latents.
 ENCODERS = {False: 'in_loop', True: 'text_in_loop'}
-INTERVAL_DEFAULT = '(default: a quarter of the run, at most 1000ba)'
+INTERVAL_DEFAULT = f'(default: a quarter of the run, at most {LONGEST_INTERVAL}ba)'
+MOST_WORKERS = 8
 TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4'
 
 
@@ -38,30 +39,22 @@ def pixels(text: str) -> int:
     return size
 
 
-def known_gpu(text: str) -> str:
-    """Return the text unchanged if it is the name, or part of the name, of a known GPU."""
-    try:
-        cards_named((text,))
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+pixels.metavar = 'PIXELS'
 
 
 def price(text: str) -> tuple[str | None, float]:
     """Convert a price: dollars for every GPU, such as 2.5, or NAME=PRICE for GPUs with that name, such as H100=2.5."""
-    name, is_named, dollars = text.rpartition('=')
+    name, _, dollars = text.rpartition('=')
     if not re.match('[0-9]', dollars):
         raise argparse.ArgumentTypeError(f'{text} is not a price such as 2.5 or H100=2.5; write it without $, which '
                                          'the shell expands as a variable')
-    if not is_named:
-        return None, amount(text)
-    return name, amount(dollars)
+    return name or None, amount(dollars)
 
 
 def caption_weight(text: str) -> tuple[str, float]:
     """Convert the weight of a caption name, NAME=WEIGHT, such as long=3."""
-    name, is_named, weight = text.rpartition('=')
-    if not is_named:
+    name, _, weight = text.rpartition('=')
+    if not name:
         raise argparse.ArgumentTypeError(f'{text} is not NAME=WEIGHT, such as long=3')
     return name, amount(weight)
 
@@ -71,56 +64,45 @@ class TrainingData:
     heading = 'data'
 
     remote: str | None = flag(None, 'folder or object store with MDS shards: images and captions from convert.py, or '
-                              'latents and captions from encode.py')
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataLoading:
-    heading = 'data'
-
-    local: str | None = flag(None, 'with --remote: cache folder for shards from an object store (default: a temporary '
-                             'folder; a --remote folder is read in place); without --remote: the folder that holds '
-                             'the shards')
+                              'latents and captions from encode.py (default: no shards)')
+    local: str | None = flag(None, 'cache folder for the shards of a --remote in an object store (default: a temporary '
+                             'folder; a --remote folder is read in place); without --remote, the folder that holds the '
+                             'shards')
     num_workers: int | None = flag(None, "data loader processes per device (default: the machine's CPU cores divided "
-                                   'by its devices, at most 8)', converter=whole_number)
-    # Not a flag: the names of the flags that complete.py sets from the machine or from the length of the run.
-    by_default: tuple[str, ...] = ()
+                                   f'by its devices, at most {MOST_WORKERS})', converter=whole_number)
+    cache_limit: str | None = flag(None, 'disk space limit for the cached shards of each dataset, such as 500gb '
+                                   '(default: no limit)', metavar='SIZE')
+    max_bad_samples: float = flag(0.01, 'fraction of unreadable samples above which the run stops', converter=fraction)
+    tokenizer: str | None = flag(None, 'folder or Hugging Face Hub ID of the tokenizer (default: the one in the '
+                                 "--model_name folder, or else CLIP's)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSamples:
     heading = 'data'
 
-    cache_limit: str | None = flag(None, 'disk space limit for the cached shards of a dataset, such as 500gb '
-                                   '(default: no limit)', metavar='SIZE', may_change=True)
-    max_bad_samples: float = flag(0.01, 'fraction of unreadable samples above which the run stops', converter=fraction,
-                                  may_change=True)
     use_synth_data: bool = flag(False, 'train on random images, which take no time to load, instead of --remote')
     use_synth_latents: bool = flag(False, 'train on random latents of the shape that encode.py writes, instead of '
                                    '--remote')
     batch_size: int = flag(BATCH_SIZE, 'images per optimizer step, summed over all devices', converter=count)
-    # only the path may change: the token ids must stay the same
-    tokenizer: str | None = flag(None, 'folder or Hugging Face Hub ID of the tokenizer (default: the one in the '
-                                 "--model_name folder, or else CLIP's)", may_change=True)
     caption_weights: tuple[tuple[str, float], ...] = flag(
         (), 'weights for the random choice among the captions of an image, by caption name, such as short=1 long=3; '
         'other names get weight 0 (default: every caption of an image is equally likely)', converter=caption_weight,
         metavar='NAME=WEIGHT', needs='remote local dry_run')
     random_flip: bool = flag(False, 'mirror each image horizontally with probability 0.5, chosen anew in each epoch')
     caption_drop: float = flag(0.0, 'fraction of captions replaced by the empty caption, such as 0.1; classifier-free '
-                               'guidance needs some', converter=fraction)
+                               'guidance needs some (default: 0)', converter=fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
     heading = 'model'
 
-    # only the path may change: the configuration must stay the same
-    model_name: str = flag(SD2_BASE, 'model to build: tiny (a small test model), a diffusers folder or a Hugging Face '
-                           f'Hub ID (default: {SD2_BASE}, whose architecture is built in)', may_change=True)
-    pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name; tiny has only '
-                            'VAE weights (default: off; random weights are as fast, but no model can generate images '
-                            'with them)')
+    model_name: str = flag(SD2_BASE, 'model: tiny (a small test model), a diffusers folder or a Hugging Face Hub ID '
+                           f'(default: {SD2_BASE}, whose architecture is built in)')
+    pretrained: bool = flag(False, 'load the trained weights of the VAE and the text encoder from --model_name; tiny '
+                            'has trained weights for its VAE only (default: off; random weights are as fast, but no '
+                            'model can generate images with them)')
     image_size: int = flag(512, 'image height and width in pixels', converter=pixels)
     seed: int = flag(17, 'seed for all random numbers', converter=seed)
 
@@ -166,54 +148,48 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warmup:
-    heading = 'measurement'
-
-    warmup_batches: int = flag(3, 'batches to run before the measurement starts', converter=count)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Results:
     heading = 'measurement'
 
-    results: str | None = flag(None, "file to which the run's record, one line of JSON, is appended, or - to print it "
-                               'as the last line of output (default: results.jsonl)', metavar='FILE')
-
-    @property
-    def results_file(self) -> str:
-        return self.results or 'results.jsonl'
+    results: str = flag('results.jsonl', "file to which the run's record, one line of JSON, is appended, or - to print "
+                        'it as the last line of output', metavar='FILE')
 
     def check(self) -> None:
         """Raise UserError if the results file cannot be written, which would otherwise only show after the run."""
-        if launcher_variable('RANK'):  # only rank 0 writes it, and may be on another machine
+        # Only rank 0 writes it, and may be on another machine. A dry run writes nothing.
+        if self.results == '-' or launcher_variable('RANK') or getattr(self, 'dry_run', None):
             return
-        if getattr(self, 'dry_run', None) is not None:
-            if self.results is not None:
-                raise UserError(f'--results {self.results} is for measurements, and --dry_run forecasts, which it does '
-                                'not store; leave --results out')
-            return
-        path = self.results_file
-        if path.lower().endswith('.csv'):
-            raise UserError(f'--results {path} names a CSV file, but records are lines of JSON; give a file such as '
-                            'results.jsonl')
-        folder = os.path.dirname(os.path.abspath(path))
-        if path != '-' and not os.path.isdir(folder):
-            raise UserError(f'--results {path}: there is no folder {folder}; create it, or give another file')
-        place = path if os.path.exists(path) else folder
-        if path != '-' and (os.path.isdir(path) or not os.access(place, os.W_OK)):
-            raise UserError(f'--results {path} cannot be written; give another file, or - to print the record')
+        folder = os.path.dirname(os.path.abspath(self.results))
+        if not os.path.isdir(folder):
+            raise UserError(f'--results {self.results}: there is no folder {folder}; create it, or give another file')
+        place = self.results if os.path.exists(self.results) else folder
+        if self.results.lower().endswith('.csv') or os.path.isdir(self.results) or not os.access(place, os.W_OK):
+            raise UserError(f'--results {self.results} is not a file to which lines of JSON can be appended; give a '
+                            'file such as results.jsonl, or - to print the record')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measuring:
     heading = 'measurement'
 
+    warmup_batches: int = flag(3, 'batches to run before the measurement starts', converter=count)
     measure_batches: int | None = flag(None, 'batches to measure after the warm-up (default: all batches if '
-                                       '--max_duration is given, or else 20, or more if the data loader prefetches '
-                                       'many batches)', converter=count)
+                                       f'--max_duration is given, or else {FEWEST_BATCHES}, or more if the data loader '
+                                       'prefetches many batches)', converter=count)
     loader_only: bool = flag(False, 'measure only the data loader, without a model')
     profile: str | None = flag(None, 'folder for a torch profiler trace of 3 batches after the warm-up; the speed of '
                                'a profiled run is not reliable (default: no profile)', metavar='DIR')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    heading = 'machines'
+
+    gpus_per_node: int | None = flag(None, 'GPUs per machine in a forecast (default: 8; 4 for GB200 and L40S; 1 for '
+                                     'GH200)', converter=count, metavar='GPUS')
+    network_gbits: float | None = flag(None, 'network bandwidth of each machine in Gbit/s, summed over its adapters; '
+                                       'for plain TCP give half of it (default: the bandwidth of the GPU interconnect)',
+                                       converter=positive, metavar='GBITS')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,17 +200,8 @@ class Cost:
                                            'GPU and without training; several counts, such as 8 16 32, make a table '
                                            '(default: off; without a count, as many GPUs as there are processes)',
                                            converter=count, metavar='GPUS', bare=(0,))
-    gpus_per_node: int | None = flag(None, 'GPUs per machine in a forecast (default: 8; 4 for GB200 and L40S; 1 for '
-                                     'GH200)', converter=count, metavar='GPUS', needs='dry_run')
-    network_gbits: float | None = flag(None, 'network bandwidth of each machine in Gbit/s, summed over its adapters; '
-                                       'for plain TCP give half of it (default: the bandwidth of the GPU interconnect)',
-                                       converter=positive, metavar='GBITS')
     gpu: tuple[str, ...] = flag((), 'GPUs to forecast, by name or part of a name, such as A100-40GB H200 (default: '
-                                'all known GPUs)', converter=known_gpu, metavar='NAME', needs='dry_run')
-    training_images: int | None = flag(None, 'images of a whole training, for which days and dollars are printed '
-                                       f'(default: {TRAINING_IMAGES:,}, as for Stable Diffusion 2; with --dry_run and '
-                                       '--max_duration the images of that run; none for the model tiny)',
-                                       converter=count)
+                                'all known GPUs)', metavar='NAME', needs='dry_run')
     dollars_per_gpu_hour: Prices = flag((), 'price per GPU-hour in dollars, for every GPU or by GPU name, such as '
                                         f'H100=2.5 H200=3.2 (default: {DOLLARS_PER_GPU_HOUR} for every GPU)',
                                         converter=price, metavar='PRICE')
@@ -265,7 +232,7 @@ class Training:
     autoresume: bool = flag(False, 'resume from the newest complete checkpoint in --save_folder, if there is one',
                             needs='save_folder dry_run')
     dist_timeout: int = flag(1800, 'seconds that a process waits for the others before the run fails; must be longer '
-                             'than any compilation, save or image generation', converter=count)
+                             'than any compilation, save or image generation', converter=count, metavar='SECONDS')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +257,7 @@ class Optimizer:
                                         '(default: no clipping)', converter=positive, metavar='NORM')
     use_ema: bool = flag(False, "keep an exponential moving average (EMA) of the UNet's weights")
     ema_half_life: str | None = flag(None, "half-life of the EMA: the time after which a step's contribution has "
-                                     'halved (default: a tenth of the run, at most 1000ba)',
+                                     f'halved (default: a tenth of the run, at most {LONGEST_INTERVAL}ba)',
                                      converter=time_in('ba ep'), needs='use_ema')
     ema_start: str | None = flag(None, 'time at which the EMA starts, such as 5000ba, or 0.5dur for half of the run '
                                  '(default: the start of the run)', converter=time_in('ba ep dur'), needs='use_ema')
@@ -310,67 +277,60 @@ class EvaluationAndSamples:
                                    '--local and --cache_limit apply too (default: no evaluation)')
     eval_interval: str | None = flag(None, f'time between evaluations {INTERVAL_DEFAULT}; an evaluation is also run '
                                      'at the end', converter=time_in('ba ep'), needs='eval_remote dry_run')
-    sample_prompts: str | None = flag(None, 'text file with one prompt per line; images are generated from them '
-                                      'during the training, with the EMA weights if there are any; needs --pretrained '
-                                      '(default: none)', metavar='FILE')
+    sample_prompts: str | None = flag(None, 'text file with one prompt per line; images are generated from them during '
+                                      'the training, with the EMA weights if there are any; needs --pretrained',
+                                      metavar='FILE', needs='pretrained')
     sample_interval: str | None = flag(
         None, f'time between image generations from --sample_prompts {INTERVAL_DEFAULT}; images are also generated '
         'before the first batch and at the end', converter=time_in('ba ep'), needs='sample_prompts dry_run')
     wandb_name: str | None = flag(None, 'run name in Weights & Biases (default: W&B is not used)')
     wandb_project: str | None = flag(None, 'Weights & Biases project to log to (default: W&B is not used)')
-    tensorboard: str | None = flag(None, 'folder for TensorBoard files (default: none)', metavar='DIR')
+    tensorboard: str | None = flag(None, 'folder for TensorBoard files', metavar='DIR')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainingData, DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measuring, Results, Cost,
-            Training, Optimizer, EvaluationAndSamples):
-    """All flags of benchmark.py. `sdbench/complete.py` sets the flags that are None here but have a default in --help.
+class Train(TrainingData, TrainingSamples, Model, Encoders, Speed, Measuring, Results, Machines,
+            Cost, Training, Optimizer, EvaluationAndSamples):
+    """The flags of benchmark.py, as they were given. `sdbench/complete.py` makes a Run of them."""
+
+    def check(self) -> None:
+        """Raise UserError for combinations of flags from several groups; each group checks its own flags."""
+        # A run reads exactly one dataset; only a dry run can do without any.
+        sources = [bool(self.remote or self.local), self.use_synth_data, self.use_synth_latents]
+        if sum(sources) > 1 or not any(sources) and self.dry_run is None:
+            raise UserError('give one of --remote, --use_synth_data and --use_synth_latents, and only one')
+
+        # Every device must get the same number of images, for each GPU count of a dry run.
+        for devices in self.dry_run or (0,):
+            devices = devices or launcher_variable('WORLD_SIZE') or 1
+            if self.batch_size % devices:
+                divisible = self.batch_size // devices * devices or devices
+                raise UserError(f'--batch_size {self.batch_size} is not divisible by {devices} devices; use '
+                                f'{divisible}')
+            images = self.batch_size // devices
+            microbatch = self.device_train_microbatch_size
+            if microbatch != 'auto' and images % microbatch:
+                largest = max(size for size in divisors(images) if size <= microbatch)
+                raise UserError(f'--device_train_microbatch_size {microbatch} does not divide the per-device batch of '
+                                f'{images} images (--batch_size {self.batch_size}); use {largest}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Train):
+    """The settings of a run, all filled in: every default is resolved, and every time is in batches.
 
     Attributes:
         encoders: which encoders run in the training loop, one of ENCODERS.
         num_devices: number of devices in the run, or the GPU count given to --dry_run.
         batches_per_epoch: length of the data loader.
         sample_folder: folder for the images generated from --sample_prompts.
-
-    These four are not flags. They are None until complete.py sets them.
+        by_default: names of the flags that the user left open, and whose default depends on the machine or the run.
     """
-    encoders: str | None = None
-    num_devices: int | None = None
-    batches_per_epoch: int | None = None
-    sample_folder: str | None = None
-
-    def check(self) -> None:
-        """Raise UserError for combinations of flags from several groups; each group checks its own flags."""
-        # A run reads exactly one dataset; only a dry run can do without any.
-        sources = [bool(self.remote or self.local), self.use_synth_data, self.use_synth_latents]
-        if not any(sources) and self.dry_run is None:
-            raise UserError('give one of --remote, --use_synth_data and --use_synth_latents')
-        if sum(sources) > 1:
-            raise UserError('give only one of --remote, --use_synth_data and --use_synth_latents')
-
-        # Every device must get the same number of images, for each GPU count of a dry run.
-        counts = self.dry_run or (0,)
-        for devices in counts:
-            self.check_batch(devices or launcher_variable('WORLD_SIZE') or 1)
-        if len(set(counts)) < len(counts):
-            raise UserError(f'--dry_run {" ".join(map(str, counts))} repeats a GPU count; give each once')
-
-        # Generated latents can only be decoded by a trained VAE.
-        if self.sample_prompts and not self.pretrained:
-            raise UserError(f'--sample_prompts {self.sample_prompts} needs a trained VAE, but without --pretrained '
-                            'the VAE is random; give --model_name FOLDER --pretrained')
-
-    def check_batch(self, devices: int) -> None:
-        """Raise UserError if the batch is not divisible by `devices`, or the per-device batch by the microbatch."""
-        if self.batch_size % devices:
-            divisible = self.batch_size // devices * devices or devices
-            raise UserError(f'--batch_size {self.batch_size} is not divisible by {devices} devices; use {divisible}')
-        device_batch = self.batch_size // devices
-        microbatch = self.device_train_microbatch_size
-        if microbatch != 'auto' and device_batch % microbatch:
-            largest = max(size for size in divisors(device_batch) if size <= microbatch)
-            raise UserError(f'--device_train_microbatch_size {microbatch} does not divide the per-device batch of '
-                            f'{device_batch} images (--batch_size {self.batch_size}); use {largest}')
+    encoders: str
+    num_devices: int
+    batches_per_epoch: int
+    sample_folder: str
+    by_default: tuple[str, ...]
 
     @property
     def latents(self) -> bool:
@@ -382,6 +342,15 @@ class Train(TrainingData, DataLoading, TrainingSamples, Model, Encoders, Speed, 
         return self.batch_size // self.num_devices
 
     @property
+    def training_images(self) -> int | None:
+        """Return the images of the whole training for which days and dollars are stated; None for a test model."""
+        if self.model_name == TINY_MODEL:
+            return None
+        if self.dry_run and 'max_duration' not in self.by_default:
+            return to_batches(self.max_duration) * self.batch_size
+        return TRAINING_IMAGES
+
+    @property
     def measures(self) -> bool:
         """Tell whether the run is a measurement: it has --measure_batches, or no --max_duration."""
         return self.measure_batches is not None
@@ -389,11 +358,10 @@ class Train(TrainingData, DataLoading, TrainingSamples, Model, Encoders, Speed, 
 
 # Flags that take a time. complete.py converts each of them to batches.
 TIMES = ('max_duration', 'save_interval', 'eval_interval', 'sample_interval', 'lr_warmup', 'ema_half_life', 'ema_start')
-# The flags in these groups affect the training result. A resumed run must have the same values, except for those flags
-# that are declared with `may_change`.
-TRAINING_GROUPS = (TrainingSamples, Model, Optimizer)
-SAME_ON_RESUME = tuple(field for group in TRAINING_GROUPS for field in fields(group)
-                       if not field.metadata['may_change'])
+# The flags in these groups affect the training result, and a resumed run must have the same values. Only the folder of
+# the model may move; its configuration is compared.
+SAME_ON_RESUME = tuple(field for group in (TrainingSamples, Model, Optimizer) for field in fields(group)
+                       if field.name != 'model_name')
 # Flags in these groups that do not change the time of a step: measurements that differ only in them measure the same
 # speed. Add a new flag here only after checking that.
 NO_EFFECT_ON_SPEED = ('random_flip', 'caption_drop', 'caption_weights', 'pretrained', 'seed', 'snr_gamma',
@@ -401,3 +369,13 @@ NO_EFFECT_ON_SPEED = ('random_flip', 'caption_drop', 'caption_weights', 'pretrai
                       'ema_half_life')
 ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # the default for each --precision
 SWITCHES = tuple(field.name for group in (Encoders, Speed) for field in fields(group))
+
+
+def default_switches(precision: str, compile: bool | str, num_devices: int) -> dict[str, Any]:
+    """Return the switches whose defaults depend on other settings."""
+    return {'encoder_precision': ENCODER_PRECISIONS[precision],
+            # Without compiling, channels_last is slower, because torch's group norm copies its input to NCHW and back.
+            'channels_last': bool(compile),
+            # On several devices, compiled blocks start the all-reduce while other blocks still run backward. A CUDA
+            # graph (reduce-overhead) has fixed weight addresses, so blocks cannot share one.
+            'compile_blocks': num_devices > 1 and compile not in (False, 'reduce-overhead')}

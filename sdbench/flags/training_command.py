@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sdbench.errors import plural
 from sdbench.flags.times import to_batches
-from sdbench.flags.train import BATCH_SIZE, TINY_MODEL, Train
+from sdbench.flags.train import BATCH_SIZE, TINY_MODEL, Run
 
 FINE_TUNED = 'sd15'  # folder into which docs/photographs.md downloads a trained model
 # ImageNet, with 1.28 million images, is the smallest dataset on which diffusion models of this size are usually trained
@@ -51,15 +51,11 @@ def fine_tuning_recipe(samples: int) -> Recipe:
     return Recipe(batch_size, math.ceil(seen / batch_size), '1e-5' if batch_size >= 4 else '5e-6')
 
 
-def tiny_recipe(samples: int) -> Recipe:
-    batch_size = min(16, power_of_two(samples))
-    return Recipe(batch_size, max(2000, math.ceil(10 * samples / batch_size)), '1e-3')
-
-
-def random_weights_recipe(samples: int) -> Recipe:
+def random_weights_recipe(samples: int, is_tiny: bool = False) -> Recipe:
     """Return the recipe for training random weights: ten epochs, with 1,000 batches each for a large dataset."""
-    batch_size = min(BATCH_SIZE, max(16, power_of_two(samples // 1000)), power_of_two(samples))
-    return Recipe(batch_size, max(FEWEST_STEPS, math.ceil(10 * samples / batch_size)), '1e-4')
+    largest, batches, learning_rate = (16, 2000, '1e-3') if is_tiny else (BATCH_SIZE, FEWEST_STEPS, '1e-4')
+    batch_size = min(largest, max(16, power_of_two(samples // 1000)), power_of_two(samples))
+    return Recipe(batch_size, max(batches, math.ceil(10 * samples / batch_size)), learning_rate)
 
 
 def training_command(out: str, samples: int, model_name: str, pretrained: bool, flags: Sequence[str] = ()) -> str:
@@ -70,19 +66,18 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
     """
     # Choose the launcher, the initial weights and the flags that suit them. One GPU needs no launcher, which would end
     # a run 30 seconds after Ctrl-C, even while it saves a checkpoint.
+    is_tiny = model_name == TINY_MODEL
     launcher = 'python'
-    if pretrained and has_unet(model_name) and samples < FEWEST_FROM_RANDOM:
+    if pretrained and not is_tiny and has_unet(model_name) and samples < FEWEST_FROM_RANDOM:
         recipe = fine_tuning_recipe(samples)
         chosen = ['--load_weights', model_name, '--clip_grad_norm', '1']  # both examples of diffusers clip to 1
         if recipe.images_seen >= FEWEST_COMPILED:
             chosen.append('--compile')
-    elif model_name == TINY_MODEL:
-        recipe = tiny_recipe(samples)
-        chosen = ['--use_ema']
     else:
-        launcher = 'composer'
-        recipe = random_weights_recipe(samples)
+        recipe = random_weights_recipe(samples, is_tiny)
         chosen = ['--use_ema']
+        if not is_tiny:
+            launcher = 'composer'
 
     command = [launcher, 'benchmark.py', '--remote', out, '--model_name', model_name]
     if pretrained:
@@ -98,6 +93,12 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
     return shlex.join(command)
 
 
+def has_unet(model_name: str) -> bool:
+    """Tell whether a model has trained UNet weights. A model that is not on this machine is assumed to have them."""
+    unet = Path(model_name, 'unet')
+    return not unet.is_dir() or any(unet.glob('diffusion_pytorch_model*'))
+
+
 def forecast_command(command: str, samples: int) -> str:
     """Return a training command with the flags that forecast its time and cost, for one GPU or for eight."""
     flags = '--dry_run 1 --gpu 4090 --dollars_per_gpu_hour 0.69'  # the prices are examples
@@ -106,35 +107,27 @@ def forecast_command(command: str, samples: int) -> str:
     return f'{command.replace("composer", "python", 1)} {flags}'
 
 
-def trains_random_weights(settings: Train) -> bool:
+def trains_random_weights(run: Run) -> bool:
     """Tell whether a run trains random weights on a dataset. The tiny model is only for trials and does not count."""
-    is_training = settings.max_duration is not None and not settings.measures and not settings.loader_only
-    return bool(is_training and settings.remote and not settings.load_weights and settings.model_name != TINY_MODEL)
+    return bool(run.remote and not run.measures and not run.load_weights and run.model_name != TINY_MODEL)
 
 
-def caution_about_steps(settings: Train, samples: int) -> str | None:
+def caution_about_steps(run: Run, samples: int) -> str | None:
     """Return a warning if a training has too few steps for random weights, with what to do instead, or else None."""
-    steps = to_batches(settings.max_duration)
-    if not trains_random_weights(settings) or steps >= FEWEST_STEPS:
+    steps = to_batches(run.max_duration)
+    if not trains_random_weights(run) or steps >= FEWEST_STEPS:
         return None
     remedy = 'use a smaller --batch_size, or a longer --max_duration'
     if samples < FEWEST_FROM_RANDOM:
-        remedy = f'{fine_tune_instead(settings, samples)}; or {remedy}'
+        remedy = f'{fine_tune_instead(run, samples)}; or {remedy}'
     return (f'{plural(steps, "optimizer step")} will not teach a model with random weights to generate images, which '
             f'takes {FEWEST_STEPS:,} or more; {remedy}')
 
 
-def fine_tune_instead(settings: Train, samples: int) -> str:
-    """Return the advice to fine-tune on the same data, with the same model if it has trained weights."""
-    is_trained = settings.pretrained and has_unet(settings.model_name)
-    command = training_command(settings.remote, samples, settings.model_name if is_trained else FINE_TUNED, True)
+def fine_tune_instead(run: Run, samples: int) -> str:
+    """Return the advice to fine-tune on the same data."""
+    command = training_command(run.remote, samples, FINE_TUNED, True)
     return f'fine-tune a trained model instead (docs/photographs.md): {command}'
-
-
-def has_unet(model_name: str) -> bool:
-    """Tell whether a model has trained UNet weights. A model that is not on this machine is assumed to have them."""
-    unet = Path(model_name, 'unet')
-    return any(unet.glob('diffusion_pytorch_model*')) if unet.is_dir() else model_name != TINY_MODEL
 
 
 def power_of_two(number: int) -> int:

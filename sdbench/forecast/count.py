@@ -163,15 +163,6 @@ class StepCounter(TorchDispatchMode):
     """Counts, at each operator that is called in its context, the memory in use and the work.
 
     Memory is the storage of all tensors except the weights. A hook on each weight tells which storages are gradients.
-
-    Attributes:
-        items: the item of each storage that is in use, by the address of the storage.
-        now: int64 (2, ITEMS), bytes in use that do not depend on the microbatch, and bytes in use per image.
-        rows: a copy of `now` after each operator.
-        in_encoder: whether the VAE encoder is running. `encoder_rows` has its value for each of `rows`.
-        work: for each operator that computes something, whether the VAE encoder called it, its kind, and the four
-            amounts of Work in speed.py.
-        arrivals: for each gradient in the order of the backward pass, its bytes and the length of `work` at that time.
     """
 
     def __init__(self, weights: list[torch.Tensor]):
@@ -180,12 +171,15 @@ class StepCounter(TorchDispatchMode):
         for weight in weights:
             if weight.requires_grad:
                 weight.register_post_accumulate_grad_hook(self.notice_gradient)
-        self.items: dict[int, str] = {}
+        self.items: dict[int, str] = {}  # the item of each storage in use, by the address of the storage
+        # Bytes in use, (2, ITEMS): those that do not depend on the microbatch, and those per image
         self.now = np.zeros((2, len(ITEMS)), dtype=np.int64)
-        self.rows: list[np.ndarray] = []
-        self.in_encoder = False
-        self.encoder_rows: list[bool] = []
+        self.rows: list[np.ndarray] = []  # `now` after each operator
+        self.in_encoder = False  # whether the VAE encoder is running
+        self.encoder_rows: list[bool] = []  # `in_encoder` at each operator
+        # For each operator that computes something: `in_encoder`, its kind, and the four amounts of Work in speed.py
         self.work: list[tuple[bool, str, float, float, float, int]] = []
+        # For each gradient in the order of the backward pass: its bytes, and the length of `work` at that time
         self.arrivals: list[tuple[int, int]] = []
 
     def watch_encoder(self, vae: AutoencoderKL) -> None:

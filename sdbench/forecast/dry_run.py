@@ -3,16 +3,15 @@
 The answer comes first: which GPU, how many days, how many dollars. The reasons follow: what other flags would change,
 where the memory goes, and where the time goes. Nothing is trained.
 """
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from sdbench.complete import complete, index_of_data
-from sdbench.costs import ONE_PRICE, days_to_train, describe_prices, gpu_hours, price_of
+from sdbench.costs import days_to_train, describe_prices, price_of
 from sdbench.errors import UserError, plural
-from sdbench.flags.train import Train, divisors
+from sdbench.flags.train import Run, Train, divisors
 from sdbench.forecast.forecast import (
     UNCOUNTED_SHARE,
     DoesNotFit,
@@ -26,7 +25,7 @@ from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.gpus import GIB, Card, cards_named, short_name
 from sdbench.microbatches import SMALLER_MICROBATCH, changes_that_take_less, memory_advice
 from sdbench.process import launcher_variable
-from sdbench.records.figures import filled, format_days, rounded, text_table
+from sdbench.records.metrics import filled, format_days, rounded, text_table
 from sdbench.records.status import NOT_IN_A_FORECAST
 from sdbench.setup import Setup, setup_of_settings
 
@@ -48,36 +47,37 @@ def forecast_training(settings: Train) -> list[Forecast]:
     if launcher_variable('RANK'):  # rank 0 prints them
         return []
 
-    # Make a forecast for each card with enough memory and each GPU count.
+    # Make a forecast for each GPU count on each card with enough memory.
     index = index_of_data(settings)
-    runs = [complete(dataclasses.replace(settings, dry_run=(devices,)), index) for devices in sorted(settings.dry_run)]
+    runs = [complete(replace(settings, dry_run=(devices,)), index) for devices in sorted(settings.dry_run)]
+    setups = [setup_of_settings(run) for run in runs]
     cards = cards_named(settings.gpu)
-    rows = []
+    by_card = {}
     no_room = []
-    for card, run in itertools.product(cards, runs):
-        setup = setup_of_settings(run)
+    for card, setup in itertools.product(cards, setups):
         found = forecast_or_none(setup, card)
         if found:
-            rows.append(Row(run, found))
+            by_card.setdefault(card, []).append(found)
         else:
             no_room.append(f'{setup.num_devices} x {short_name(card.name)}')
-    if not rows:
-        raise UserError(too_little_memory(setup_of_settings(runs[0]), max(cards, key=lambda card: card.gib)))
+    if not by_card:
+        raise UserError(too_little_memory(setups[0], max(cards, key=lambda card: card.gib)))
 
-    # Write the text, with the cheapest card first.
-    first_of_card = {row.name: row for row in reversed(rows)}
-    rows.sort(key=lambda row: first_of_card[row.name].dollars_per_image)
-    table = text_table([row.cells(first_of_card[row.name] if len(runs) > 1 else None) for row in rows])
-    sentences = what_figures_mean(rows)
+    # Print them with the cheapest card first, and details of its first forecast.
+    prices = settings.dollars_per_gpu_hour
+    ordered = sorted(by_card.values(), key=lambda found: dollars_per_image(found[0], prices))
+    forecasts = list(itertools.chain(*ordered))
+    rows = [row_of(found, group[0], runs[0], len(runs) > 1) for group in ordered for found in group]
+    sentences = what_figures_mean(runs[0], forecasts)
     if no_room:
         sentences.append(f'Not enough memory: {", ".join(no_room)}.')
-    first = rows[0].forecast
+    first = forecasts[0]
     if len(rows) > 1:
         sentences.append(f'The rest is about {first.setup.num_devices} x {short_name(first.card.name)} alone; choose '
                          'others with --gpu and --dry_run.')
-    print(title(runs[0]), f'{table}\n{filled(sentences)}', *explanation(setup_of_settings(rows[0].settings), first),
-          sep='\n\n')
-    return [row.forecast for row in rows]
+    asked = next(setup for setup in setups if setup.num_devices == first.setup.num_devices)
+    print(title(runs[0]), f'{text_table(rows)}\n{filled(sentences)}', *explanation(asked, first), sep='\n\n')
+    return forecasts
 
 
 def forecast_or_none(setup: Setup, card: Card) -> Forecast | None:
@@ -90,7 +90,7 @@ def forecast_or_none(setup: Setup, card: Card) -> Forecast | None:
 
 def too_little_memory(setup: Setup, largest: Card) -> str:
     """Return an error message with the changes that would help on the largest card, which has too little memory."""
-    setup = dataclasses.replace(setup, device=largest.name)
+    setup = replace(setup, device=largest.name)
     microbatch = setup.microbatch or 1
     fits_with = {change: forecast_or_none(changed, largest) is not None
                  for change, changed in changes_that_take_less(setup).items()}
@@ -98,61 +98,41 @@ def too_little_memory(setup: Setup, largest: Card) -> str:
             f'asked for has {largest.gib:g}; {memory_advice(fits_with)}')
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of a table: the settings of a run, and the forecast for it on one card."""
-    settings: Train
-    forecast: Forecast
-
-    @property
-    def name(self) -> str:
-        """Return the name of the card."""
-        return self.forecast.card.name.removeprefix('NVIDIA ')
-
-    @property
-    def price(self) -> float:
-        """Return the price per GPU-hour in dollars; NaN without a price."""
-        return price_of(self.forecast.card.name, self.settings.dollars_per_gpu_hour)
-
-    @property
-    def each(self) -> float:
-        """Return the images per second of each GPU; NaN if the speed is not known."""
-        return self.forecast.images_per_sec / self.forecast.setup.num_devices
-
-    @property
-    def dollars_per_image(self) -> float:
-        """Return the dollars per image, which sort the cards; infinite without a price or a speed."""
-        dollars = self.price / self.each
-        return math.inf if math.isnan(dollars) else dollars
-
-    def cells(self, first: 'Row | None') -> dict[str, str]:
-        """Return the cells of the forecast's row in the table, by heading.
-
-        Args:
-            first: in a table with several GPU counts, the row of the same card whose speed per GPU has an
-                efficiency of 100 %; None: the table has one GPU count, and its days and dollars have a range.
-        """
-        setup, speed = self.forecast.setup, self.forecast.images_per_sec
-        speeds = [speed, *(self.forecast.images_per_sec_range or ())]
-        cells = {'GPUs': f'{setup.num_devices} x {self.name}', 'microbatch': setup.microbatch,
-                 'GiB taken': f'{self.forecast.gib:.1f}', 'images/s': with_range(speeds)}
-        if first is not None:
-            speeds = [speed]
-            cells |= {'each': with_range([self.each]),
-                      'efficiency': '-' if math.isnan(speed) else f'{self.each / first.each:.1%}'}
-
-        # Add the days and dollars of the training, if its length is known.
-        images = self.settings.training_images
-        if images:
-            hours = [gpu_hours(speed, setup.num_devices, images) for speed in speeds]
-            cells['days'] = with_range([days_to_train(speed, images) for speed in speeds], format_days)
-            if first is not None:
-                cells['GPU-hours'] = with_range(hours)
-            cells['dollars'] = with_range([each * self.price for each in hours])
-        return cells
+def dollars_per_image(found: Forecast, prices: Sequence[tuple]) -> float:
+    """Return the cost of an image in dollars for an hour; infinite without a price or a speed."""
+    dollars = price_of(found.card.name, prices) * found.setup.num_devices / found.images_per_sec
+    return math.inf if math.isnan(dollars) else dollars
 
 
-def title(settings: Train) -> str:
+def row_of(found: Forecast, first: Forecast, settings: Run, has_efficiency: bool) -> dict[str, str]:
+    """Return the cells of a forecast in the table, by heading; '-' for what is not known.
+
+    `first` is the forecast for the fewest GPUs of the same card, whose speed per GPU is an efficiency of 100 %.
+    """
+    devices, speed = found.setup.num_devices, found.images_per_sec
+    each = speed / devices
+    days = days_to_train(speed, settings.training_images or math.nan)
+    hours = days * 24 * devices
+    dollars = hours * price_of(found.card.name, settings.dollars_per_gpu_hour)
+    bounds = ' ({} to {})'.format(*map(rounded, found.images_per_sec_range)) if found.is_tested else ''
+    cells = {'GPUs': f'{devices} x {found.card.name.removeprefix("NVIDIA ")}', 'microbatch': found.setup.microbatch,
+             'GiB taken': f'{found.gib:.1f}', 'images/s': known(speed, rounded) + bounds}
+    if has_efficiency:
+        efficiency = each / (first.images_per_sec / first.setup.num_devices)
+        cells |= {'each': known(each, rounded), 'efficiency': known(efficiency, '{:.1%}'.format)}
+    if settings.training_images:
+        cells['days'] = known(days, format_days)
+        if has_efficiency:
+            cells['GPU-hours'] = known(hours, rounded)
+        cells['dollars'] = known(dollars, rounded)
+    return cells
+
+
+def known(value: float, text_of: Callable[[float], str]) -> str:
+    return '-' if math.isnan(value) else text_of(value)
+
+
+def title(settings: Run) -> str:
     """Return sentences that describe the run, the method of the forecast, and what the forecast does not include."""
     parts = [f'{settings.image_size} pixels', settings.precision, f'encoders in {settings.encoder_precision}']
     if settings.latents:
@@ -165,24 +145,22 @@ def title(settings: Train) -> str:
                    f'This is a forecast from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'])
 
 
-def what_figures_mean(rows: list[Row]) -> list[str]:
-    """Return sentences that say what the figures in the tables mean and how accurate they are."""
-    settings = rows[0].settings
+def what_figures_mean(settings: Run, forecasts: Sequence[Forecast]) -> list[str]:
+    """Return sentences that say what the figures in the table mean and how accurate they are."""
     sentences = []
     if settings.training_images:
-        prices = describe_prices((row.forecast.card.name, row.price) for row in rows)
+        names = [found.card.name for found in forecasts]
+        prices = describe_prices((name, price_of(name, settings.dollars_per_gpu_hour)) for name in names)
         epochs = ''
         if settings.remote:
             epochs = f' ({rounded(settings.training_images / settings.batch_size / settings.batches_per_epoch)} epochs)'
         sentences.append(f'Days and dollars: {settings.training_images:,} images{epochs}, {prices} '
                          '(--dollars_per_gpu_hour).')
-        if len({row.name for row in rows}) > 1 and len({row.price for row in rows}) == 1:
-            sentences.append(ONE_PRICE)
-    sentences += filter(None, [network_sentence(row.forecast.setup for row in rows)])
-    unknown = {short_name(row.forecast.card.name): None for row in rows if math.isnan(row.each)}
+    sentences += filter(None, [network_sentence(found.setup for found in forecasts)])
+    unknown = dict.fromkeys(short_name(found.card.name) for found in forecasts if math.isnan(found.images_per_sec))
     if unknown:
         sentences.append(NO_SPEED.format(', '.join(unknown), settings.precision))
-    if any(row.forecast.is_tested for row in rows):
+    if any(found.is_tested for found in forecasts):
         sentences.append(IN_BRACKETS)
     return [*sentences, NOT_TESTED]
 
@@ -214,7 +192,7 @@ def change_rows(setup: Setup, first: Forecast) -> list[dict]:
                '--half_precision_norms': {'half_precision_norms': True}}
     if setup.num_devices > 1:
         changes['--allreduce_precision bf16'] = {'allreduce_precision': 'bf16'}
-    changed = {change: dataclasses.replace(setup, **flags) for change, flags in changes.items()}
+    changed = {change: replace(setup, **flags) for change, flags in changes.items()}
     changed |= changes_that_take_less(setup)
     changed.pop(SMALLER_MICROBATCH, None)  # it would be slower
 
@@ -246,14 +224,3 @@ def memory_table(first: Forecast) -> str:
         gib = {str(size): f'{needed[item] / GIB:.2f}' for size, needed in columns.items()}
         rows.append({'GiB, by microbatch': item} | gib)
     return text_table(rows)
-
-
-def with_range(figures: list[float], text_of: Callable[[float], str] = rounded) -> str:
-    """Return the first figure as text, with the range of the other two in brackets, such as '70 (57 to 85)'."""
-    figure, *bounds = figures
-    if math.isnan(figure):  # no speed, or no price
-        return '-'
-    if not bounds:
-        return text_of(figure)
-    least, most = sorted(bounds)
-    return f'{text_of(figure)} ({text_of(least)} to {text_of(most)})'

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from sdbench.flags.commands import Encode
-from sdbench.flags.train import divisors
+from sdbench.flags.train import SD2_BASE, divisors
 from sdbench.forecast.compiling import compiled_memory, compiled_work
 from sdbench.forecast.speed import (
     COMPILED,
@@ -23,8 +23,8 @@ from sdbench.forecast.speed import (
     seconds_by_kind,
 )
 from sdbench.forecast.step import Step
-from sdbench.forecast.stored import step_of
-from sdbench.gpus import CARDS, GIB, NETWORK_SHARE, Card, peak_of
+from sdbench.forecast.stored import has_same_unet, step_of
+from sdbench.gpus import GIB, NETWORK_SHARE, Card, peak_of
 from sdbench.microbatches import largest_that_fits
 from sdbench.setup import Setup
 
@@ -36,24 +36,18 @@ COUNT_ERROR = 0.02  # largest relative error of the count on all runs on GPUs so
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast for a setup on a GPU.
-
-    Attributes:
-        setup: the setup with its defaults, the device and the microbatch filled in.
-        card: the GPU.
-        gib: GPU memory that the run takes on each GPU, with the part that the count does not include.
-        images_per_sec: images per second on all GPUs; NaN if the peak of the GPU in this precision is not known.
-        seconds: seconds of a step, by kind of operator.
-        encode_images_per_sec: images per second on all GPUs when encode.py encodes images before the training.
-        is_tested: whether a published run has tested the forecast for a run like this one.
-    """
-    setup: Setup
+    """The forecast for a setup on a GPU."""
+    setup: Setup  # with its defaults, the device and the microbatch filled in
     card: Card
-    gib: float
-    images_per_sec: float
-    seconds: Counter
-    encode_images_per_sec: float
-    is_tested: bool
+    gib: float  # memory that the run takes on each GPU, with the part that the count does not include
+    images_per_sec: float  # on all GPUs; NaN if the peak of the GPU in this precision is not known
+    seconds: Counter  # of a step, by kind of operator
+    encode_images_per_sec: float  # on all GPUs when encode.py encodes images before the training
+    is_tested: bool  # whether a published run has tested the forecast for a run like this one
+
+    def speed_of(self, stage: str) -> float:
+        """Return the images per second of a stage, train or encode."""
+        return self.images_per_sec if stage == 'train' else self.encode_images_per_sec
 
     @property
     def images_per_sec_range(self) -> tuple[float, float] | None:
@@ -64,20 +58,13 @@ class Forecast:
 
 
 class DoesNotFit(Exception):
-    """A GPU has too little memory for a setup.
-
-    Attributes:
-        microbatch: the smallest microbatch that the setup allows.
-        gib_needed: GiB that it takes, with the part that the count does not include.
-        card: the GPU.
-    """
+    """A GPU has too little memory for a setup, whose smallest possible microbatch takes `gib_needed` GiB."""
 
     def __init__(self, microbatch: int, gib_needed: float, card: Card):
         super().__init__(f'a microbatch of {microbatch} takes {gib_needed:.1f} GiB, and the {card.name} has '
                          f'{card.gib:g}')
         self.microbatch = microbatch
         self.gib_needed = gib_needed
-        self.card = card
 
 
 def forecast(setup: Setup, card: Card) -> Forecast:
@@ -114,7 +101,7 @@ def forecast(setup: Setup, card: Card) -> Forecast:
     # The speed of encoding, for which GPUs share nothing
     split = BatchSplit(Encode.batch_size, Encode.batch_size)
     encoding = float(images_per_sec(card, StepWork(work.encoder), split, constants) * setup.num_devices)
-    is_tested = step.is_sd2 and was_published(setup, card, network) and not math.isnan(speed)
+    is_tested = was_published(setup, card, network) and not math.isnan(speed)
     return Forecast(setup, card, gib_taken(setup, microbatch), speed, seconds, encoding, is_tested)
 
 
@@ -165,14 +152,11 @@ def network_sentence(setups: Iterable[Setup]) -> str:
     crossing = [setup for setup in setups if setup.needs_network]
     if not crossing:
         return ''
-    gpus = ' or '.join(map(str, sorted({setup.gpus_per_node or CARDS[setup.device].gpus_per_node
-                                        for setup in crossing})))
-    gbits = crossing[0].network_gbits
-    if gbits is None:
-        speed = 'is assumed to be as fast as the interconnect of its GPUs; give its speed with --network_gbits.'
-    else:
-        speed = f'has {gbits:g} Gbit/s, of which the forecast uses {100 * NETWORK_SHARE:.0f} %.'
-    return f'The network of each machine with {gpus} GPU{"" if gpus == "1" else "s"} {speed}'
+    if crossing[0].network_gbits is None:
+        return ('The network between machines is assumed to be as fast as the interconnect of their GPUs; give its '
+                'speed with --network_gbits.')
+    return (f'The network of each machine has {crossing[0].network_gbits:g} Gbit/s, of which the forecast uses '
+            f'{100 * NETWORK_SHARE:.0f} %.')
 
 
 def was_published(setup: Setup, card: Card, network: float) -> bool:
@@ -189,6 +173,8 @@ def was_published(setup: Setup, card: Card, network: float) -> bool:
         network: GB/s of the network, as `network_rate` returns it.
     """
     if setup.gradient_checkpointing or setup.attention == 'math' or setup.compile_blocks:
+        return False
+    if not has_same_unet(setup.model_name, SD2_BASE):
         return False
     if network < card.link_gigabytes_per_sec:
         return False

@@ -25,18 +25,11 @@ from sdbench.gpus import Card
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants that are fitted.
-
-    Attributes:
-        peak_share: fraction of the dense peak that matrix products, convolutions and attention reach.
-        bandwidth_share: bytes that kernels move per byte of memory bandwidth; above 1 because caches serve some.
-        bytes_a_cycle: bytes that a multiprocessor can move per clock cycle, however fast the memory is.
-        seconds_a_kernel: time of a kernel besides its work: its launch, and its first and last blocks.
-    """
-    peak_share: float
-    bandwidth_share: float
-    bytes_a_cycle: float
-    seconds_a_kernel: float
+    """The constants that are fitted."""
+    peak_share: float  # fraction of the dense peak that matrix products, convolutions and attention reach
+    bandwidth_share: float  # bytes that kernels move per byte of memory bandwidth; above 1, as caches serve some
+    bytes_a_cycle: float  # bytes that a multiprocessor can move per clock cycle, however fast the memory is
+    seconds_a_kernel: float  # time of a kernel besides its work: its launch, and its first and last blocks
 
 
 CONSTANTS = Constants(peak_share=0.495, bandwidth_share=1.25, bytes_a_cycle=13.2, seconds_a_kernel=1.36e-05)
@@ -48,7 +41,6 @@ IN_A_GRAPH = replace(COMPILED, seconds_a_kernel=3.34e-06)
 # constants. Leaving out each source in turn gives 11.7 % for eager steps and 6.5 % for compiled ones. Five points on
 # several machines, published later, give 13.3 %.
 LARGEST_ERROR = 0.14
-SEVERAL_MACHINES_ERRORS = (-0.10, 0.13)  # lowest and highest relative error on published runs on several machines
 IN_GRAPHS = 'reduce-overhead'  # the mode of --compile that replays CUDA graphs
 # The published points, all of Stable Diffusion 2: by the mode of --compile, then by card, image size and whether the
 # training was on latents, pairs of the GPU count and the images per GPU in a step. A pair is omitted if another
@@ -70,50 +62,33 @@ Work = dict[str, np.ndarray]
 
 
 class BatchSplit(NamedTuple):
-    """How a batch is spread over GPUs and microbatches.
-
-    Attributes:
-        microbatch: number of images that go through the model together.
-        images: images per GPU in a step; the last microbatch may be smaller.
-        num_devices: GPU count.
-        allreduce_precision: precision of the gradient all-reduce, fp32 or bf16.
-        network_gigabytes_per_sec: rate that the all-reduce reaches between machines. It is infinite on one machine,
-            and if the network is assumed to be as fast as the interconnect of the GPUs.
-    """
-    microbatch: int
-    images: int
+    """How a batch is spread over GPUs and microbatches."""
+    microbatch: int  # images that go through the model together
+    images: int  # per GPU in a step; the last microbatch may be smaller
     num_devices: int = 1
-    allreduce_precision: str = 'fp32'
+    allreduce_precision: str = 'fp32'  # or bf16
+    # Rate that the all-reduce reaches between machines; infinite on one machine, and if the network is assumed to be as
+    # fast as the interconnect of the GPUs
     network_gigabytes_per_sec: float = math.inf
 
     @property
     def microbatches(self) -> int:
-        """Return the number of microbatches in a step."""
         return math.ceil(self.images / self.microbatch)
 
     @property
     def last_microbatch(self) -> int:
-        """Return the number of images in the last microbatch."""
         return self.images - (self.microbatches - 1) * self.microbatch
 
 
 class StepWork(NamedTuple):
-    """The work of a step, by kind.
-
-    Attributes:
-        model: work of each microbatch, without the VAE encoder.
-        encoder: work of the VAE encoder in each microbatch, unless the training is on latents.
-        accumulation: work of adding the gradients of a microbatch to the earlier ones.
-        update: work of the optimizer and the EMA, once per step.
-        exchange: work of copying gradients to the all-reduce buckets and back, once per step on several GPUs.
-        buckets: float (buckets, 1 + 4), a row for gradients that are all-reduced together, in the order in which the
-            backward pass fills them: their bytes in float32, and the work of the backward pass that then remains.
-    """
-    model: Work
-    encoder: Work = {}
-    accumulation: Work = {}
-    update: Work = {}
-    exchange: Work = {}
+    """The work of a step, by kind."""
+    model: Work  # of each microbatch, without the VAE encoder
+    encoder: Work = {}  # of the VAE encoder in each microbatch, unless the training is on latents
+    accumulation: Work = {}  # of adding the gradients of a microbatch to the earlier ones
+    update: Work = {}  # of the optimizer and the EMA, once per step
+    exchange: Work = {}  # of copying gradients to the all-reduce buckets and back, once per step on several GPUs
+    # Float (buckets, 1 + 4), a row for gradients that are all-reduced together, in the order in which the backward pass
+    # fills them: their bytes in float32, and the work of the backward pass that then remains
     buckets: np.ndarray = np.empty((0, 5))
 
 

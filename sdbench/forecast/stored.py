@@ -70,7 +70,7 @@ def find_step(traced: Setup) -> Step:
     with contextlib.suppress(OSError):  # a cache that cannot be written: the next forecast traces again
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
-            file.write(json.dumps(step.as_json()).encode())
+            file.write(step.to_json().encode())
     return step
 
 
@@ -89,45 +89,42 @@ def name_of(traced: Setup) -> str:
     return json.dumps(values, sort_keys=True)
 
 
-def hash_of_model(name: str) -> str:
-    """Return a hash of the configuration of a model. Raises UserError if there is no such model."""
+@functools.cache
+def configs_of(name: str) -> dict[str, dict]:
+    """Return the configuration of each network of a model. Raises UserError if there is no such model."""
     if name in BUILT_IN:
-        configs = {part: json.loads((BUILT_IN[name] / part / file).read_bytes()) for part, file in CONFIG_FILES.items()}
-    else:
-        from sdbench.models.loading import find_model  # needs torch, to check the configuration
-        configs = find_model(name).configs
-    return hashlib.sha256(json.dumps(configs, sort_keys=True).encode()).hexdigest()
+        return {part: json.loads((BUILT_IN[name] / part / file).read_bytes()) for part, file in CONFIG_FILES.items()}
+    from sdbench.models.loading import find_model  # needs torch, to check the configuration
+    return find_model(name).configs
+
+
+def hash_of_model(name: str) -> str:
+    return hashlib.sha256(json.dumps(configs_of(name), sort_keys=True).encode()).hexdigest()
+
+
+def has_same_unet(name: str, other: str) -> bool:
+    """Tell whether the UNets of two models have the same shape. A value that one does not state is the usual one."""
+    first, second = (configs_of(each)['unet'] for each in (name, other))
+    stated = (first.keys() & second.keys()) - {'_class_name', '_diffusers_version', '_name_or_path', 'sample_size'}
+    return all(first[key] == second[key] for key in stated)
 
 
 @functools.cache
 def hash_of_code() -> str:
-    """Return a hash of TRACED_CODE that does not depend on comments, docstrings, the layout of the text and Python."""
+    """Return a hash of TRACED_CODE that does not depend on comments, docstrings and the layout of the text."""
     digest = hashlib.sha256()
     for file, names in TRACED_CODE.items():
         tree = ast.parse((ROOT / file).read_text())
-        documented = [node for node in ast.walk(tree)
-                      if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node)]
-        for node in documented:
-            del node.body[0]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node):
+                del node.body[0]
         for node in ast.walk(tree) if names else [tree]:
             if not names or isinstance(node, ast.FunctionDef) and node.name in names:
-                digest.update(repr(content_of(node)).encode())
+                digest.update(ast.unparse(node).encode())
     return digest.hexdigest()
-
-
-def content_of(node: Any) -> Any:
-    """Return a node of a syntax tree as nested lists, without empty fields: newer versions of Python have more."""
-    if isinstance(node, list):
-        return [content_of(item) for item in node]
-    if isinstance(node, ast.AST):
-        fields = [[name, content_of(value)] for name, value in ast.iter_fields(node) if value not in (None, [])]
-        return [type(node).__name__, *fields]
-    return node
 
 
 @functools.cache
 def read_packaged() -> dict[str, Any]:
     """Return the traces in the package: `identity` as `find_step` has it, and `steps` by name."""
-    if not PACKAGED.exists():  # before it is first written
-        return {'identity': None, 'steps': {}}
     return json.loads(gzip.decompress(PACKAGED.read_bytes()))

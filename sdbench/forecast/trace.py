@@ -7,7 +7,6 @@ different times. One trace gives memory and work for every microbatch.
 The tests compare it with torch's own MemTracker, which cannot replace it: it counts a single microbatch, and it takes
 no model with frozen weights (torch 2.7).
 """
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from sdbench.flags.train import SD2_BASE, Train
+from sdbench.flags.train import Train
 from sdbench.forecast.compiling import compiled_memory
 from sdbench.forecast.count import TRACED_IMAGES, StepCounter, multi_tensor_kernels
 from sdbench.forecast.speed import StepWork, Work
@@ -44,29 +43,16 @@ def trace(setup: Setup, build_model: Callable, build_optimizer: Callable) -> Ste
     for compile_blocks in (False, True):
         peaks |= compiled_memory(memory, replace(setup, compile_blocks=compile_blocks)).rows_of_peaks()
 
-    # Count an update by the fused optimizer and by the other.
-    updates = {}
+    # Count an update by the usual optimizer and by the fused one.
+    updates = []
     for is_fused in (False, True):
         optimizer = build_optimizer(model, replace(settings, fused_optimizer=is_fused))
-        update = work_of_update({OPTIMIZER: optimizer.step})
+        update = work_of_update(OPTIMIZER, optimizer.step)
         state = tree_leaves(list(optimizer.state.values()))
-        updates[is_fused] = update, sum(tensor.nbytes for tensor in state if isinstance(tensor, torch.Tensor))
-    return Step(memory.at(peaks), work, updates, ema_update(model), bytes_of_weights(model), is_sd2(model))
-
-
-def is_sd2(model: ComposerModel) -> bool:
-    """Tell whether the UNet has the shape of Stable Diffusion 2's."""
-    for key, value in find_model(SD2_BASE).configs['unet'].items():
-        is_shape = key not in ('_class_name', 'sample_size')
-        if is_shape and json.dumps(model.unet.config.get(key)) != json.dumps(value):  # a tuple equals a list
-            return False
-    return True
-
-
-def bytes_of_weights(model: ComposerModel) -> dict[str, int]:
-    """Return the bytes of the weights of each network, which may be on the meta device."""
-    return {name: sum(weight.nbytes for weight in getattr(model, name).parameters())
-            for name in ('unet', 'text_encoder', 'vae')}
+        updates.append((update, sum(tensor.nbytes for tensor in state if isinstance(tensor, torch.Tensor))))
+    nbytes = {name: sum(weight.nbytes for weight in getattr(model, name).parameters())
+              for name in ('unet', 'text_encoder', 'vae')}
+    return Step(memory.at(peaks), work, updates, ema_update(model), nbytes)
 
 
 def ema_update(model: ComposerModel) -> Work:
@@ -127,19 +113,16 @@ def trace_step(meta_model: ComposerModel, precision: str, attention: str = 'sdpa
     return memory_and_work(model, counter)
 
 
-def work_of_update(updates: dict[str, Callable]) -> Work:
-    """Return the work, by kind, of functions that change fake tensors once per step, such as an optimizer's.
+def work_of_update(kind: str, update: Callable) -> Work:
+    """Return the work of a function that changes fake tensors once per step, such as an optimizer's.
 
-    Each function is called twice, and its second call counts, because the first call also creates the optimizer state.
+    It is called twice, and its second call counts, because the first call also creates the optimizer state.
     """
-    rows = []
-    for kind, update in updates.items():
+    update()
+    counter = StepCounter([])
+    with counter:
         update()
-        counter = StepCounter([])
-        with counter:
-            update()
-        rows += [(kind, *work) for _, _, *work in counter.work]
-    return work_by_kind(rows)
+    return work_by_kind((kind, *work) for _, _, *work in counter.work)
 
 
 def work_by_kind(rows: Iterable[tuple]) -> Work:

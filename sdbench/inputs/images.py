@@ -3,23 +3,23 @@ import contextlib
 import functools
 import io
 import random
-import re
 import warnings
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision
-from PIL import ExifTags, Image, ImageCms, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageCms, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from sdbench.errors import BadSample, is_out_of_memory
 
 # Pillow's other formats are not safe for unknown files: DDS is decoded in Python and can take minutes for a few hundred
 # bytes, and EPS runs a program (Ghostscript).
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
-DEEP_MODES = ('I', 'F')  # first letters of Pillow's modes for more than 8 bits
-FLOAT_BITS = (8, 16, 32)  # bit depths of integers that are stored as floats
 MOST_FRAMES = 10  # frames of an animation that are searched for one that is not fully transparent
+ROTATIONS = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+             5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+             8: Image.Transpose.ROTATE_90}  # by the EXIF orientation
 SRGB_TOLERANCE = 2  # of 255: a profile that changes colours by at most this counts as sRGB, whose profiles are rounded
 
 # Accept colour profiles and texts of any length in a PNG. Pillow's default limit of 1 MiB rejects the whole image.
@@ -69,14 +69,8 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
                 return decode_pixels(image, data, image_size)
     except UnidentifiedImageError:
         raise BadSample('image does not decode: not a known format') from None
-    except Image.DecompressionBombError as error:  # its message has two numbers: the image's pixels, and the limit
-        pixels, most = (int(number) / 1e6 for number in re.findall('[0-9]+', str(error)))
-        raise BadSample(f'image is too large: {pixels:,.0f} megapixels, and at most {most:,.0f} are read; reduce it, '
-                        'because training would reduce it again in every epoch') from None
-    except MemoryError:
-        raise  # the image may be good
     except Exception as error:  # Pillow raises many types of errors for damaged bytes
-        if isinstance(error, RuntimeError) and is_out_of_memory(error):  # raised by torchvision's decoder
+        if is_out_of_memory(error):  # the image may be good
             raise MemoryError(str(error)) from None
         raise BadSample(f'image does not decode: {error or type(error).__name__}'.splitlines()[0]) from None
 
@@ -92,28 +86,23 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
     # orientation metadata, so it only gets upright images in sRGB.
     much_larger = image_size is not None and min(image.size) >= 2 * image_size
     is_plain = image.format == 'JPEG' and image.mode in ('L', 'RGB') and to_srgb is None
-    if is_plain and not much_larger and is_upright(image):
+    if is_plain and not much_larger and orientation(image) == 1:
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB)
 
-    # Decode with Pillow, which also rotates a TIFF upright. Choose a frame of an animation.
+    # Decode with Pillow, which rotates a TIFF upright when it is loaded. Rotate other images here, because Pillow's
+    # function for it also rewrites the EXIF, which fails if the EXIF is unusual.
     if much_larger:
         image.draft(None, (image_size, image_size))  # JPEG decodes directly to 1/2, 1/4 or 1/8; other formats ignore it
     image.load()
     if image.has_transparency_data and getattr(image, 'is_animated', False):
         seek_visible_frame(image)
-
-    # Rotate the image upright by its EXIF. Afterwards Pillow rewrites the EXIF, which fails if the EXIF is unusual.
-    try:
-        ImageOps.exif_transpose(image, in_place=True)
-    except MemoryError:
-        raise
-    except Exception:  # many types of errors
-        pass
+    if orientation(image) in ROTATIONS:
+        image = image.transpose(ROTATIONS[orientation(image)])
 
     # Reduce to 8 bits per channel. In a PNG with 16 bits per channel the transparent colour also has 16 bits, but
     # Pillow reduces only the pixels to 8 bits.
-    if image.mode[0] in DEEP_MODES:
+    if image.mode[0] in 'IF':
         image = to_eight_bits(image)
     transparent = image.info.get('transparency')
     if isinstance(transparent, tuple) and max(transparent) > 255:
@@ -164,47 +153,30 @@ def srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransfo
 
 
 def to_eight_bits(image: Image.Image) -> Image.Image:
-    """Scale a grey image with more than 8 bits to 8 bits. Pillow's own conversion would clip all values above 255.
+    """Scale a grey image of 16 bits to 8 bits. Pillow's own conversion would clip all values above 255.
 
-    Integers are taken as 16 bits, the depth of PNG, PPM, JPEG 2000 and nearly every TIFF, and as 31 or 32 bits if a
-    value is larger. The scale follows from the bit depth, not from the brightest pixel, because a dark image must stay
-    dark. Floats up to 1 are taken as brightness. Larger floats are taken as integers with the first of FLOAT_BITS that
-    holds the largest value.
+    Raises BadSample for floats, other depths and a TIFF that stores white as 0: their brightness would be a guess.
     """
-    # Read the pixels. Pillow reads unsigned 32-bit integers in a TIFF as signed ones, so correct that.
     tags = getattr(image, 'tag_v2', {})
+    has_16_bits = image.mode.startswith('I;16') and tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,)) == (16,)
+    is_ppm = image.format == 'PPM' and image.mode == 'I'  # Pillow scales it to 16 bits
+    if not (has_16_bits or is_ppm) or tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
+        raise BadSample('its grey values are neither 8 nor 16 bits from black to white; save it with 8 bits')
     values = np.asarray(image)  # (H, W)
-    if tags.get(TiffImagePlugin.BITSPERSAMPLE) == (32,) and tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,)) == (1,):
-        values = values.view(np.uint32)
-
-    # Find the number of brightness levels from the bit depth, and scale to 256 levels.
-    values = np.nan_to_num(values.astype(np.float64), posinf=0, neginf=0)
-    largest = values.max()
-    if image.mode == 'F' and largest <= 1:
-        end = 1
-    else:
-        stored = tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0]  # 12 in some scans
-        depths = FLOAT_BITS if image.mode == 'F' else (min(stored, 16), 31, 32)
-        end = next((2 ** bits for bits in depths if largest < 2 ** bits), largest)
-    grey = (values * (256 / end)).clip(0, 255).astype(np.uint8)
-
-    # Handle two cases that Pillow handles only in 8-bit images: a TIFF that stores white as 0, and a PNG with a
-    # transparent grey value.
-    if tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
-        grey = 255 - grey
-    if 'transparency' in image.info:
+    grey = (values >> 8).astype(np.uint8)
+    if 'transparency' in image.info:  # a grey value of 16 bits in a PNG
         grey[values == image.info['transparency']] = 255
     return Image.fromarray(grey)
 
 
-def is_upright(image: Image.Image) -> bool:
-    """Return whether an image needs no rotation by its EXIF or XMP. Unreadable EXIF counts as no rotation."""
+def orientation(image: Image.Image) -> int:
+    """Return the orientation of an image in its EXIF or XMP; 1, which is upright, if there is none to read."""
     try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
     except MemoryError:
         raise
     except Exception:  # unusual EXIF raises many types of errors
-        return True
+        return 1
 
 
 def seek_visible_frame(image: Image.Image) -> None:

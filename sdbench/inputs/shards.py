@@ -25,12 +25,6 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     Raises UserError, which names `flag`, if the index.json cannot be read or trusted, or if a shard lacks a column.
     """
     label = f'{flag} {remote}'
-
-    # Explain a common mistake, the path of the file instead of its folder, before a confusing "not a directory".
-    if os.path.isfile(remote) or os.path.basename(remote) == INDEX:
-        raise UserError(f'{label} is a file; give the folder that holds {INDEX} and the shards')
-
-    # Get the content of the file.
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(remote, INDEX)
@@ -91,6 +85,21 @@ def are_two_sides(draw: dict | None, other: dict | None) -> bool:
     return draw['conversion'] == other.get('conversion') and draw['side'] != other['side']
 
 
+def was_trained_on(data: list[dict], index: dict) -> bool | None:
+    """Tell whether weights were trained on the images of an index.json; None if unknown.
+
+    The answer is yes if one phase of their training used this dataset. It is no if every phase used one side of a
+    `convert.py --held_out`, and this dataset is the other side of the same conversion. Otherwise it is unknown.
+
+    Args:
+        data: IMAGES_HASH and DRAW of the dataset of each phase; an entry without keys is an unknown dataset.
+        index: the index.json.
+    """
+    if any(phase.get(IMAGES_HASH) == hash_of_images(index) for phase in data):
+        return True
+    return False if all(are_two_sides(phase.get(DRAW), index.get(DRAW)) for phase in data) else None
+
+
 def check_shard(shard: dict, latents: bool, label: str) -> None:
     """Check the entry in index.json of a shard of images or `latents`. `label` begins the error messages.
 
@@ -104,13 +113,12 @@ def check_shard(shard: dict, latents: bool, label: str) -> None:
         name = PurePosixPath(file['basename'] if file else '')
         if name.is_absolute() or '..' in name.parts:
             raise UserError(f'{label} has a shard named {name}, outside its folder; do not use it')
-    columns = list(zip(shard['column_names'], shard['column_encodings'], strict=True))
-    for name, encoding in columns:
+    columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
+    for name, encoding in columns.items():
         if encoding in RUN_CODE:
             raise UserError(f'{label} has a column {name} of type {encoding}, which can run code; do not use it')
 
     # Require the columns that training reads.
-    columns = dict(columns)
     needed = MDS_COLUMNS
     if latents:
         needed = LATENT_COLUMNS | {MOMENTS: columns.get(MOMENTS, 'ndarray')}  # any type, because it contains the size

@@ -33,7 +33,8 @@ from sdbench.errors import DataError, UserError, unreadable_shard
 from sdbench.files import atomic_write
 from sdbench.inputs.shards import index_hash
 from sdbench.paths import INDEX
-from sdbench.stores import PATIENT, Retry, download
+from sdbench.stores import download
+from sdbench.stores.addresses import PATIENT, Retry
 
 # Numbers for the names of shared memory. Other programs with Streaming count from 0, and macOS limits the length.
 MEMORY_NUMBERS = range(10 ** 6, 2 ** 31)
@@ -49,15 +50,13 @@ class VerifiedStream(Stream):
         index: the index.json of the dataset.
         remote: folder or object store with the shards. None: the shards are in `local`.
         local: folder for the cache, which is a subfolder of it. None: see `cache_folder`.
-        cache_limit: size of the cache in bytes, or a text such as 500gb, above which the oldest copies are deleted.
-        download_retry: attempts per request to a store with the S3 protocol.
-        download_timeout: seconds without any data, after which a request is tried again.
-
-    Raises UserError if `cache_limit` is not a size, or if the shards are read in place, without a cache.
+        cache_limit: size of the cache in bytes, or a text such as 500gb, above which the oldest copies are deleted. It
+            has no effect on shards that are read in place.
+        retry: how often a request to a store is tried.
     """
 
     def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,
-                 download_retry: int = PATIENT.tries, download_timeout: float = PATIENT.timeout):
+                 retry: Retry = PATIENT):
         # Read the shards in place if possible, else from a cache. Streaming downloads nothing if `remote` is None.
         if remote is None:
             remote, local = local, None
@@ -65,16 +64,9 @@ class VerifiedStream(Stream):
             remote, local = None, remote
         else:
             local = cache_folder(local, index)
-        super().__init__(remote=remote, local=local, keep_zip=False, download_retry=download_retry,
-                         download_timeout=download_timeout)
-        self.cache_limit = bytes_to_int(cache_limit) if cache_limit is not None else None
-
-        # Refuse a limit that cannot be kept.
-        if self.cache_limit == 0:
-            raise UserError(f'--cache_limit {cache_limit} leaves no room for a shard; omit the flag for no limit')
-        if self.cache_limit and remote is None:
-            raise UserError(f'--cache_limit {cache_limit} has no cache to limit: {local} is read in place; give '
-                            '--local a folder, or omit --cache_limit')
+        super().__init__(remote=remote, local=local, keep_zip=False)
+        self.retry = retry
+        self.cache_limit = bytes_to_int(cache_limit) if cache_limit and remote is not None else None
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: np.ndarray) -> None:
         """Override Streaming's search of the cache: do nothing, so every shard is missing until it is verified.
@@ -120,8 +112,7 @@ class VerifiedStream(Stream):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix='fetched-', dir=os.path.abspath(self.local)) as folder:
             fetched = Path(folder, 'shard')
-            retry = Retry(self.download_retry, self.download_timeout)
-            download(remote, str(fetched), remote, retry, in_threads=False)
+            download(remote, str(fetched), remote, self.retry, in_threads=False)
             if shard.zip_data:
                 fetched.write_bytes(decompress(shard.compression, fetched.read_bytes()))
             mismatch = find_mismatch(fetched, shard.raw_data)

@@ -5,7 +5,6 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterable
 
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -15,29 +14,46 @@ from sdbench.hub import find_or_download
 
 CAPTION_LENGTH = 77  # tokens in a caption: the number of positions in the text encoder
 CLIP_VOCABULARY = 49408  # number of token ids
-WORDS_PER_CAPTION = 20  # in the captions that `hash_of_ids` makes from a vocabulary
-# `hash_of_ids` of CLIP's own vocabulary, which takes two seconds to compute
+WORDS_PER_CAPTION = 20  # in the captions that `hash_of_tokenizer` makes from a vocabulary
+# `hash_of_tokenizer` of CLIP's own vocabulary, which takes two seconds to compute
 CLIP_HASH = '39e11d223720cd722d1d0ab6b6585986bf6ed3b695bd943ca49430a10f3e8d9b'
+
+
+def pipeline_tokenizer(name: str | None = None):
+    """Build a transformers tokenizer, as diffusers' pipelines use it.
+
+    `name` is a folder or a hub name of a tokenizer or a diffusers model. None means CLIP's vocabulary, which the
+    open_clip package contains, padded with "!" (id 0) like Stable Diffusion 2. In transformers this "!" is a special
+    token. Without `split_special_tokens` each "!" in a caption would become padding.
+
+    Raises UserError if there is no tokenizer with that name.
+    """
+    if name is None:
+        from transformers import CLIPTokenizerFast
+        return CLIPTokenizerFast(tokenizer_object=clip_tokenizer(), pad_token='!', split_special_tokens=True,
+                                 model_max_length=CAPTION_LENGTH)
+    from transformers import AutoTokenizer
+    folder = find_or_download('--tokenizer', name, ['*.json', '*.txt', 'tokenizer/*'])
+    if (folder / 'tokenizer').is_dir():
+        folder = folder / 'tokenizer'  # in a diffusers model
+    try:
+        return AutoTokenizer.from_pretrained(folder, split_special_tokens=True, model_max_length=CAPTION_LENGTH,
+                                             trust_remote_code=False)  # by default it may prompt on the terminal
+    except Exception as error:  # many types, some with a message that lists all models of transformers
+        raise UserError(f'--tokenizer {name} has no tokenizer that loads ({type(error).__name__}); give a folder '
+                        'with tokenizer.json, or with vocab.json and merges.txt') from None
 
 
 def build_tokenizer(name: str | None = None) -> Tokenizer:
     """Build a tokenizer that pads or truncates each caption to 77 tokens; `token_ids` uses it.
 
-    `name` is a folder or a hub name of a tokenizer or a diffusers model. None means CLIP's vocabulary, which the
-    open_clip package contains, padded with id 0 like Stable Diffusion 2.
-
-    Raises UserError if there is no tokenizer with that name.
+    It returns the same ids as `pipeline_tokenizer(name)`, and raises the same error.
     """
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # the loader's workers already run in parallel
-    if name is None:
-        tokenizer = clip_tokenizer()
-        padding = {'pad_id': 0, 'pad_token': '!'}
-    else:
-        loaded = load_transformers_tokenizer(name)
-        tokenizer = loaded.backend_tokenizer
-        padding = {'pad_id': loaded.pad_token_id, 'pad_token': loaded.pad_token}
+    loaded = pipeline_tokenizer(name)
+    tokenizer = loaded.backend_tokenizer
     tokenizer.enable_truncation(CAPTION_LENGTH)
-    tokenizer.enable_padding(length=CAPTION_LENGTH, **padding)
+    tokenizer.enable_padding(length=CAPTION_LENGTH, pad_id=loaded.pad_token_id, pad_token=loaded.pad_token)
     return tokenizer
 
 
@@ -51,62 +67,22 @@ def token_ids(tokenizer: Tokenizer, captions: list[str]) -> list[list[int]]:
     return [encoding.ids for encoding in tokenizer.encode_batch(captions)]
 
 
-def load_transformers_tokenizer(name: str):
-    """Load a transformers tokenizer from a folder or a hub repository. Raises UserError if there is none."""
-    from transformers import AutoTokenizer
-    folder = find_or_download('--tokenizer', name, ['*.json', '*.txt', 'tokenizer/*'])
-    if (folder / 'tokenizer').is_dir():
-        folder = folder / 'tokenizer'  # in a diffusers model
-    try:
-        return AutoTokenizer.from_pretrained(folder, split_special_tokens=True,
-                                             trust_remote_code=False)  # by default it may prompt on the terminal
-    except Exception as error:  # many types, some with a message that lists all models of transformers
-        raise UserError(f'--tokenizer {name} has no tokenizer that loads ({type(error).__name__}); give a folder '
-                        'with tokenizer.json, or with vocab.json and merges.txt') from None
-
-
 def hash_of_tokenizer(name: str | None = None) -> str:
     """Return a SHA-256, in hex, of the token ids that `build_tokenizer(name)` returns for its whole vocabulary.
 
     Tokenizers that return the same ids have the same hash, even if different libraries saved them in different files.
+    An empty caption makes the hash depend on the padding.
 
     Raises UserError if there is no tokenizer with that name.
     """
     if name is None:
         return CLIP_HASH
     tokenizer = build_tokenizer(name)
-    return hash_of_ids(tokenizer.get_vocab(), functools.partial(token_ids, tokenizer))
-
-
-def hash_of_ids(vocabulary: Iterable[str], encode: Callable[[list[str]], list[list[int]]]) -> str:
-    """Return a SHA-256, in hex, of the token ids of an empty caption and of captions with all words of a vocabulary.
-
-    The empty caption makes the hash depend on the padding. `encode` returns the token ids of each caption in a list.
-    """
-    words = []
-    for symbol in sorted(vocabulary):
-        words.append(symbol.removesuffix('</w>'))  # CLIP's mark of the end of a word
+    words = [symbol.removesuffix('</w>') for symbol in sorted(tokenizer.get_vocab())]  # without CLIP's mark of an end
     captions = ['']
     for first in range(0, len(words), WORDS_PER_CAPTION):
         captions.append(' '.join(words[first:first + WORDS_PER_CAPTION]))
-    return hashlib.sha256(json.dumps([captions, encode(captions)]).encode()).hexdigest()
-
-
-def pipeline_tokenizer(name: str | None = None):
-    """Build a transformers tokenizer for a diffusers pipeline that returns the same ids as `build_tokenizer(name)`.
-
-    In transformers the padding token "!" of Stable Diffusion 2 is a special token. Without `split_special_tokens` each
-    "!" in a caption would become padding.
-
-    Raises UserError if there is no tokenizer with that name.
-    """
-    if name is not None:
-        tokenizer = load_transformers_tokenizer(name)
-        tokenizer.model_max_length = CAPTION_LENGTH
-        return tokenizer
-    from transformers import CLIPTokenizerFast
-    return CLIPTokenizerFast(tokenizer_object=clip_tokenizer(), pad_token='!', split_special_tokens=True,
-                             model_max_length=CAPTION_LENGTH)
+    return hashlib.sha256(json.dumps([captions, token_ids(tokenizer, captions)]).encode()).hexdigest()
 
 
 def clip_tokenizer() -> Tokenizer:

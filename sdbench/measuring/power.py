@@ -11,6 +11,9 @@ from sdbench.gpus import GIB
 SECONDS_BETWEEN_SAMPLES = 1.0
 # For each figure, a function that asks NVIDIA's library, and how many of its units are one of ours.
 QUANTITIES = {'gpu_power_watts': (torch.cuda.power_draw, 1000), 'gpu_sm_clock_mhz': (torch.cuda.clock_rate, 1)}
+FIGURES = {  # how the ranks that know a figure combine it; a maximum of samples shows a card that throttles
+    'gpu_power_watts_mean': mean, 'gpu_power_watts_max': max, 'gpu_sm_clock_mhz_mean': mean,
+    'gpu_sm_clock_mhz_max': max, 'peak_memory_allocated_gib': max, 'allocator_retries': sum}
 
 
 class GpuMonitor:
@@ -24,7 +27,7 @@ class GpuMonitor:
         self.samples: dict[str, list[float]] = {quantity: [] for quantity in QUANTITIES}
         self._next_sample = 0.0  # earliest time of the next sample
 
-    def batch_end(self) -> None:
+    def sample(self) -> None:
         """Take a sample, unless the last one is less than a second old."""
         now = time.monotonic()
         if not torch.cuda.is_available() or now < self._next_sample:
@@ -36,16 +39,13 @@ class GpuMonitor:
             with contextlib.suppress(Exception):  # an error of NVIDIA's library must not end the training
                 self.samples[quantity].append(ask() / unit)
 
-    def figures(self) -> dict[str, float | None]:
-        """Return the figures of this rank; a figure without samples is None."""
-        # The mean explains a speed, and the maximum shows a card that throttles.
+    def figures(self) -> dict[str, float]:
+        """Return the figures of this rank that are known."""
         found = {}
         for quantity, samples in self.samples.items():
-            found[f'{quantity}_mean'] = mean(samples) if samples else None
-            found[f'{quantity}_max'] = max(samples, default=None)
-
+            if samples:
+                found |= {f'{quantity}_mean': mean(samples), f'{quantity}_max': max(samples)}
         # A retry of the allocator frees the whole cache in the middle of a batch, so a speed with retries is too low.
-        found |= {'peak_memory_allocated_gib': None, 'allocator_retries': None}
         if torch.cuda.is_available():
             allocator = torch.cuda.memory_stats()
             found['peak_memory_allocated_gib'] = allocator['allocated_bytes.all.peak'] / GIB
@@ -59,22 +59,14 @@ def gather_gpu_figures(monitor: GpuMonitor, images_per_sec: float | None, all_ra
 
     docs/record.md explains each key. A figure is None if no rank knows it.
     """
-    # Combine each figure over the ranks that know it: means of means, sums of retries, maxima of everything else.
-    ranks = [monitor.figures()]
-    if all_ranks:
-        ranks = dist.all_gather_object(ranks[0])
+    ranks = dist.all_gather_object(monitor.figures()) if all_ranks else [monitor.figures()]
     together = {}
-    for key in ranks[0]:
-        values = [rank[key] for rank in ranks if rank[key] is not None]
-        combine = max
-        if key.endswith('_mean'):
-            combine = mean
-        elif key == 'allocator_retries':
-            combine = sum
+    for key, combine in FIGURES.items():
+        values = [rank[key] for rank in ranks if key in rank]
         together[key] = combine(values) if values else None
 
     # The energy per image needs the power of every rank.
-    power = [rank['gpu_power_watts_mean'] for rank in ranks if rank['gpu_power_watts_mean'] is not None]
+    power = [rank['gpu_power_watts_mean'] for rank in ranks if 'gpu_power_watts_mean' in rank]
     together['joules_per_image'] = None
     if images_per_sec and len(power) == dist.get_world_size():
         together['joules_per_image'] = sum(power) / images_per_sec

@@ -1,9 +1,9 @@
 """Load InceptionV3 for FID and CLIP for the CLIP score, in the form that torchmetrics takes."""
-import os
+import inspect
 from functools import partial
 
 import torch
-from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import CLIPModel, CLIPProcessor
 
@@ -11,9 +11,7 @@ from sdbench.errors import UserError, one_line
 from sdbench.hub import CLIP_MODEL
 from sdbench.models.loading import load_weights
 
-INCEPTION = 'inception-v3-compat'  # torch-fidelity's network, whose features equal those from TensorFlow in 2015
-LAYER = '2048'  # the last pooling layer
-NETWORK = f'{INCEPTION} {LAYER}'
+NETWORK = 'inception-v3-compat 2048'  # torch-fidelity's network, whose features equal those from TensorFlow in 2015
 # An error message shows this address. Nothing is downloaded here.
 INCEPTION_WEIGHTS = ('https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/'
                      'weights-inception-2015-12-05-6726825d.pth')
@@ -21,32 +19,22 @@ RESIZE = 'to 299 pixels, bilinear as in TensorFlow 1'  # done by the network its
 PUBLISHED_SHA256 = '6726825d'  # the beginning of the hash of the weights behind published FIDs
 
 
-class Inception(FeatureExtractorInceptionV3):
-    """torch-fidelity's InceptionV3, which returns a tensor, as FrechetInceptionDistance expects.
+def load_fid(path: str) -> FrechetInceptionDistance:
+    """Return an FID metric whose InceptionV3 has the weights in a file, on the CPU in float32.
 
-    The network in torchmetrics is not used, because it resizes with antialiasing since 1.9, which changes the FID.
-    """
-    num_features = int(LAYER)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return features float32 (B, 2048) of images uint8 (B, 3, H, W)."""
-        return super().forward(images)[0]
-
-
-def load_inception(path: str) -> Inception:
-    """Load InceptionV3 with the weights in a file, on the CPU, in float32 and in eval mode.
+    Since torchmetrics 1.9 it resizes with antialiasing unless it is told not to, which changes the FID.
 
     Raises UserError if the file does not exist or holds something else.
     """
-    remedy = f'download it: curl -L -o inception.pth {INCEPTION_WEIGHTS}'
-    if not os.path.isfile(path):
-        raise UserError(f'--inception {path} does not exist; {remedy}')
+    parameters = inspect.signature(FrechetInceptionDistance).parameters
+    without_antialias = {name: False for name in parameters if name == 'antialias'}
     try:
         torch.load(path, map_location='cpu', weights_only=True)  # torch-fidelity itself would run code from the file
-        return Inception(INCEPTION, [LAYER], feature_extractor_weights_path=path)
+        return FrechetInceptionDistance(reset_real_features=False, feature_extractor_weights_path=path,
+                                        **without_antialias)
     except Exception:  # torch raises many kinds for a wrong file, and none of their messages would help
-        raise UserError(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; {remedy}"
-                        ) from None
+        raise UserError(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; download "
+                        f'it: curl -L -o inception.pth {INCEPTION_WEIGHTS}') from None
 
 
 class Clip(CLIPModel):
@@ -70,14 +58,11 @@ def load_clip(folder: str) -> CLIPScore:
 
     Raises UserError if there is no such model.
     """
-    remedy = f'download one: hf download {CLIP_MODEL} --local-dir clip'
-    if not os.path.isdir(folder):
-        raise UserError(f'--clip {folder} is not a folder; {remedy}')
     try:
         model = load_weights(Clip, folder, f'--clip {folder}')
         processor = CLIPProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for missing or damaged files
         raise UserError(f'--clip {folder} is not a folder with a CLIP model and its processor '
-                        f'({one_line(error, 300)}); {remedy}') from None
+                        f'({one_line(error, 300)}); download one: hf download {CLIP_MODEL} --local-dir clip') from None
     most = model.config.text_config.max_position_embeddings
     return CLIPScore(lambda: (model, partial(processor, truncation=True, max_length=most)))

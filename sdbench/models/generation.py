@@ -1,4 +1,5 @@
 """Generate images with classifier-free guidance (Ho and Salimans 2022) and diffusers' own pipeline."""
+import math
 import os
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -64,8 +65,33 @@ def guidance_for(model_name: str) -> float:
     return TINY_GUIDANCE if model_name == TINY_MODEL else GUIDANCE
 
 
-def with_captions(images: Sequence[Image.Image], captions: Sequence[str]) -> list[Image.Image]:
-    """Return images of equal size as grid cells of equal size, on white, with their captions below them."""
+@torch.no_grad()
+def generate(pipeline: StableDiffusionPipeline, seeds: Iterable[int], side: int, steps: int, guidance: float,
+             **prompts: Any) -> list[Image.Image]:
+    """Generate an image of `side` pixels for each seed. `prompts` are the pipeline's arguments about the prompts.
+
+    The noise is made on the CPU, and each image has its own seed, so it is the same on every device and in batches of
+    any size. Images are decoded one after the other to save memory: the pipeline itself would decode the whole batch
+    together, and fails if the VAE's precision is not the latents'.
+
+    Raises UserError if an image is not finite.
+    """
+    noise = [torch.Generator().manual_seed(seed) for seed in seeds]
+    latents = pipeline(**prompts, generator=noise, height=side, width=side, num_inference_steps=steps,
+                       guidance_scale=guidance, output_type='latent').images  # (B, 4, H/8, W/8)
+    vae = pipeline.vae
+    images = []
+    for latent in latents.split(1):
+        with torch.autocast(latent.device.type, enabled=False):  # a training generates in its own precision
+            image = vae.decode((latent / vae.config.scaling_factor).to(vae.dtype)).sample  # (1, 3, H, W) in [-1, 1]
+        if not image.isfinite().all():
+            raise UserError('the VAE has decoded an image with inf or NaN; use another precision or other weights')
+        images += pipeline.image_processor.postprocess(image.float(), output_type='pil')
+    return images
+
+
+def captioned_grid(images: Sequence[Image.Image], captions: Sequence[str]) -> Image.Image:
+    """Return a nearly square grid of images of equal size, in their order, on white, with captions below them."""
     # Wrap each caption to the width of a cell. A letter is on average about half as wide as the font is high.
     width = max(images[0].width, NARROWEST_CELL)
     size = max(12, width // 32)
@@ -74,33 +100,13 @@ def with_captions(images: Sequence[Image.Image], captions: Sequence[str]) -> lis
     lines = max(text.count('\n') + 1 for text in texts)
 
     # Draw all cells as high as the longest caption needs.
-    cells = []
-    for image, text in zip(images, texts, strict=True):
-        cell = Image.new('RGB', (width, image.height + size // 2 + lines * (size + 4)), 'white')
-        cell.paste(image, ((width - image.width) // 2, 0))
-        ImageDraw.Draw(cell).multiline_text((width // 2, image.height + 2), text, 'black', font, 'ma', align='center')
-        cells.append(cell)
-    return cells
-
-
-def seeded(seeds: Iterable[int]) -> list[torch.Generator]:
-    """Return a random generator for each seed. They are on the CPU: each image is then the same on every device."""
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
-
-
-@torch.no_grad()
-def decode(pipeline: StableDiffusionPipeline, latents: torch.Tensor) -> list[Image.Image]:
-    """Decode latents (B, 4, H/8, W/8) into images, one after the other to save memory.
-
-    The pipeline itself would decode the whole batch together, and fails if the VAE's precision is not the latents'.
-
-    Raises UserError if an image is not finite.
-    """
-    vae = pipeline.vae
-    images = []
-    for latent in latents.split(1):
-        image = vae.decode((latent / vae.config.scaling_factor).to(vae.dtype)).sample  # (1, 3, H, W) in [-1, 1]
-        if not image.isfinite().all():
-            raise UserError('the VAE has decoded an image with inf or NaN; use another precision or other weights')
-        images += pipeline.image_processor.postprocess(image.float(), output_type='pil')
-    return images
+    height = images[0].height + size // 2 + lines * (size + 4)
+    columns = math.ceil(math.sqrt(len(images)))
+    grid = Image.new('RGB', (columns * width, math.ceil(len(images) / columns) * height), 'white')
+    for number, (image, text) in enumerate(zip(images, texts, strict=True)):
+        row, column = divmod(number, columns)
+        middle = column * width + width // 2
+        grid.paste(image, (middle - image.width // 2, row * height))
+        ImageDraw.Draw(grid).multiline_text((middle, row * height + image.height + 2), text, 'black', font, 'ma',
+                                            align='center')
+    return grid

@@ -3,7 +3,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,8 +37,6 @@ STABLE_DIFFUSION = {
                   'timestep_type': ['discrete']},
 }
 LORA = 'pytorch_lora_weights.safetensors'  # diffusers' name of the file
-# For example model.safetensors, diffusion_pytorch_model.fp16.bin, model-00001-of-00002.safetensors
-WEIGHTS = re.compile(r'(diffusion_pytorch_|pytorch_)?model(\.\w+)?(-\d+-of-\d+)?(\.\w+)?\.(safetensors|bin)')
 PRETRAINED_PARTS = ('vae', 'text_encoder')  # --pretrained loads the weights of these
 DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}  # for --encoder_precision
 AUTOCAST_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}  # for --precision; fp32 has no autocast
@@ -191,36 +188,26 @@ def read_configs(folder: Path, label: str) -> dict[str, dict]:
     return configs
 
 
-def weight_files(folder: Path) -> dict[str | None, list[Path]]:
-    """Return the weight files in a folder, keyed by their variant, such as fp16; None for files without a variant."""
-    found = {}
-    for path in folder.glob('*'):
-        match = WEIGHTS.fullmatch(path.name)
-        if match:
-            variant = match[2] or match[4]
-            found.setdefault(variant and variant[1:], []).append(path)
-    return found
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with weights in a folder of diffusers or transformers."""
+    return [*folder.glob('*.safetensors'), *folder.glob('*.bin')]
 
 
 def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
     """Load a network of diffusers or transformers with its weights: on the CPU, in float32, frozen, in eval mode.
 
-    The folder has the configuration and the weights, in one file or in shards, as safetensors or pickled tensors. A
-    variant, such as fp16, is loaded only if there are no other weights.
+    The folder has the configuration and the weights, in one file or in shards, as safetensors or pickled tensors. The
+    libraries read only tensors from pickled files, so no code runs. The variant fp16 is loaded if there is no other.
 
     Raises UserError, which begins with `label`, if the weights do not load, or if some are missing or unexpected:
     diffusers and transformers would use random numbers for missing weights and ignore unexpected ones.
     """
-    files = weight_files(Path(folder))
-    variant = min(files, default=None, key=str) if None not in files else None
-    is_safe = any(path.suffix == '.safetensors' for path in files.get(variant, ()))
+    variant = 'fp16' if all('.fp16' in path.name for path in weight_files(Path(folder))) else None
     names = {'key_mapping': OLDER_NAMES} if cls is CLIPTextModel else {}
     try:
-        # Ask for pickled files explicitly if there are no safetensors, which avoids long warnings. Both libraries read
-        # only tensors from pickled files, so no code runs.
         with torch.device('cpu'):  # while a run builds its model, transformers would load to the GPU
-            network, loading = cls.from_pretrained(folder, use_safetensors=is_safe, variant=variant,
-                                                   local_files_only=True, output_loading_info=True, **names)
+            network, loading = cls.from_pretrained(folder, variant=variant, local_files_only=True,
+                                                   output_loading_info=True, **names)
     except Exception as error:  # the libraries raise many kinds for missing, damaged or wrong files
         raise UserError(f'{label}: {folder} holds no {cls.__name__} that loads ({one_line(error, 300)}); give '
                         'another model') from None

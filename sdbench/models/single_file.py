@@ -72,8 +72,8 @@ def original_tensors(pipeline: StableDiffusionPipeline, label: str) -> dict[str,
         except (AttributeError, KeyError, TypeError):  # for example because layers_per_block is a list
             read = {}
         if tensors.keys() != read.keys() or not all(torch.equal(tensors[name], read[name]) for name in read):
-            raise UserError(f'{label}: --single_file cannot hold this model, because its {type(network).__name__} has '
-                            'other blocks than Stable Diffusion 1.5 and 2; omit --single_file to export a folder')
+            raise UserError(f'{label}: --single_file cannot hold this model: its {type(network).__name__} '
+                            'has other blocks than Stable Diffusion 1.5 and 2; omit --single_file to export a folder')
         originals |= original
     return originals
 

@@ -1,5 +1,4 @@
 """The whole answer of plan.py: title, verdict, table, notes and first steps, from which text, CSV and HTML are made."""
-import csv
 import datetime
 import math
 import re
@@ -12,32 +11,35 @@ from typing import Any
 
 from sdbench.errors import plural
 from sdbench.flags.plan import SD2_SCHEDULE
+from sdbench.flags.train import SD2_BASE
 from sdbench.forecast.forecast import network_sentence
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.plan.measured import MEASURED_ERROR, UNSEEN_ERROR
-from sdbench.plan.parts import ENCODE, FORECAST, RESTART_HOURS, Impossible, Part, Plan
+from sdbench.plan.parts import ENCODE, FORECAST, RESTART_HOURS, TRAIN, Impossible, Part, Plan
 from sdbench.plan.prices import YOUR_PRICE
-from sdbench.plan.search import RECIPE, Training
+from sdbench.plan.search import INPUT_FLAGS, RECIPE, Training, flags_of
 from sdbench.plan.verdict import (
     OUTSIDE,
     PROBABLY_OUTSIDE,
     PROBABLY_WITHIN,
+    WITHIN,
     Limit,
+    Verdict,
     and_list,
     distances,
     judge,
     lowest_speed,
     standing,
 )
-from sdbench.records.figures import WIDTH, filled, rounded, text_table
+from sdbench.records.metrics import WIDTH, filled, rounded, text_table
 
 RANGE_REASONS = {
-    MEASURED_ERROR: 'it was measured, and the same GPUs and code differ by 2 to 4 % between MLPerf submitters',
+    MEASURED_ERROR: 'the same GPUs and code differ by 2 to 4 % between MLPerf submitters',
     LARGEST_ERROR: 'published and measured runs like it differed by no more from their forecasts',
-    UNSEEN_ERROR: 'no measurement is near, and published forecasts of this kind were off by up to 28 % on GPUs that '
-                  'their authors had not measured'}
+    UNSEEN_ERROR: 'published forecasts of this kind were off by up to 28 % on GPUs that their authors had not measured'}
 MEASURED_STEPS = 100  # of each phase, in the commands that measure a plan
 WARMUP_STEPS = 3
+ENCODED_PER_GPU = 3200  # images to encode for a measurement: 100 batches on each GPU
 MOST_CHANGED = 4  # plans for which a change of the arithmetic is shown in any case
 SMALLEST_CHANGE = 0.005  # fraction of the days below which a change is not worth a line
 QUOTED = r''''[^']*'|"[^"]*"'''  # in a shell command
@@ -46,28 +48,15 @@ MINUTES_TO_START = 5  # of a measurement: it starts and compiles
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one call of plan.py.
-
-    Attributes:
-        training: the training that is planned.
-        outcomes: for all GPUs that were asked for, a plan or why there is none.
-        limits: the limits for dollars and days.
-        changes: for each plan, the plan with each single change of its arithmetic, by what makes the change.
-        corrections: sentences about measurements that correct nothing.
-        training_flags: flags of --training_flags.
-        command: words of the command line, without the records.
-        records: files with measurements.
-        today: date on which the ages of prices are counted.
-    """
+    """The answer to one call of plan.py."""
     training: Training
-    outcomes: list[Plan | Impossible]
+    outcomes: list[Plan | Impossible]  # for all GPUs that were asked for
     limits: list[Limit]
-    changes: dict[Plan, dict[str, Plan]]
-    corrections: list[str]
-    training_flags: str
-    command: list[str]
-    records: Sequence[str]
-    today: datetime.date
+    changes: dict[Plan, dict[str, Plan]]  # for each plan, those with one change of its arithmetic, by what it changes
+    corrections: list[str]  # sentences about measurements that correct nothing
+    command: list[str]  # words of the command line, without the records
+    records: Sequence[str]  # files with measurements
+    today: datetime.date  # on which the ages of prices are counted
 
     @cached_property
     def plans(self) -> list[Plan]:
@@ -88,13 +77,18 @@ class Answer:
         return (f'Train {self.training.base.model_name} {ema}: {", then ".join(phases)}; batch '
                 f'{self.training.base.batch_size:,}.')
 
-    @property
-    def verdict(self) -> list[str]:
-        return judge(self.plans, self.limits).sentences
+    @cached_property
+    def verdict(self) -> Verdict:
+        return judge(self.plans, self.limits)
 
-    @property
-    def best(self) -> list[Plan]:
-        return judge(self.plans, self.limits).best
+    def names(self, plans: Sequence[Plan]) -> str:
+        """Return the names of some plans as text, or of the others if most plans are among them."""
+        others = [plan.name for plan in self.plans if plan not in plans]
+        if not others and len(plans) > 1:
+            return 'all plans'
+        if others and len(others) < len(plans) / 3:
+            return f'all except {", ".join(others)}'
+        return ', '.join(plan.name for plan in plans)
 
     def cells(self, plan: Plan) -> dict[str, str]:
         """Return the cells of a plan in the table, by heading; '' for a cost without a price."""
@@ -133,43 +127,26 @@ class Answer:
         sentences.append('Not included: waiting for data, evaluations and failures.')
         return [sentence for sentence in sentences if sentence]
 
-    def names(self, plans: Sequence[Plan]) -> str:
-        """Return the names of some plans as text, or of the others if most plans are among them."""
-        others = [plan.name for plan in self.plans if plan not in plans]
-        if not others:
-            return 'all plans' if len(plans) > 1 else plans[0].name
-        if len(others) < len(plans) / 3:
-            return f'all except {", ".join(others)}'
-        return ', '.join(plan.name for plan in plans)
-
     def ranges(self) -> list[str]:
-        """Return sentences that say why each range is as wide as it is, what was never measured, and corrections."""
-        parts = [(plan, part) for plan in self.plans for part in plan.parts]
-        sentences = [f'Range of {100 * error:.0f} % for {self.where(chosen)}: {RANGE_REASONS[error]}.'
-                     for error, chosen in grouped((each[1].speed.error, each) for each in parts).items()]
-        missing = grouped((what, each) for each in parts for what in each[1].speed.missing)
-        if missing:
-            texts = [f'{what} ({self.names(list(dict.fromkeys(plan for plan, _ in chosen)))})'
-                     for what, chosen in missing.items()]
-            sentences.append(f'Never measured with this program: {"; ".join(texts)}.')
-        speeds = grouped(((each[1].speed.source, each[1].speed.ratio), each) for each in parts)
-        return sentences + [f'{source.capitalize()}, {ratio:.2f} of the forecast speed: {self.where(chosen)}.'
-                            for (source, ratio), chosen in speeds.items() if source != FORECAST]
-
-    def where(self, chosen: Sequence[tuple[Plan, Part]]) -> str:
-        """Return parts of plans as text. A plan of which all parts are there is named without its parts."""
-        plans = grouped((tuple(parts) if len(parts) < len(plan.parts) else (), plan)
-                        for plan, parts in grouped((plan, part.name) for plan, part in chosen).items())
-        return '; '.join(f'{f"{and_list(parts)} on " if parts else ""}{self.names(those)}'
-                         for parts, those in plans.items())
+        """Return sentences that say for each part how wide its range is, and why."""
+        groups = grouped((part.speed.basis, (plan, part.name)) for plan in self.plans for part in plan.parts)
+        sentences = []
+        for (error, source, ratio, missing), chosen in groups.items():
+            how = source if source == FORECAST else f'{source}, {ratio:.2f} of the forecast speed'
+            if missing:
+                how += f', because this program never measured {and_list(missing)}'
+            plans_by_parts = grouped((and_list(parts), plan) for plan, parts in grouped(chosen).items())
+            where = '; '.join(f'{parts} on {self.names(plans)}' for parts, plans in plans_by_parts.items())
+            sentences.append(f'Range of {100 * error:.0f} % for {where}: {how}.')
+        errors = dict.fromkeys(error for error, *_ in groups)
+        return sentences + [f'A range of {100 * error:.0f} %: {RANGE_REASONS[error]}.' for error in errors]
 
     def flags(self) -> list[str]:
         """Return a sentence about the flags of each plan."""
-        by_flags = grouped((', then '.join(dict.fromkeys(switches(part) or 'no other flags' for part in plan.training)),
-                            plan) for plan in self.plans)
-        base = ' '.join(filter(None, [RECIPE, self.training_flags]))
+        by_flags = grouped((', then '.join(dict.fromkeys(' '.join(switches(part)) for part in plan.training)), plan)
+                           for plan in self.plans)
         texts = [f'{text} for {self.names(plans)}' for text, plans in by_flags.items()]
-        return [f'Flags, after {base}: {"; ".join(texts)}.'] if texts else []
+        return [f'Flags, after {RECIPE}: {"; ".join(texts)}.'] if texts else []
 
     def arithmetic(self) -> list[str]:
         """Return a sentence for each change of the arithmetic, with the days that it would give.
@@ -184,7 +161,7 @@ class Answer:
                 if matters or is_shown:
                     days = f'{changed.days.likely:.2f} instead of {plan.days.likely:.2f} days'
                     texts.append((how, f'{plan.name} {days}'))
-        return [f'{how}: {", ".join(days)}.' for how, days in grouped(texts).items()]
+        return [f'With {how}: {", ".join(days)}.' for how, days in grouped(texts).items()]
 
     def storage(self) -> str:
         """Return a sentence about storage and traffic of the first plan."""
@@ -199,42 +176,51 @@ class Answer:
 
     @property
     def first_steps(self) -> list[tuple[str, list[str]]]:
-        """Return what to do first: sentences about up to two plans to measure, and the commands for their flags."""
+        """Return what to do first: sentences, each with commands: measure up to two plans, plan again, and train."""
         to_measure = []
-        for plan in [plan for plan in self.best if not plan.is_measured][:2]:
-            seconds = sum((MEASURED_STEPS + WARMUP_STEPS) * part.setup.batch_size / part.speed.images_per_sec
-                          for part in plan.training)
-            minutes = MINUTES_TO_START * len(plan.training) + seconds / 60
-            cost = ''
-            if plan.price:
-                cost = f' and ${minutes / 60 * plan.num_devices * plan.price.dollars:,.2f}'
-            is_listed = plan.price and plan.price.provider != YOUR_PRICE
-            place = f'{plan.name} from {plan.price.provider}' if is_listed else plan.name
-            sentence = f'Measure {MEASURED_STEPS} steps of each phase on {place}: about {minutes:.0f} minutes{cost}.'
-            needed = lowest_speed(plan, self.limits)
-            if needed is not None:
-                speeds = ' or '.join(f'{rounded(part.speed.images_per_sec * needed)} images/s at '
-                                     f'{part.setup.image_size} px' for part in plan.training)
-                rounded_up = math.ceil(100 * needed) / 100
-                sentence += f' Stop if you measure less than {speeds}, {rounded_up:.2f} of the forecast.'
-            commands = tuple(measuring_command(plan, part, self.training_flags) for part in plan.training)
-            to_measure.append((commands, sentence))
+        for plan in [plan for plan in self.verdict.best if plan.unmeasured][:2]:
+            commands = tuple(measuring_command(plan, part) for part in plan.unmeasured)
+            to_measure.append((commands, self.measuring_sentence(plan)))
         steps = [('\n'.join(sentences), list(commands)) for commands, sentences in grouped(to_measure).items()]
         if steps:
-            words = ['python', 'plan.py', *self.records, *([] if 'results.jsonl' in self.records else
-                                                           ['results.jsonl']), *self.command]
-            steps.append(('Then ask again with the measurements:', [shlex.join(words)]))
-        if self.best:
-            steps.append(whole_training(self.best[0], self.training_flags))
+            records = [*self.records, *([] if 'results.jsonl' in self.records else ['results.jsonl'])]
+            steps.append(('Then ask again with the measurements:',
+                          [shlex.join(['python', 'plan.py', *records, *self.command])]))
+        best = self.verdict.best
+        if best and standing(best[0], self.limits) in (WITHIN, PROBABLY_WITHIN):
+            steps.append(whole_training(best[0]))
         return steps
+
+    def measuring_sentence(self, plan: Plan) -> str:
+        """Return what to measure of a plan, where, how long it takes, what it costs, and the speed it needs."""
+        on_one_machine = ENCODED_PER_GPU * plan.num_devices // plan.machines  # images
+        whats = {TRAIN: f'{MEASURED_STEPS} steps',
+                 ENCODE: f'the encoding of {on_one_machine:,} IMAGES from convert.py'}
+        what = and_list(dict.fromkeys(whats[part.kind] for part in plan.unmeasured))
+        sizes = and_list(dict.fromkeys(f'{part.setup.image_size} px' for part in plan.unmeasured))
+        images = {TRAIN: (MEASURED_STEPS + WARMUP_STEPS) * self.training.base.batch_size,
+                  ENCODE: ENCODED_PER_GPU * plan.num_devices}  # one machine takes as long for its part of them
+        minutes = sum(MINUTES_TO_START + images[part.kind] / part.speed.images_per_sec / 60 for part in plan.unmeasured)
+        cost = f' and ${minutes / 60 * plan.num_devices * plan.price.dollars:,.2f}' if plan.price else ''
+        is_listed = plan.price and plan.price.provider != YOUR_PRICE
+        place = f'{plan.name} from {plan.price.provider}' if is_listed else plan.name
+        sentence = f'Measure {what}, at {sizes}, on {place}: about {minutes:.0f} minutes{cost}.'
+        needed = lowest_speed(plan, self.limits)
+        if needed is not None:
+            speeds = ' or '.join(f'{rounded(part.speed.images_per_sec * needed)} images/s at {part.setup.image_size} px'
+                                 for part in plan.training)
+            sentence += (f' Stop if the training is slower than {speeds}, {math.ceil(100 * needed) / 100:.2f} of the '
+                         'forecast.')
+        return sentence
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row of unrounded figures for each of the GPUs that were asked for."""
         rows = []
-        for outcome in [*self.plans, *(each for each in self.outcomes if isinstance(each, Impossible))]:
+        for outcome in self.outcomes:
             row = {'gpus': outcome.num_devices, 'gpu': outcome.card.name}
+            rows.append(row)
             if isinstance(outcome, Impossible):
-                rows.append(row | {'standing': 'impossible', 'reason': outcome.reason, 'remedy': outcome.remedy})
+                row |= {'standing': 'impossible', 'reason': outcome.reason, 'remedy': outcome.remedy}
                 continue
             row['standing'] = standing(outcome, self.limits) if self.limits else ''
             for figure in ('days', 'gpu_hours', 'gpu_dollars', 'storage_dollars', 'dollars'):
@@ -242,27 +228,17 @@ class Answer:
                 row |= {figure: value.likely, f'{figure}_least': value.least, f'{figure}_most': value.most}
             if outcome.price:
                 row |= {'dollars_per_gpu_hour': outcome.price.dollars, 'provider': outcome.price.provider,
-                        'price_date': outcome.price.date or '', 'price_is_old': outcome.price.is_old(self.today)}
+                        'price_date': outcome.price.date, 'price_is_old': outcome.price.is_old(self.today)}
             for number, part in enumerate(outcome.parts, start=1):
                 row |= {f'part_{number}': part.name, f'part_{number}_images': part.images,
-                        f'part_{number}_images_per_sec': part.speed.images_per_sec,
-                        f'part_{number}_days': part.days.likely, f'part_{number}_source': part.speed.source,
-                        f'part_{number}_range': part.speed.error, f'part_{number}_flags': switches(part)}
-            rows.append(row)
+                        f'part_{number}_days': part.days.likely} | {
+                            f'part_{number}_{key}': value for key, value in vars(part.speed).items()}
         return rows
-
-    def write_csv(self, path: str) -> None:
-        rows = self.rows()
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        with open(path, 'w', newline='', encoding='utf-8') as file:
-            writer = csv.DictWriter(file, columns, restval='')
-            writer.writeheader()
-            writer.writerows({key: '' if value != value else value for key, value in row.items()} for row in rows)
 
     @property
     def text(self) -> str:
         """Return the answer for a terminal."""
-        blocks = [filled([sentence]) for sentence in [*self.verdict, self.title]]
+        blocks = [filled([sentence]) for sentence in [*self.verdict.sentences, self.title]]
         for has_price in (True, False):
             rows = [self.cells(plan) for plan in self.plans if (plan.price is not None) == has_price]
             if rows:
@@ -282,41 +258,40 @@ def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list]:
     return groups
 
 
-def switches(part: Part) -> str:
-    """Return the flags that the search has chosen for a part that trains; '' if the recipe has all of them."""
-    if part.kind == ENCODE:
-        return '--compile' if part.setup.compile else ''
-    setup = part.setup
-    flags = ['--use_synth_latents' if setup.latents else '--use_synth_data']
-    if not setup.compile:
-        flags.append('--no-compile')
-    if setup.gradient_checkpointing:
-        flags.append('--gradient_checkpointing')
-    return ' '.join(flags)
+def switches(part: Part) -> list[str]:
+    """Return the flags of a part that trains besides those of RECIPE and its image size."""
+    return [f'--{INPUT_FLAGS[part.setup.latents]}', *flags_of(part.setup)]
 
 
-def whole_training(plan: Plan, training_flags: str) -> tuple[str, list[str]]:
+def whole_training(plan: Plan) -> tuple[str, list[str]]:
     """Return a sentence and the command that trains a plan, where the recipe for one machine can train it."""
-    latents = {part.setup.latents for part in plan.training}
-    flags = {' '.join(switches(part).split()[1:]) for part in plan.training}  # without --use_synth_...
+    setups = {replace(part.setup, image_size=None, model_name=SD2_BASE) for part in plan.training}
     sizes = [part.setup.image_size for part in plan.training]
-    if plan.machines > 1 or len(latents) > 1 or len(flags) > 1 or sizes != [size for _, size in SD2_SCHEDULE]:
-        return 'docs/two-phases.md says how to train it with these flags.', []
-    variables = '' if latents == {True} else 'LATENTS= '
-    more = ' '.join(filter(None, [training_flags, *flags]))
-    if more:
-        variables += f'PHASE_FLAGS={shlex.quote(f"@recipes/fastest.txt {more}")} '
-    for number, part in enumerate(plan.training, start=1):
-        steps = part.images // part.setup.batch_size
-        if steps != SD2_SCHEDULE[number - 1][0]:
-            variables += f'STEPS_{number}={steps} '
-    return (f'Train it on {plan.name}, with your images in the folder photos and the weights of the encoders in FOLDER '
-            '(docs/two-phases.md):',
-            [f'{variables}MODEL=FOLDER SOURCE=photos sh recipes/stable-diffusion-2.sh'])
+    if plan.machines > 1 or len(setups) > 1 or sizes != [size for _, size in SD2_SCHEDULE]:
+        return f'docs/two-phases.md says how to train {plan.name} with these flags.', []
+    [setup] = setups
+    variables = '' if setup.latents else 'LATENTS= '
+    flags = flags_of(setup)
+    if flags:
+        variables += f'PHASE_FLAGS={shlex.quote(" ".join(["@recipes/fastest.txt", *flags]))} '
+    for number, (part, (steps, _)) in enumerate(zip(plan.training, SD2_SCHEDULE, strict=True), start=1):
+        if part.steps != steps:
+            variables += f'STEPS_{number}={part.steps} '
+    model = plan.training[0].setup.model_name
+    model = 'FOLDER' if model == SD2_BASE else shlex.quote(model)
+    start = 'If the measurements agree, train' if plan.unmeasured else 'Train'
+    return (f'{start} it on {plan.name}, with your images in the folder photos and the weights of the encoders in '
+            f'{model} (docs/two-phases.md):',
+            [f'{variables}MODEL={model} SOURCE=photos sh recipes/stable-diffusion-2.sh'])
 
 
-def measuring_command(plan: Plan, part: Part, training_flags: str) -> str:
-    """Return the command that measures a phase of a plan, on all of its machines."""
+def measuring_command(plan: Plan, part: Part) -> str:
+    """Return the command that measures a part of a plan: a training on all of its machines, an encoding on one."""
+    size = part.setup.image_size
+    if part.kind == ENCODE:
+        mode = {True: ['--compile'], False: []}.get(part.setup.compile, [f'--compile {part.setup.compile}'])
+        flags = [flag for flag in flags_of(part.setup) if flag.startswith(('--model_name', '--encoder_precision'))]
+        return ' '.join([f'python encode.py --remote IMAGES --out latents-{size} --image_size {size}', *flags, *mode])
     launcher = 'composer'  # on all GPUs of a machine
     each = plan.num_devices // plan.machines
     if plan.machines == 1 and each != plan.card.gpus_per_node:
@@ -324,14 +299,13 @@ def measuring_command(plan: Plan, part: Part, training_flags: str) -> str:
     if plan.machines > 1:
         launcher += (f' -n {each} --world_size {plan.num_devices} --node_rank $N --base_rank $(({each} * N)) '
                      '--master_addr $HOST --master_port 29500')
-    network = f'--network_gbits {part.setup.network_gbits:g}' if plan.machines > 1 and part.setup.network_gbits else ''
-    words = [launcher, 'benchmark.py', RECIPE, training_flags, switches(part),
-             f'--image_size {part.setup.image_size} --measure_batches {MEASURED_STEPS}', network]
-    return ' '.join(filter(None, words))
+    return ' '.join([launcher, 'benchmark.py', RECIPE, *switches(part), f'--image_size {size}',
+                     f'--measure_batches {MEASURED_STEPS}'])
 
 
 def shell_lines(command: str) -> str:
     """Return a shell command in lines of at most WIDTH characters, none of which ends between quotes."""
     whole = re.sub(QUOTED, lambda quoted: quoted[0].replace(' ', '\0'), command)
-    lines = textwrap.wrap(whole, WIDTH - 6, break_on_hyphens=False, break_long_words=False)
-    return ' \\\n        '.join([f'    {lines[0]}', *lines[1:]]).replace('\0', ' ')
+    lines = textwrap.wrap(whole, WIDTH - 2, initial_indent=4 * ' ', subsequent_indent=8 * ' ', break_on_hyphens=False,
+                          break_long_words=False)
+    return ' \\\n'.join(lines).replace('\0', ' ')

@@ -3,19 +3,23 @@
 A correction is measured speed / forecast speed of the same setup. A measurement that equals its forecast changes no
 speed, but its range becomes smaller. Nothing here needs torch.
 """
-import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from sdbench.forecast.forecast import Forecast, forecast
+from sdbench.errors import UserError
+from sdbench.forecast.forecast import forecast
 from sdbench.forecast.speed import LARGEST_ERROR
+from sdbench.forecast.stored import has_same_unet
 from sdbench.gpus import CARDS, Card, short_name
+from sdbench.models.built_in import BUILT_IN
 from sdbench.plan.parts import CORRECTED, ENCODE, MEASURED, TRAIN, Speed
 from sdbench.records.expected import expected_of
 from sdbench.records.read import MEASURED as RELIABLE
+from sdbench.records.read import Row
 from sdbench.records.summary import MUCH_WAITING_FOR_DATA
 from sdbench.setup import Setup
 
@@ -29,28 +33,96 @@ forecast = cache(forecast)
 
 
 class Measurement(NamedTuple):
-    """A measured run.
-
-    Attributes:
-        kind: ENCODE or TRAIN.
-        setup: its setup.
-        network: network between its machines; None on one machine.
-        images_per_sec: measured speed of all GPUs together.
-        ratio: measured speed / forecast speed; None if it corrects nothing.
-        date: date of the record; '' if it states none.
-    """
+    """A measured run: ENCODE or TRAIN, its setup, and its measured speed / forecast speed."""
     kind: str
     setup: Setup
-    network: Any
-    images_per_sec: float
-    ratio: float | None
-    date: str
+    ratio: float
 
 
-class Run(NamedTuple):
-    """A training on some GPUs: its setup with the microbatch, and its speed."""
-    setup: Setup
-    speed: Speed
+def read_measurements(rows: Sequence[Row], model_name: str) -> tuple[list[Measurement], list[str]]:
+    """Return the measurements of a model among the rows of records, and a sentence about each that corrects nothing.
+
+    The newest is last. Only time in which the GPUs worked counts, so a run that waited for its data corrects nothing.
+    """
+    found = []
+    sentences = []
+    for row in sorted(rows, key=lambda row: row.date):  # in UTC; '' without a date
+        record, kind = row.record, row.stage
+        if row.status != RELIABLE or kind not in (TRAIN, ENCODE) or record['device'] not in CARDS:
+            continue
+        waited = record.get('data_wait_fraction') or 0
+        name = str(record.get('model_name') or model_name)
+        if not is_same_model(name, model_name):
+            why_not = f'its model is {name}'
+        elif waited > MUCH_WAITING_FOR_DATA:
+            why_not = f'it waited for its data {100 * waited:.0f} % of the time'
+        else:
+            setup, speed, why_not = expected_of(record | {'model_name': model_name})
+        if why_not:
+            sentences.append(f'{record["num_devices"]} x {short_name(record["device"])}, {kind} '
+                             f'{record["image_size"]} px, corrects nothing, because {why_not}.')
+        else:
+            found.append(Measurement(kind, setup, record['images_per_sec'] / speed))
+    return found, sentences
+
+
+def is_same_model(name: str, other: str) -> bool:
+    """Tell whether two models are the same for a forecast: a copy of one on this machine, under another name, is."""
+    if name == other or not (name in BUILT_IN or os.path.isdir(name)):
+        return name == other
+    try:
+        return has_same_unet(name, other)
+    except UserError:  # the folder does not contain a model
+        return False
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Makes the speed of each part of a plan."""
+    measurements: list[Measurement] = field(default_factory=list)  # the user's, which correct forecasts; newest last
+    evidence: list[Measurement] = field(default_factory=list)  # all that are known, which decide how wide a range is
+
+    def of(self, kind: str, setup: Setup, card: Card) -> Speed:
+        """Return the speed at which all GPUs train or encode. Raises DoesNotFit if the card has too little memory."""
+        expected = forecast(setup, card)
+        complete = expected.setup
+        alike = [each for each in self.measurements if each.kind == kind and each.setup.device == card.name
+                 and (kind == ENCODE or network_of(each.setup) == network_of(complete))]
+
+        # A training finds its microbatch by itself, unless a flag gives it, so it will have the one that was measured.
+        is_fixed = setup.microbatch is not None
+        work = work_of(kind, complete, is_fixed)
+        same = [each for each in alike if work_of(kind, each.setup, is_fixed) == work]
+        if same:
+            newest = same[-1]
+            if kind == TRAIN:
+                expected = forecast(replace(setup, microbatch=newest.setup.microbatch), card)
+            return Speed(expected.speed_of(kind) * newest.ratio, MEASURED_ERROR, MEASURED, newest.ratio)
+
+        # Without a measurement of this --compile, one of another corrects it, too. Otherwise a GPU that is slower than
+        # its forecast would make the setups win that nobody has measured on it.
+        missing = () if kind == TRAIN and expected.is_tested else self.never_measured(kind, complete)
+        error = UNSEEN_ERROR if missing else LARGEST_ERROR
+        alike = [each for each in alike if each.setup.compile == complete.compile] or alike
+        if not alike:
+            return Speed(expected.speed_of(kind), error, missing=missing)
+        ratio = statistics.median(each.ratio for each in alike)
+        return Speed(expected.speed_of(kind) * ratio, error, CORRECTED, ratio, missing)
+
+    def never_measured(self, kind: str, setup: Setup) -> tuple[str, ...]:
+        """Return in words what no record measures of a part: its GPU, several GPUs, its input with its compiler."""
+        of_card = [each.setup for each in self.evidence if (each.kind, each.setup.device) == (kind, setup.device)]
+        if kind == ENCODE:
+            return () if of_card else ('encoding',)
+        if not of_card:
+            return ('this GPU',)
+        missing = []
+        if setup.num_devices > 1 and all(other.num_devices == 1 for other in of_card):
+            missing.append('several of these GPUs')
+        if all((other.latents, bool(other.compile)) != (setup.latents, bool(setup.compile)) for other in of_card):
+            how = 'with' if setup.compile else 'without'
+            missing.append(f'{"latents" if setup.latents else "images"} {how} the compiler')
+        return tuple(missing)
 
 
 def network_of(setup: Setup) -> Any:
@@ -58,109 +130,12 @@ def network_of(setup: Setup) -> Any:
     return (setup.network_gbits or 'not stated') if setup.needs_network else None
 
 
-def same_run(setup: Setup, network: Any) -> Setup:
-    """Return the setup with equal values for what has no effect on a run, or what the run finds by itself."""
-    return replace(setup, microbatch=None, network_gbits=network, gpus_per_node=None,
-                   allreduce_precision=setup.allreduce_precision if setup.num_devices > 1 else None)
-
-
-def read_measurements(rows: Sequence[dict], model_name: str) -> tuple[list[Measurement], list[str]]:
-    """Return the measurements of a model among the rows of records, and a sentence about each that corrects nothing.
-
-    Only time in which the GPUs worked counts, so a run that waited for its data corrects nothing.
-    """
-    found = []
-    sentences = []
-    for row in rows:
-        record, kind = row['record'], row['record']['stage']
-        if row['status'] != RELIABLE or kind not in (TRAIN, ENCODE) or record['device'] not in CARDS:
-            continue
-        of_another_model = record.get('model_name', model_name) != model_name
-        if of_another_model:
-            setup, speed, why_not = None, math.nan, f'its model is {record["model_name"]}'
-        else:
-            setup, speed, why_not = expected_of(record)
-        waited = record.get('data_wait_fraction') or 0
-        if not why_not and waited > MUCH_WAITING_FOR_DATA:
-            why_not = f'it waited for its data {100 * waited:.0f} % of the time'
-        if why_not:
-            sentences.append(f'{record["num_devices"]} x {short_name(record["device"])}, {kind} '
-                             f'{record["image_size"]} px, corrects nothing, because {why_not}.')
-        if setup:
-            ratio = None if why_not else record['images_per_sec'] / speed
-            found.append(Measurement(kind, setup, network_of(setup), record['images_per_sec'], ratio,
-                                     str(record.get('date', ''))))
-    return sorted(found, key=lambda each: each.date), sentences
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Makes the speed of each part of a plan.
-
-    Attributes:
-        measurements: the user's measurements, which correct forecasts; the newest last.
-        evidence: all measurements known, which decide how wide a range is.
-    """
-    measurements: list[Measurement] = field(default_factory=list)
-    evidence: list[Measurement] = field(default_factory=list)
-
-    def training(self, setup: Setup, card: Card) -> Run:
-        """Return a training with its speed. Raises DoesNotFit if the card has too little memory."""
-        expected = forecast(setup, card)
-        network = network_of(expected.setup)
-        run = same_run(expected.setup, network)
-        same = [each for each in self.measurements if each.kind == TRAIN and each.ratio is not None
-                and same_run(each.setup, each.network) == run]
-        if same:
-            # The run finds its microbatch by itself, so it will have the one that was measured.
-            if setup.microbatch is None and same[-1].setup.microbatch is not None:
-                expected = forecast(replace(setup, microbatch=same[-1].setup.microbatch), card)
-            speed = self.corrected(expected.images_per_sec, same[-1:], MEASURED, MEASURED_ERROR)
-            return Run(expected.setup, speed)
-        # Without a measurement of this --compile, one of another corrects it, too. Otherwise a GPU that is slower than
-        # its forecast would make the setups win that nobody has measured on it.
-        of_card = [each for each in self.measurements if each.kind == TRAIN and each.ratio is not None
-                   and (each.setup.device, each.network) == (card.name, network)]
-        alike = [each for each in of_card if each.setup.compile == expected.setup.compile] or of_card
-        missing = () if expected.is_tested else self.never_measured(expected.setup)
-        error = UNSEEN_ERROR if missing else LARGEST_ERROR
-        speed = Speed(expected.images_per_sec, error)
-        if alike:
-            speed = self.corrected(expected.images_per_sec, alike, CORRECTED, error)
-        speed = replace(speed, missing=tuple(missing))
-        return Run(expected.setup, speed)
-
-    def encoding(self, setup: Setup, card: Card) -> Speed:
-        """Return the speed at which all GPUs encode. GPUs encode independently, so any GPU count corrects any other."""
-        expected: Forecast = forecast(setup, card)
-        alike = [each for each in self.measurements if each.kind == ENCODE and each.ratio is not None
-                 and (each.setup.device, bool(each.setup.compile)) == (card.name, bool(setup.compile))]
-        same = [each for each in alike if (each.setup.image_size, each.setup.encoder_precision)
-                == (setup.image_size, expected.setup.encoder_precision)]
-        if same:
-            return self.corrected(expected.encode_images_per_sec, same[-1:], MEASURED, MEASURED_ERROR)
-        if alike:
-            return self.corrected(expected.encode_images_per_sec, alike, CORRECTED, LARGEST_ERROR)
-        known = any(each.kind == ENCODE and each.setup.device == card.name for each in self.evidence)
-        if known:
-            return Speed(expected.encode_images_per_sec, LARGEST_ERROR)
-        return Speed(expected.encode_images_per_sec, UNSEEN_ERROR, missing=('encoding',))
-
-    def corrected(self, images_per_sec: float, measurements: Sequence[Measurement], source: str, error: float) -> Speed:
-        """Return a forecast speed multiplied by the median ratio of some measurements."""
-        ratio = statistics.median(each.ratio for each in measurements)
-        return Speed(images_per_sec * ratio, error, source, ratio)
-
-    def never_measured(self, setup: Setup) -> list[str]:
-        """Return in words what no record measures of a training: its GPU, several GPUs, its input with its compiler."""
-        of_card = [each.setup for each in self.evidence
-                   if each.kind == TRAIN and each.setup.device == setup.device]
-        if not of_card:
-            return ['this GPU']
-        missing = []
-        if setup.num_devices > 1 and all(other.num_devices == 1 for other in of_card):
-            missing.append('several of these GPUs')
-        if all((other.latents, bool(other.compile)) != (setup.latents, bool(setup.compile)) for other in of_card):
-            how = 'with' if setup.compile else 'without'
-            missing.append(f'{"latents" if setup.latents else "images"} {how} the compiler')
-        return missing
+def work_of(kind: str, setup: Setup, is_microbatch_fixed: bool) -> tuple:
+    """Return what two runs must share so that one measures the other. GPUs encode independently of each other."""
+    if kind == ENCODE:
+        return setup.image_size, setup.encoder_precision, setup.compile
+    several = setup.num_devices > 1
+    without_effect = {'network_gbits': None, 'gpus_per_node': None,
+                      'microbatch': setup.microbatch if is_microbatch_fixed else None,
+                      'allreduce_precision': setup.allreduce_precision if several else None}
+    return replace(setup, **without_effect), network_of(setup)

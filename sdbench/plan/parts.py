@@ -41,54 +41,43 @@ class Range:
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a part.
+    """The speed of a part."""
+    images_per_sec: float  # likely speed of all GPUs together
+    error: float  # the speed may be this much higher or lower, as a fraction
+    source: str = FORECAST  # or CORRECTED or MEASURED
+    ratio: float = 1.0  # measured speed / forecast speed, by which the forecast was multiplied; 1 for FORECAST
+    missing: tuple[str, ...] = ()  # what of this part was never measured, such as 'this GPU'
 
-    Attributes:
-        images_per_sec: likely speed of all GPUs together.
-        error: relative error in either direction: the speed may be this much higher or lower.
-        source: FORECAST, CORRECTED or MEASURED.
-        ratio: measured speed / forecast speed, by which the forecast was multiplied; 1 for FORECAST.
-        missing: what of this part was never measured, such as 'this GPU'.
-    """
-    images_per_sec: float
-    error: float
-    source: str = FORECAST
-    ratio: float = 1.0
-    missing: tuple[str, ...] = ()
+    @property
+    def basis(self) -> tuple[float, str, float, tuple[str, ...]]:
+        """Return everything except the speed: what the range follows from."""
+        return self.error, self.source, self.ratio, self.missing
 
 
 @dataclass(frozen=True)
 class Preemptions:
-    """How often the machines of a plan are preempted, and what each preemption costs.
-
-    Attributes:
-        hours: mean hours between two preemptions of one machine.
-        batches: training steps between two checkpoints.
-    """
-    hours: float
-    batches: int
+    """How often the machines of a plan are preempted, and what each preemption costs."""
+    hours: float  # mean time between two preemptions of one machine
+    batches: int  # training steps between two checkpoints
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a plan: the encoding of images once, or the training at one image size.
-
-    Attributes:
-        kind: ENCODE or TRAIN.
-        images: images that are encoded, or trained on with repeats.
-        setup: the setup that decides the speed.
-        speed: the speed with its range.
-        preemptions: None if the machines are not preempted.
-    """
-    kind: str
-    images: int
-    setup: Setup
+    """A part of a plan: the encoding of images once, or the training at one image size."""
+    kind: str  # ENCODE or TRAIN
+    images: int  # that are encoded, or trained on with repeats
+    setup: Setup  # as its flags give it: the run finds the defaults and the microbatch
     speed: Speed
-    preemptions: Preemptions | None = None
+    preemptions: Preemptions | None = None  # None if the machines are not preempted
 
     @property
     def name(self) -> str:
         return f'{self.kind} {self.setup.image_size} px'
+
+    @property
+    def steps(self) -> int:
+        """Return the optimizer steps of a part that trains."""
+        return self.images // self.setup.batch_size
 
     @property
     def days(self) -> Range:
@@ -125,15 +114,9 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Plan(Gpus):
-    """What a training takes on some GPUs.
-
-    Attributes:
-        parts: the parts in the order of the work.
-        price: price of a GPU-hour; None if no price applies to this GPU.
-        storage: what the training stores and reads.
-    """
-    parts: tuple[Part, ...]
-    price: Price | None
+    """What a training takes on some GPUs."""
+    parts: tuple[Part, ...]  # in the order of the work
+    price: Price | None  # of a GPU-hour; None if no price applies to this GPU
     storage: Storage
 
     @property
@@ -170,9 +153,12 @@ class Plan(Gpus):
         return tuple(part for part in self.parts if part.kind == TRAIN)
 
     @property
-    def is_measured(self) -> bool:
-        """Tell whether every phase of the training was measured."""
-        return all(part.speed.source == MEASURED for part in self.training)
+    def unmeasured(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if part.speed.source != MEASURED)
+
+    def text_of(self, figure: str) -> str:
+        """Return the dollars or the days with their range, such as '25.47 days (19.90 to 32.60)'."""
+        return f'${self.dollars.text(0)}' if figure == 'dollars' else self.days.text(2, ' days')
 
     def at_speed(self, factor: float) -> 'Plan':
         """Return the plan with every speed multiplied by `factor`."""

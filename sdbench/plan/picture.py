@@ -5,7 +5,7 @@ from typing import Any
 
 from sdbench.errors import UserError
 from sdbench.plan.parts import Plan
-from sdbench.plan.verdict import Limit, with_range
+from sdbench.plan.verdict import Limit
 from sdbench.report.pictures import set_tooltips
 
 MOST_PLANS = 10  # in the picture, the cheapest first
@@ -37,14 +37,14 @@ def draw_intervals(plans: Sequence[Plan], limits: Sequence[Limit]) -> Any:
 
 def draw_panel(axes: Any, figure: str, plans: Sequence[Plan], limits: Sequence[Limit]) -> None:
     """Draw the days or dollars of plans, the first at the top, and a line for the limit."""
-    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     for position, plan in enumerate(plans):
         value = getattr(plan, figure)
         axes.plot([value.least, value.most], [position] * 2, color=COLOR, linewidth=5, alpha=0.45,
                   solid_capstyle='round')
         point, = axes.plot([value.likely], [position], 'o', color=COLOR)
-        set_tooltips(point, [f'{plan.name}\n{with_range(plan, figure)}'])
+        set_tooltips(point, [f'{plan.name}\n{plan.text_of(figure)}'])
     for limit in limits:
         axes.axvline(limit.most, color=LIMIT_COLOR, linewidth=1.5)
         axes.annotate(limit.name, (limit.most, 1), (0, 2), xycoords=('data', 'axes fraction'), ha='center',
@@ -52,11 +52,9 @@ def draw_panel(axes: Any, figure: str, plans: Sequence[Plan], limits: Sequence[L
 
     # Plans differ by factors, so the axis is logarithmic, with ticks at 1, 2 and 5 times powers of ten.
     axes.set_xscale('log')
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
     axes.xaxis.set_major_formatter(StrMethodFormatter('{x:,.0f}'))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    low, high = axes.get_xlim()
-    ticks = [step * 10 ** power for power in range(-2, 8) for step in (1, 2, 5) if low <= step * 10 ** power <= high]
-    axes.set_xticks(ticks[::2] if len(ticks) > 5 else ticks)
     axes.tick_params(labelsize=FONT_SIZE)
     axes.set_yticks(range(len(plans)), [textwrap.fill(plan.name, NAME_CHARACTERS) for plan in plans])
     axes.set_ylim(len(plans) - 0.4, -0.6)

@@ -3,13 +3,12 @@ import csv
 import datetime
 import io
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from sdbench.costs import Prices, card_names_for, price_applies
+from sdbench.costs import Prices, require_named
 from sdbench.errors import UserError
 from sdbench.files import read_text
-from sdbench.gpus import Card, unknown_gpu
 
 ON_DEMAND, SPOT = 'on demand', 'spot'
 COLUMNS = ('gpu', 'dollars_per_gpu_hour', 'provider', 'gpus_per_machine', 'kind', 'date', 'source')
@@ -19,29 +18,16 @@ DAYS_PER_MONTH = 365.25 / 12
 # Sizes for storage and traffic. JPEGs of 256 and 512 pixels took 17 and 80 KB.
 JPEG_BYTES_PER_PIXEL = 0.3
 LATENT_BYTES_PER_PIXEL = 0.25  # mean and log variance of 4 channels in float16 for each 8 x 8 pixels
-CHECKPOINT_TB = 0.015  # one checkpoint of Stable Diffusion 2 with EMA; 14 GB if its encoders are pretrained
+CHECKPOINT_TB = 0.014  # one checkpoint of Stable Diffusion 2 with EMA and pretrained encoders
 
 
-@dataclass(frozen=True)
-class Price:
-    """A price per GPU-hour.
-
-    Attributes:
-        gpu: name of the GPU, as --gpu takes it; None for every GPU.
-        dollars: dollars per GPU-hour.
-        provider: who rents it out.
-        gpus_per_machine: GPUs in the machine that has this price; None for any machine.
-        kind: ON_DEMAND or SPOT; '' for both.
-        date: when the price was listed; None if its source does not say.
-        source: where it was read.
-    """
-    gpu: str | None
+class Price(NamedTuple):
+    """A price per GPU-hour."""
+    gpu: str | None  # name of the GPU, as --gpu takes it; None for every GPU
     dollars: float
-    provider: str
-    gpus_per_machine: int | None = None
-    kind: str = ''
-    date: datetime.date | None = None
-    source: str = ''
+    provider: str = YOUR_PRICE
+    gpus_per_machine: int | None = None  # in the machine that has this price; None for any machine
+    date: datetime.date | None = None  # when it was listed; None if its source does not say
 
     def is_old(self, today: datetime.date) -> bool:
         """Tell whether the price must be checked: it is older than OLD_DAYS, or a list price without a date."""
@@ -82,40 +68,19 @@ def read_prices(path: str, kind: str, given: Prices) -> list[Price]:
         except ValueError as error:
             raise UserError(f'--prices {path}, line {reader.line_num}: {error}; fix that line') from None
         if row['kind'] == kind:
-            prices.append(Price(row['gpu'], dollars, row['provider'], machine, row['kind'], date, row['source']))
+            prices.append(Price(row['gpu'], dollars, row['provider'], machine, date))
 
-    for name, dollars in given:
-        if name and not card_names_for(name):
-            raise UserError(f'--dollars_per_gpu_hour {name}={dollars:g}: {unknown_gpu(name)}')
-        prices.append(Price(name, dollars, YOUR_PRICE))
-    return prices
-
-
-def price_for(card: Card, gpus_per_machine: int, prices: Sequence[Price]) -> Price | None:
-    """Return the last price for a GPU in machines of at least this size; None if there is none."""
-    for price in reversed(prices):
-        is_for_card = price.gpu is None or price_applies(price.gpu, card.name)
-        if is_for_card and (price.gpus_per_machine is None or price.gpus_per_machine >= gpus_per_machine):
-            return price
-    return None
+    require_named((), given)
+    return prices + [Price(*price) for price in given]
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What a training keeps in an object store and reads from it.
-
-    Attributes:
-        images_tb: TB of images.
-        latents_tb: TB of latents.
-        checkpoints_tb: TB of checkpoints, all of which an object store keeps.
-        read_tb: TB that the encoding and the training read, if no cache holds a whole epoch.
-        dollars_per_tb_month: price of storage.
-        dollars_per_tb_read: price of traffic.
-    """
+    """What a training keeps in an object store and reads from it, in TB."""
     images_tb: float
     latents_tb: float
-    checkpoints_tb: float
-    read_tb: float
+    checkpoints_tb: float  # an object store keeps all of them
+    read_tb: float  # by the encoding and the training, if no cache holds a whole epoch
     dollars_per_tb_month: float
     dollars_per_tb_read: float
 

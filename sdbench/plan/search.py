@@ -7,68 +7,44 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from sdbench.costs import last_price
+from sdbench.errors import UserError
 from sdbench.flags.parser import build_parser, parse
 from sdbench.flags.plan import GPUS, PlanSettings
-from sdbench.flags.train import Train, divisors
+from sdbench.flags.train import Train
 from sdbench.forecast.forecast import DoesNotFit
-from sdbench.gpus import CARDS, Card, cards_named, full_name, peak_of
+from sdbench.gpus import CARDS, Card, cards_named, peak_of
 from sdbench.plan.measured import Speeds
 from sdbench.plan.parts import ENCODE, TRAIN, Impossible, Part, Plan, Preemptions
-from sdbench.plan.prices import (
-    CHECKPOINT_TB,
-    JPEG_BYTES_PER_PIXEL,
-    LATENT_BYTES_PER_PIXEL,
-    Price,
-    Storage,
-    price_for,
-    terabytes,
-)
-from sdbench.setup import Setup, setup_of_settings
+from sdbench.plan.prices import CHECKPOINT_TB, JPEG_BYTES_PER_PIXEL, LATENT_BYTES_PER_PIXEL, Price, Storage, terabytes
+from sdbench.setup import FLAGS, Setup, setup_of_settings
 
 RECIPE = '@recipes/fastest.txt --use_ema'  # flags of every plan, before --training_flags
 ROOT = Path(__file__).parents[2]
-SMALLER_MICROBATCHES = 2  # how many divisors below the largest microbatch that fits are tried as well
-# Changes of the arithmetic, which the search leaves to the user: for a setting, what leads to each of its values
+INPUT_FLAGS = {True: 'use_synth_latents', False: 'use_synth_data'}  # by Setup.latents
+# Changes of the arithmetic, which the search leaves to the user: flags with their values, and what they do
 ARITHMETIC = {
-    'allreduce_precision': {'bf16': 'With --allreduce_precision bf16, which rounds the gradients',
-                            'fp32': 'With --allreduce_precision fp32, which does not round the gradients'},
-    'half_precision_norms': {True: 'With --half_precision_norms, which computes norm layers in half precision',
-                             False: 'With --no-half_precision_norms, which computes norm layers in float32'}}
+    '--allreduce_precision bf16, which rounds the gradients': {'allreduce_precision': 'bf16'},
+    '--half_precision_norms, which computes norm layers in half precision': {'half_precision_norms': True},
+    '--no-half_precision_norms, which computes norm layers in float32': {'half_precision_norms': False}}
 
 
 class Phase(NamedTuple):
-    """A phase of the training.
-
-    Attributes:
-        size: image size in pixels.
-        steps: optimizer steps.
-        images: number of images to train on, with repeats.
-        different_images: number of different images.
-    """
-    size: int
+    """A phase of the training."""
+    size: int  # of the images in pixels
     steps: int
-    images: int
+    images: int  # to train on, with repeats
     different_images: int
 
 
 @dataclass(frozen=True)
 class Training:
-    """The training to plan.
-
-    Attributes:
-        phases: its phases.
-        base: setup of a run; the search replaces its device, GPU count, image size and switches.
-        fixed: settings that the search leaves as they are, because the user gave them.
-        preemptions: None if the machines are not preempted.
-        save_batches: steps between two checkpoints.
-        dollars_per_tb_month: price of storage.
-        dollars_per_tb_read: price of traffic.
-    """
+    """The training to plan."""
     phases: tuple[Phase, ...]
-    base: Setup
-    fixed: frozenset[str]
+    base: Setup  # of a run; the search replaces its device, GPU count, image size and switches
+    fixed: frozenset[str]  # settings that the search leaves as they are, because the user gave them
     preemptions: Preemptions | None
-    save_batches: int
+    save_batches: int  # steps between two checkpoints
     dollars_per_tb_month: float
     dollars_per_tb_read: float
 
@@ -76,26 +52,48 @@ class Training:
 def base_setup(settings: PlanSettings) -> tuple[Setup, frozenset[str]]:
     """Return the setup that all plans share, and the names of the flags in --training_flags, which no search changes.
 
-    Ends the process with one line if a flag is wrong.
+    Ends the process with one line if a flag is wrong. Raises UserError for a flag that does not change a step.
     """
     words = shlex.split(settings.training_flags)
-    context = {'program': 'plan.py', 'label': '--training_flags: '}
-    parse(Train, '', ['--dry_run', '1', *words], **context)
+    parse(Train, '', ['--dry_run', '1', *words], 'plan.py')
     given = vars(build_parser(Train, '', 'plan.py').parse_args(words))
-    recipe = shlex.split(RECIPE.replace('@', f'@{ROOT}/'))
+    for name in given:
+        if name == 'image_size' or name not in (*FLAGS.values(), *INPUT_FLAGS.values()):
+            remedy = 'give image sizes in --schedule' if name == 'image_size' else 'leave it out'
+            raise UserError(f'--training_flags: --{name} has no effect on a plan; {remedy}')
     for name in ('network_gbits', 'gpus_per_node'):
         if getattr(settings, name) is not None:
             words += [f'--{name}', str(getattr(settings, name))]
-    base = setup_of_settings(parse(Train, '', [*recipe, '--dry_run', '1', *words], **context))
-    return base, frozenset(given)
+    return setup_of_settings(parse(Train, '', [*recipe_flags(), *words], 'plan.py')), frozenset(given)
+
+
+def recipe_flags() -> list[str]:
+    return [*shlex.split(RECIPE.replace('@', f'@{ROOT}/')), '--dry_run', '1']
+
+
+def flags_of(setup: Setup) -> list[str]:
+    """Return the flags that a command with this setup needs besides RECIPE, its launcher, input and image size."""
+    recipe = setup_of_settings(parse(Train, '', recipe_flags()))
+    skipped = ['device', 'num_devices', 'gpus_per_node', 'image_size', 'latents']
+    if not setup.needs_network:
+        skipped.append('network_gbits')
+    words = []
+    for name, flag in FLAGS.items():
+        value = getattr(setup, name)
+        if name in skipped or value == getattr(recipe, name):
+            continue
+        if isinstance(value, bool):
+            words.append(f'--{flag}' if value else f'--no-{flag}')
+        else:
+            words.append(f'--{flag} {f"{value:g}" if isinstance(value, float) else shlex.quote(str(value))}')
+    return words
 
 
 def cards_wanted(gpus: Sequence[tuple[int, str]]) -> list[tuple[Card, int]]:
     """Return each GPU model with its count; without any, GPUS of each known GPU."""
     wanted = []
     for count, name in gpus:
-        cards = [CARDS[full_name(name)]] if full_name(name) in CARDS else cards_named((name,))
-        wanted += [(card, count) for card in cards]
+        wanted += [(card, count) for card in cards_named((name,))]
     return list(dict.fromkeys(wanted or [(card, GPUS) for card in CARDS.values()]))
 
 
@@ -105,27 +103,25 @@ def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence
 
     The phases do not depend on each other, so each is planned for itself: on encoded latents, or on images.
     """
-    base = training.base
+    base = replace(training.base, device=card.name, num_devices=num_devices)
     precision = base.with_defaults().precision
     if peak_of(card.name, precision) is None:
         return Impossible(card, num_devices, f'its peak in {precision} is not known, so no speed can be forecast',
-                          "--training_flags '--precision amp_fp16', for which more peaks are known")
+                          "--training_flags='--precision amp_fp16', for which more peaks are known")
     if base.batch_size % num_devices:
         largest = base.batch_size // num_devices * num_devices or num_devices
         return Impossible(card, num_devices, f'a batch of {base.batch_size} images is not divisible by {num_devices} '
-                          f"GPUs", f"another GPU count, or --training_flags '--batch_size {largest}'")
-    machines = replace(base, device=card.name, num_devices=num_devices).machines
-    if num_devices % machines:
-        return Impossible(card, num_devices, f'{num_devices} GPUs do not divide over {machines} machines',
+                          f"GPUs", f"another GPU count, or --training_flags='--batch_size {largest}'")
+    if num_devices % base.machines:
+        return Impossible(card, num_devices, f'{num_devices} GPUs do not divide over {base.machines} machines',
                           'another GPU count, or --gpus_per_node')
     parts = []
     for phase in training.phases:
-        setup = replace(base, device=card.name, num_devices=num_devices, image_size=phase.size)
         ways = []
         too_large = []
-        for candidate in candidates(setup, training.fixed):
+        for setup in candidates(replace(base, image_size=phase.size), training.fixed):
             try:
-                ways += ways_to_train(candidate, card, phase, training, speeds)
+                ways.append(parts_of(setup, card, phase, training, speeds))
             except DoesNotFit as error:
                 too_large.append(error)
         if not ways:
@@ -134,8 +130,9 @@ def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence
     if not all(math.isfinite(part.days.most) for part in parts):
         return Impossible(card, num_devices, 'a preemption may come before the work since the last checkpoint is saved',
                           'a shorter --save_interval, fewer machines, or machines that are preempted less often')
-    machine = math.ceil(num_devices / parts[-1].setup.machines)
-    return Plan(card, num_devices, tuple(parts), price_for(card, machine, prices), storage_of(parts, training))
+    machine = num_devices // base.machines
+    large_enough = [price for price in prices if (price.gpus_per_machine or machine) >= machine]
+    return Plan(card, num_devices, tuple(parts), last_price(card.name, large_enough), storage_of(parts, training))
 
 
 def too_large_for(card: Card, num_devices: int, phase: Phase, training: Training, speeds: Speeds,
@@ -146,43 +143,39 @@ def too_large_for(card: Card, num_devices: int, phase: Phase, training: Training
     remedy = 'a GPU with more memory'
     without_ema = replace(training, base=replace(training.base, use_ema=False))
     if training.base.use_ema and isinstance(find_plan(card, num_devices, without_ema, (), speeds), Plan):
-        remedy += ", or --training_flags '--no-use_ema', which trains a model without EMA"
+        remedy += ", or --training_flags='--no-use_ema', which trains a model without EMA"
     reason = f'at {phase.size} px {images} {error.gib_needed:.1f} GiB, more than the GPU has'
     return Impossible(card, num_devices, reason, remedy)
 
 
 def candidates(setup: Setup, fixed: frozenset[str]) -> Iterator[Setup]:
-    """Yield the setups that train the same, with each combination of the switches that are not fixed."""
+    """Yield the setups that train the same, with each combination of the switches that are not fixed.
+
+    On several GPUs, compiled blocks are the default, and a UNet that is compiled whole is at most about 1 % faster.
+    """
     choices = {'latents': (True, False), 'compile': (setup.compile or True, False),
+               'compile_blocks': (None, True) if setup.num_devices == 1 else (None,),
                'gradient_checkpointing': (False, True)}
-    if fixed & {'use_synth_latents', 'use_synth_data'}:
-        choices['latents'] = ('use_synth_latents' in fixed,)
+    if fixed & {*INPUT_FLAGS.values()}:
+        choices['latents'] = (INPUT_FLAGS[True] in fixed,)
     for name in fixed & choices.keys():
         choices[name] = (getattr(setup, name),)
     for values in itertools.product(*choices.values()):
-        yield replace(setup, **dict(zip(choices, values, strict=True)))
+        candidate = replace(setup, **dict(zip(choices, values, strict=True)))
+        if candidate.compile not in (False, 'reduce-overhead') or not candidate.compile_blocks:
+            yield candidate
 
 
-def ways_to_train(setup: Setup, card: Card, phase: Phase, training: Training, speeds: Speeds) -> list[list[Part]]:
-    """Return the parts of a phase with one setup, for the largest microbatch that fits and for some smaller ones.
+def parts_of(setup: Setup, card: Card, phase: Phase, training: Training, speeds: Speeds) -> list[Part]:
+    """Return the parts of a phase. The images for latents are encoded once, compiled like the training.
 
     Raises DoesNotFit if no microbatch fits.
     """
-    largest = speeds.training(setup, card)
-    microbatches = [largest.setup.microbatch]
-    if setup.microbatch is None:
-        smaller = [size for size in divisors(setup.batch_size // setup.num_devices) if size < microbatches[0]]
-        microbatches += smaller[::-1][:SMALLER_MICROBATCHES]
-    encoding = []
-    if setup.latents:  # the images of a phase are encoded once, compiled like the training
-        speed = speeds.encoding(setup, card)
-        encoding = [Part(ENCODE, phase.different_images, setup, speed, training.preemptions)]
-    ways = []
-    for microbatch in microbatches:
-        run = largest if microbatch == microbatches[0] else speeds.training(replace(setup, microbatch=microbatch), card)
-        part = Part(TRAIN, phase.images, run.setup, run.speed, training.preemptions)
-        ways.append([*encoding, part])
-    return ways
+    parts = [Part(TRAIN, phase.images, setup, speeds.of(TRAIN, setup, card), training.preemptions)]
+    if setup.latents:
+        parts.insert(0, Part(ENCODE, phase.different_images, setup, speeds.of(ENCODE, setup, card),
+                             training.preemptions))
+    return parts
 
 
 def storage_of(parts: Sequence[Part], training: Training) -> Storage:
@@ -203,12 +196,10 @@ def storage_of(parts: Sequence[Part], training: Training) -> Storage:
 def with_other_arithmetic(plan: Plan, training: Training, speeds: Speeds) -> dict[str, Plan]:
     """Return the best plans for the same GPUs with each single change of the arithmetic, by what makes the change."""
     changed = {}
-    for setting, ways in ARITHMETIC.items():
-        if setting == 'allreduce_precision' and plan.num_devices == 1:
+    for how, values in ARITHMETIC.items():
+        base = replace(training.base, **values)
+        if base == training.base or plan.num_devices == 1 and 'allreduce_precision' in values:
             continue
-        [(value, how)] = [(value, how) for value, how in ways.items()
-                          if value != getattr(plan.training[0].setup, setting)]
-        base = replace(training.base, **{setting: value})
         other = find_plan(plan.card, plan.num_devices, replace(training, base=base), (), speeds)
         if isinstance(other, Plan):
             changed[how] = other

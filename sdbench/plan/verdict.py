@@ -1,18 +1,18 @@
 """Compare plans with limits and with each other, but not more precisely than their ranges allow."""
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from sdbench.plan.parts import Plan, Range
-from sdbench.records.figures import rounded
+from sdbench.records.metrics import rounded
 
 # How a plan stands to the limits. The likely figures decide between within and outside, so a wider range makes a
 # statement less certain, and never turns 'outside' into 'within'.
 WITHIN, PROBABLY_WITHIN = 'within', 'probably within'
 PROBABLY_OUTSIDE, OUTSIDE = 'probably outside', 'outside'
 NO_PRICE = 'no price'
-SMALLEST_FACTOR = 0.01  # lowest fraction of the forecast speed for which a plan is tried
+FACTORS = (0.01, 2.0)  # lowest and highest fraction of the forecast speed for which a plan is tried
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,7 @@ def distances(plan: Plan, limits: Sequence[Limit]) -> str:
         share = limit.of(plan) * 100
         if math.isnan(share.likely):  # no price
             continue
-        # A lower price helps only if no other limit is exceeded.
-        remedy = ''
-        exceeded = [other for other in limits if other.of(plan).likely > 1]
-        affordable = (limit.most - plan.storage_dollars.likely) / plan.gpu_hours.likely
-        if limit.figure == 'dollars' and exceeded == [limit] and affordable > 0:
-            remedy = f'; ${affordable:.2f} per GPU-hour would be within'
-        texts.append(f'{share.likely:.0f} % of {limit.name} ({share.least:.0f} to {share.most:.0f} %{remedy})')
+        texts.append(f'{share.likely:.0f} % of {limit.name} ({share.least:.0f} to {share.most:.0f} %)')
     return ' and '.join(texts)
 
 
@@ -69,17 +63,17 @@ def best_and_ties(plans: Sequence[Plan], figure: str) -> list[Plan]:
 
 
 def lowest_speed(plan: Plan, limits: Sequence[Limit]) -> float | None:
-    """Return the fraction of its speeds with which a plan just keeps the limits; None if no speed below 1 does.
+    """Return the fraction of its speeds with which a plan just keeps the limits; None if no fraction in FACTORS does.
 
-    Days and dollars fall with the speed, so bisection finds the fraction.
+    It is above 1 for a plan outside the limits. Days and dollars fall with the speed, so bisection finds the fraction.
     """
     def keeps(factor: float) -> bool:
         slower = plan.at_speed(factor)
         return all(limit.of(slower).likely <= 1 for limit in limits)
 
-    if not limits or not keeps(1.0):
+    low, high = FACTORS
+    if not limits or not keeps(high):
         return None
-    low, high = SMALLEST_FACTOR, 1.0
     for _ in range(40):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if keeps(middle) else (middle, high)
@@ -87,14 +81,9 @@ def lowest_speed(plan: Plan, limits: Sequence[Limit]) -> float | None:
 
 
 class Verdict(NamedTuple):
-    """What is said of some plans.
-
-    Attributes:
-        sentences: the answer first.
-        best: the best plan, and those that cannot be told apart from it; [] if no plan is possible.
-    """
-    sentences: list[str]
-    best: list[Plan]
+    """What is said of some plans."""
+    sentences: list[str]  # the answer first
+    best: list[Plan]  # the best plan, and those that cannot be told apart from it; [] if no plan is possible
 
 
 def judge(plans: Sequence[Plan], limits: Sequence[Limit]) -> Verdict:
@@ -118,10 +107,14 @@ def judge(plans: Sequence[Plan], limits: Sequence[Limit]) -> Verdict:
         return Verdict(sentences, [closest])
 
     # Name the plan that costs least, or those that cannot be told apart, and then the fastest.
-    has_price = any(plan.price for plan in inside)
-    ties = {figure: best_and_ties(inside, figure) for figure in (['dollars', 'days'] if has_price else ['days'])}
-    sentences = [comparison(tied, figure, f' within {within}' if limits and not number else '')
-                 for number, (figure, tied) in enumerate(ties.items())]
+    prices = [plan for plan in inside if plan.price]
+    ties = {figure: best_and_ties(inside, figure) for figure in (['dollars', 'days'] if prices else ['days'])}
+    sentences = []
+    for number, (figure, tied) in enumerate(ties.items()):
+        where = f' within {within}' if limits and number == 0 else ''
+        if figure == 'dollars' and len(prices) < len(inside):
+            where += ' (some GPUs have no price)'
+        sentences.append(comparison(tied, figure, where))
     unsure = [plan.name for plan in inside if standings[plan] == PROBABLY_WITHIN
               and any(plan in tied for tied in ties.values())]
     if unsure:
@@ -139,27 +132,14 @@ def comparison(tied: Sequence[Plan], figure: str, where: str) -> str:
     """
     if len(tied) == 1:
         best = {'dollars': 'Cheapest', 'days': 'Fastest'}[figure]
-        return f'{best}{where}: {tied[0].name}, {with_range(tied[0], figure)}.'
-    to_measure = [plan.name for plan in tied if not plan.is_measured]
-    if not to_measure:
-        advice = 'their measurements differ by less than their ranges'
-    elif len(to_measure) < len(tied):
-        advice = f'measure {and_list(to_measure)}'
-    else:
-        advice = 'measure both of them' if len(tied) == 2 else 'measure two of them'
+        return f'{best}{where}: {tied[0].name}, {tied[0].text_of(figure)}.'
+    to_measure = [plan.name for plan in tied if plan.unmeasured][:2]
+    advice = f'measure {and_list(to_measure)}' if to_measure else 'their measurements differ by less than their ranges'
     by = {'dollars': 'by cost', 'days': 'by days'}[figure]
     return f'{and_list([plan.name for plan in tied])} cannot be told apart {by}{where}: {advice}.'
 
 
-def with_range(plan: Plan, figure: str) -> str:
-    """Return the dollars or the days of a plan with their range, such as '25.47 days (19.90 to 32.60)'."""
-    value = getattr(plan, figure)
-    if figure == 'dollars':
-        return f'${value.text(0)}'
-    return value.text(2, ' days')
-
-
-def and_list(names: Sequence[str]) -> str:
+def and_list(names: Iterable[str]) -> str:
     """Return names as a list in words: 'A', 'A and B', 'A, B and C'."""
     *first, last = names
     return f'{", ".join(first)} and {last}' if first else last

@@ -12,7 +12,7 @@ NEEDED = {'train': ('num_devices', 'image_size', 'batch_size', 'microbatch', 'la
                     'use_ema', 'gradient_checkpointing', 'half_precision_norms'),
           'encode': ('num_devices', 'image_size', 'compile', 'encoder_precision')}
 # What forecast() raises for a run that does not fit, and for values that no flag has, in a record by hand.
-NO_FORECAST = (DoesNotFit, UserError, ValueError, TypeError, KeyError)
+NO_FORECAST = (DoesNotFit, UserError, ValueError, TypeError, LookupError)
 
 
 class Expected(NamedTuple):
@@ -45,7 +45,7 @@ def expected_of(record: dict) -> Expected:
         return Expected(setup, math.nan, f'by the forecast it does not fit ({error})')
     except NO_FORECAST as error:
         return Expected(None, math.nan, f'nothing is forecast for its settings ({error})')
-    speed = found.images_per_sec if stage == 'train' else found.encode_images_per_sec
+    speed = found.speed_of(stage)
     if not speed > 0:
         return Expected(found.setup, math.nan, 'no speed is forecast for its precision')
     return Expected(found.setup, speed)

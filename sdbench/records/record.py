@@ -14,7 +14,6 @@ from composer.utils import dist
 from composer.utils.collect_env import get_cpu_model
 
 from sdbench.errors import DataError, redacted
-from sdbench.flags.train import DataLoading
 from sdbench.gpus import machines_for, peak_of
 from sdbench.records.versions import git_commit, package_versions
 
@@ -44,7 +43,7 @@ def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, A
     # Results may replace flags: the microbatch that the search found replaces 'auto'.
     for field in dataclasses.fields(settings):
         record[field.name] = json_value(getattr(settings, field.name))
-    if isinstance(settings, DataLoading):
+    if stage != 'evaluate':
         record['dataset'] = 'streaming' if settings.remote else 'synthetic'
     record |= found
 

@@ -7,21 +7,21 @@ from typing import Any
 from sdbench.costs import days_to_train, gpu_hours, price_of
 from sdbench.errors import plural
 from sdbench.flags.times import to_batches
-from sdbench.flags.train import Train
+from sdbench.flags.train import Run
 from sdbench.paths import sibling_path
-from sdbench.records.figures import EVALUATION_LINES, LINES, TRAINING_LINES, rounded, summary_lines, text_table
+from sdbench.records.metrics import EVALUATION_LINES, LINES, TRAINING_LINES, format_metric, summary_lines, text_table
 from sdbench.records.status import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
 
 
-def run_summary(record: dict, settings: Train) -> str:
+def run_summary(record: dict, settings: Run) -> str:
     """Return the summary of a benchmark or a training, one line per figure."""
     values = record | notes_on_training(record, settings) | notes_on_speed(record, settings)
     return '\n'.join(summary_lines(LINES if settings.measures else TRAINING_LINES, values))
 
 
-def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
+def notes_on_training(record: dict, settings: Run) -> dict[str, Any]:
     """Return the values that a summary adds to the record of a training: its progress, checkpoints and samples."""
     notes = {}
     if record['trained_epochs']:
@@ -44,7 +44,7 @@ def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
     return notes
 
 
-def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
+def notes_on_speed(record: dict, settings: Run) -> dict[str, Any]:
     """Return the values that a summary adds about the speed in a record: a caution, or the cost of a full training."""
     if not record['images_per_sec']:
         return {'why_no_speed': 'the run was over before the clock started, so no batch was measured'}
@@ -73,12 +73,8 @@ def evaluation_summary(record: dict) -> str:
         notes['generated_by'] += f', {record["weights"]} weights after {record["trained_batches"]:,} batches'
     table = []
     if record['inception'] or record['clip']:
-        rows = []
-        for score in record['scores']:
-            row = {'guidance': f'{score["guidance"]:g}'}
-            for heading, key in (('FID', 'fid'), ('CLIP score', 'clip_score')):
-                row[heading] = '' if score[key] is None else rounded(score[key], 2)
-            rows.append(row)
+        rows = [{'guidance': f'{score["guidance"]:g}', 'FID': format_metric('fid', score['fid']),
+                 'CLIP score': format_metric('clip_score', score['clip_score'])} for score in record['scores']]
         table.append(text_table(rows))
     else:
         notes['not_scored'] = ('run the same command with --inception for FID, and with --clip for the CLIP score; it '

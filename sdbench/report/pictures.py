@@ -2,58 +2,76 @@
 
 matplotlib is imported only when there is something to draw. A function that finds nothing to draw raises UserError.
 """
+import contextlib
 import io
+import itertools
 import json
 import math
 import textwrap
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
-from sdbench.costs import Prices, days_to_train, price_of
+from sdbench.costs import TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import UserError
-from sdbench.flags.train import SD2_BASE
+from sdbench.flags.train import SD2_BASE, Train
 from sdbench.forecast.forecast import forecast
 from sdbench.gpus import CARDS, short_name
 from sdbench.records.expected import NO_FORECAST
-from sdbench.records.figures import format_days, format_figure, rounded
-from sdbench.records.read import (
-    EVALUATION_SETTINGS,
-    EXTRAPOLATED,
-    LOSS_SETTINGS,
-    MEASURED,
-    WITH_FIGURES,
-    speed_row,
-)
-from sdbench.records.setup import EVAL_DATA, SETTINGS, VERSIONS
-from sdbench.records.status import COMPLETE, FORECAST
-from sdbench.report.markdown import (
-    describe_gpus,
-    describe_settings,
-    differing_settings,
-    line_labels,
-    recipe_flags,
-    recipe_settings,
-)
-from sdbench.report.speeds import one_row_per_gpu_count
-from sdbench.setup import setup_of_record
+from sdbench.records.metrics import COLUMNS, format_metric
+from sdbench.records.read import EXTRAPOLATED, WITH_SPEED, Row
+from sdbench.records.settings import EVAL_DATA, EVALUATION_SETTINGS, LOSS_SETTINGS, SETTINGS
+from sdbench.records.status import FORECAST
+from sdbench.report.speeds import gpu_count, one_row_per_gpu_count, setting_of
+from sdbench.report.tables import Table, describe_differences, describe_gpus, line_labels, recipe_flags, shared_settings
+from sdbench.report.trainings import grouped
+from sdbench.setup import setup_of_record, setup_of_settings
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 MARKERS = 'os^Dv<>ph*P'
-LINE_INCHES = 0.2  # height of a line of text
-CAPTION_CHARACTERS = 130  # in a line of the caption of a wide figure
-TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen', 'loss': 'eval loss',
-          'dollars': 'dollars', 'guidance': 'guidance'}
-DECIMALS = {'fid': 2, 'clip_score': 2, 'images_seen': 0, 'loss': 4, 'dollars': 2, 'guidance': 1}
 PANEL_INCHES = 4.8
+LINE_INCHES = 0.2  # height of a line of text
 PANEL_CHARACTERS = 60  # in a line of text above or below a panel
+AXES = {'num_devices': 'GPUs', 'cost_usd': 'dollars'}  # titles of axes that are not headings of tables
 SVG = 'http://www.w3.org/2000/svg'
 FORECAST_GPUS = ('NVIDIA A100-SXM4-80GB', 'NVIDIA H100 80GB HBM3', 'NVIDIA H200', 'NVIDIA B200')
+
+
+class Point(NamedTuple):
+    """A point of a line, with the text that a page shows over it. A point that was not measured is hollow."""
+    x: float
+    y: float
+    tooltip: str
+    is_measured: bool = True
+
+
+class Line(NamedTuple):
+    """A line of a panel. Lines with the same color have different markers."""
+    label: str
+    points: list[Point]
+    color: str
+
+
+class Panel(NamedTuple):
+    """A panel.
+
+    Attributes:
+        title: text above it.
+        across: the metric of its horizontal axis, a key of COLUMNS.
+        up: the metric of its vertical axis.
+        lines: its lines. With GPU counts across, both axes are logarithmic, and a dashed line begins at the first point
+            of each line and halves for twice the GPUs.
+        crosses: points that get a red cross.
+    """
+    title: str
+    across: str
+    up: str
+    lines: list[Line]
+    crosses: Sequence[Point] = ()
 
 
 def save(figure: Any, path: str) -> None:
@@ -74,13 +92,8 @@ def disable_math_text(figure: Any) -> None:
 
 
 def set_tooltips(artist: Any, texts: Iterable[str]) -> None:
-    """Set a tooltip for each point of a line, or for a bar.
-
-    The tooltips are stored as the id of the artist's SVG group. `svg_of` turns the id into tooltips.
-    """
-    texts = list(texts)
-    if texts:  # a line without points has no group
-        artist.set_gid(json.dumps(texts))
+    """Set a tooltip for each point of a line, as the id of the line's SVG group. `svg_of` turns it into tooltips."""
+    artist.set_gid(json.dumps([*texts]))
 
 
 def svg_of(figure: Any) -> str:
@@ -98,350 +111,241 @@ def svg_of(figure: Any) -> str:
     for group in list(root.iter(f'{{{SVG}}}g')):
         name = group.attrib.pop('id', '')  # ids would clash on a page with several figures, and nothing refers to them
         if name.startswith('['):  # JSON from `set_tooltips`
-            points = list(group.iter(f'{{{SVG}}}use')) or [group]  # the points of a line, or a bar
-            for point, text in zip(points, json.loads(name), strict=True):
+            for point, text in zip(group.iter(f'{{{SVG}}}use'), json.loads(name), strict=True):
                 ElementTree.SubElement(point, f'{{{SVG}}}title').text = text
     return ElementTree.tostring(root, encoding='unicode')
 
 
-def point_tooltip(row: pd.Series, name: str) -> str:
-    """Return a tooltip with the GPUs, `name`, the speed with its range, days, dollars, status and date of a row."""
-    speed = f'{rounded(row["images_per_sec"], 1)} images/s'
-    if pd.notna(row.get('images_per_sec_least')):
-        speed += f' ({rounded(row["images_per_sec_least"], 1)} to {rounded(row["images_per_sec_most"], 1)})'
-    days = format_days(row['days'], ' days') if pd.notna(row['days']) else ''
-    cost = format_figure('cost_usd', row['cost_usd'])
-    lines = [describe_gpus(row), name, speed, days, cost, row['status'], row['date'][:10]]
-    return '\n'.join(filter(None, lines))
+def lines_of(groups: Sequence[Sequence[Row]], names: Sequence[str], across: str, up: str,
+             told: Sequence[str] = ()) -> list[Line]:
+    """Return a line over two metrics for each group of rows. Its tooltips also have the metrics `told`."""
+    lines = []
+    for rows, name in zip(groups, names, strict=True):
+        points = [Point(row.metrics[across], row.metrics[up], tooltip(row, name, (across, up, *told)),
+                        row.status not in (EXTRAPOLATED, FORECAST)) for row in rows]
+        lines.append(Line(name, points, rows[0].device if across == 'num_devices' else name))
+    return lines
 
 
-def draw_days(rows: pd.DataFrame, training_images: int) -> Any:
-    """Draw days over GPU counts on logarithmic axes, with a line for each setting.
+def tooltip(row: Row, name: str, keys: Sequence[str]) -> str:
+    """Return the GPUs of a run or the evaluated model, the name of its line, metrics, status, notes and date."""
+    source = describe_gpus(row) if 'num_devices' in row.metrics else str(row.settings['model'])
+    metrics = [f'{AXES.get(key, COLUMNS[key].heading)} {format_metric(key, row.metrics[key])}' for key in keys
+               if key in row.metrics and key != 'num_devices']
+    return '\n'.join(filter(None, [source, name, *metrics, row.status, row.notes, row.date[:10]]))
 
-    Each GPU model has one color. Measured points are filled, extrapolated points are hollow, and so are forecasts for
-    recipes/fastest.txt on FORECAST_GPUS. A vertical line shows the range of a forecast. A red cross marks GPU counts on
-    which a run failed or was not reliable. A dashed line shows ideal scaling: twice the GPUs, half the days.
+
+def draw_days(table: Table, training_images: int | None) -> Any:
+    """Draw days over GPU counts, with a line for each setting, next to forecasts for recipes/fastest.txt.
+
+    Each GPU model has one color. Points that were extrapolated or forecast are hollow. A red cross marks a GPU count on
+    which a run of the line failed or was not reliable.
 
     Args:
-        rows: the table of trainings. Rows without days only get a cross.
-        training_images: images of the training that the days are for.
+        table: the table of speeds.
+        training_images: images of the training that the days are for; None: TRAINING_IMAGES.
 
     Raises UserError if no row has days.
     """
-    from matplotlib.figure import Figure
-
-    doubtful = rows[~rows['status'].isin(WITH_FIGURES)]
-    rows = rows[rows['days'].notna()]
-    if rows.empty:
+    training_images = training_images or TRAINING_IMAGES
+    rows = [row for row in table.rows if 'days' in row.metrics]
+    if not rows:
         raise UserError('no training in these records has days; for the tiny model, --training_images adds them')
-    rows = pd.concat([rows, forecast_rows(rows, training_images)])
-    lines = lines_of_days(rows, training_images)
-    rows = pd.concat(lines)
+    groups = [one_row_per_gpu_count(runs) for runs in grouped(rows, setting_of)]
+    for row in itertools.chain(*groups):
+        row.metrics['days'] = days_to_train(row.metrics['images_per_sec'], training_images)  # of the median
+    firsts = [runs[0] for runs in groups]
+    names = []
+    for first, name in zip(firsts, describe_differences(firsts, SETTINGS, ['device']), strict=True):
+        program = first.settings['program'] or ''
+        names.append(', '.join(filter(None, [short_name(first.device), '' if program in name else program, name])))
+    forecasts = forecast_rows(firsts[0], sorted({*map(gpu_count, rows)}), training_images)
+    names += [f'{short_name(points[0].device)}, fastest.txt, forecast' for points in forecasts]
+    lines = lines_of(groups + forecasts, names, 'num_devices', 'days', ('images_per_sec', 'cost_usd'))
+    lines.sort(key=lambda line: -line.points[0].y)  # as the lines are in the figure
 
-    # The caption below the figure has the settings that all lines share, without switches that are off.
-    named = [key for key in SETTINGS if key not in ('stage', *VERSIONS)]
-    shared = [key for key in named if rows[key].nunique() == 1 and rows[key].iloc[0] != 'no']
-    caption = wrapped(f'All: {describe_settings(rows.iloc[0], shared)}', CAPTION_CHARACTERS)
-    height = PANEL_INCHES + LINE_INCHES * (caption.count('\n') + 1)
-    figure = Figure(figsize=(10, height), layout='constrained')
-    figure.supxlabel(caption, x=0.01, ha='left', fontsize=9)
-    axes = figure.subplots()
-
-    # Lines of one GPU model have one color and differ in their markers.
-    devices = list(dict.fromkeys(short_name(points['device'].iloc[0]) for points in lines))
-    color_of = dict(zip(devices, line_colors(len(devices)), strict=True))
-    lines_of_device = Counter()
-    for points, label in zip(lines, days_line_labels(lines), strict=True):
-        device = short_name(points['device'].iloc[0])
-        draw_line_of_days(axes, points, label, color_of[device], MARKERS[lines_of_device[device] % len(MARKERS)])
-        lines_of_device[device] += 1
-        mark_doubtful(axes, points, doubtful, training_images)
-    explain_marks(axes, rows, doubtful)
-    set_axes_of_days(axes, rows, training_images)
-    return figure
+    # Mark bad news, also where a prediction is in the place of a run.
+    days_at = {(row.setting, gpu_count(row)): row.metrics['days'] for row in itertools.chain(*groups)}
+    crosses = [Point(gpu_count(row), days_at[row.setting, gpu_count(row)], tooltip(row, '', ()))
+               for row in table.rows if row.status not in WITH_SPEED and (row.setting, gpu_count(row)) in days_at]
+    note = (f'Days for training on {training_images:,} images. Filled: measured. Hollow: extrapolated or forecast. '
+            'Dashed: twice the GPUs, half the days.')
+    return draw_panels([Panel('', 'num_devices', 'days', lines, crosses)], [note, *shared_settings(firsts, SETTINGS)])
 
 
-def forecast_rows(rows: pd.DataFrame, training_images: int) -> pd.DataFrame:
-    """Return rows with forecasts for recipes/fastest.txt, on FORECAST_GPUS and on the GPU counts of the rows.
+def forecast_rows(first: Row, counts: Sequence[int], training_images: int) -> list[list[Row]]:
+    """Return rows with forecasts for recipes/fastest.txt on some GPU counts, for each of FORECAST_GPUS.
 
-    Image size, batch, input and EMA are those of the first row, whose prices count. There are no rows if it does not
-    state its batch, or if it is not of Stable Diffusion 2.
+    Image size, batch, input and EMA are those of the first row. There are no forecasts if it does not state its batch,
+    or if it is not of Stable Diffusion 2.
     """
-    first = rows.iloc[0]
-    own = {key: first['record'][key] for key in ('image_size', 'batch_size', 'use_ema', 'encoders')
-           if key in first['record']}
+    own = setup_of_record(first.record)
+    if own.batch_size is None or own.model_name not in (None, SD2_BASE):
+        return []
+    recipe = replace(setup_of_settings(Train(**recipe_flags('fastest.txt'))), image_size=own.image_size,
+                     batch_size=own.batch_size, latents=own.latents, use_ema=own.use_ema)
     found = []
-    is_sd2 = 'batch_size' in own and first['model_name'] in ('', SD2_BASE)
-    for device in FORECAST_GPUS if is_sd2 else ():
-        for count in sorted(rows['num_devices'].unique()):
-            record = recipe_flags('fastest.txt') | own | {
-                'stage': 'train', 'status': COMPLETE, 'extrapolated': False, 'command': 'benchmark.py',
-                'device': device, 'num_devices': int(count)}
-            if count > own['batch_size']:
-                continue
-            try:
-                expected = forecast(setup_of_record(record), CARDS[device])
-            except NO_FORECAST:
-                continue
-            least, most = expected.images_per_sec_range or (math.nan, math.nan)
-            days = days_to_train(expected.images_per_sec, training_images)
-            price = price_of(device, first['prices'])
-            found.append(speed_row(record | {'images_per_sec': expected.images_per_sec}) | {
-                'status': FORECAST, 'setting': device, 'days': days, 'images_per_sec_least': least,
-                'images_per_sec_most': most, 'cost_usd': days * 24 * count * price})
-    return pd.DataFrame(found, columns=None if found else ['images_per_sec_least', 'images_per_sec_most'])
+    for device in FORECAST_GPUS:
+        rows = []
+        for count in (count for count in counts if count <= own.batch_size):
+            with contextlib.suppress(*NO_FORECAST):
+                speed = forecast(replace(recipe, device=device, num_devices=count), CARDS[device]).images_per_sec
+                metrics = {'num_devices': count, 'images_per_sec': speed, 'days': days_to_train(speed, training_images)}
+                rows.append(Row(record={}, settings=first.settings | {'device': device}, metrics=metrics,
+                                status=FORECAST))
+        if rows:
+            found.append(rows)
+    return found
 
 
-def lines_of_days(rows: pd.DataFrame, training_images: int) -> list[pd.DataFrame]:
-    """Return the points of each line of days. The line that starts with the most days is first, as in the legend.
-
-    Measurements and forecasts of the same setting are two lines. On each GPU count a line has one point, which is
-    extrapolated only if none was measured.
-    """
-    # Sorting puts extrapolated rows last, so `one_row_per_gpu_count` takes them only where there is no other row.
-    rows = rows.assign(is_forecast=rows['status'] == FORECAST, is_extrapolated=rows['status'] == EXTRAPOLATED)
-    rows = one_row_per_gpu_count(rows.sort_values('is_extrapolated', kind='stable'), ['is_forecast', 'setting'])
-    days = days_to_train(rows['images_per_sec'], training_images)  # of the median speed
-    rows = rows.assign(days=days, cost_usd=rows['cost_usd'] * days / rows['days'])
-    lines = [points for _, points in rows.groupby(['is_forecast', 'setting'], sort=False)]
-    return sorted(lines, key=lambda points: -points['days'].iloc[0])
-
-
-def explain_marks(axes: Any, rows: pd.DataFrame, doubtful: pd.DataFrame) -> None:
-    """Add entries to the legend that explain filled, hollow and crossed points and the dashed lines."""
-    axes.plot([], [], 'o', color='black', label='measured')
-    with_range = ' with its range' if rows['images_per_sec_least'].notna().any() else ''
-    axes.plot([], [], 'o', color='black', markerfacecolor='white', label=f'extrapolated, or forecast{with_range}')
-    if doubtful['setting'].isin(rows['setting']).any():
-        axes.plot([], [], 'x', color='red', label='a run here failed or was not reliable')
-    axes.plot([], [], '--', color='black', linewidth=0.8, label='ideal: twice the GPUs, half the days')
-
-
-def days_line_labels(lines: list[pd.DataFrame]) -> list[str]:
-    """Return a label for each line of days: its GPU, its settings, and 'forecast' if other lines are measured.
-
-    A label has the settings that differ between lines, not counting lines that do not state the setting. If two lines
-    would have the same label, the labels have all settings that differ.
-    """
-    firsts = pd.DataFrame([points.iloc[0] for points in lines])
-    differing = [key for key in differing_settings(firsts, SETTINGS) if key not in ('stage', 'device')]
-    recipe_keys = {key for settings in recipe_settings().values() for key in settings}
-    stated = [key for key in differing if key in ('program', *recipe_keys)
-              or firsts[key].replace('', None).nunique() > 1]
-    for keys, with_defaults in ((stated, False), (differing, True)):
-        labels = []
-        for _, first in firsts.iterrows():
-            parts = [short_name(first['device']), describe_settings(first, keys, with_defaults)]
-            if first['is_forecast'] and not firsts['is_forecast'].all():
-                parts.append('forecast')
-            labels.append(', '.join(filter(None, parts)))
-        if len(set(labels)) == len(labels):
-            break
-    return labels
-
-
-def mark_doubtful(axes: Any, points: pd.DataFrame, doubtful: pd.DataFrame, training_images: int) -> None:
-    """Draw a red cross on a line of measurements for each GPU count on which a run failed or was not reliable.
-
-    If the line has no point at this GPU count, the cross is at the unreliable speed, or is omitted without a speed.
-    """
-    if points['is_forecast'].iloc[0]:
-        return
-    days_at = dict(zip(points['num_devices'], points['days'], strict=True))
-    for _, run in doubtful[doubtful['setting'] == points['setting'].iloc[0]].iterrows():
-        days = days_at.get(run['num_devices'])
-        if days is None and run['images_per_sec'] > 0:
-            days = days_to_train(run['images_per_sec'], training_images)
-        if days is not None:
-            [cross] = axes.plot([run['num_devices']], [days], 'x', color='red', markersize=9, markeredgewidth=2,
-                                zorder=3)
-            set_tooltips(cross, [f'{describe_gpus(run)}\n{run["notes"]}\n{run["date"][:10]}'.strip()])
-
-
-def set_axes_of_days(axes: Any, rows: pd.DataFrame, training_images: int) -> None:
-    """Make both axes logarithmic, with a tick for each GPU count, and put the legend to the right."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
-
-    counts = sorted(rows['num_devices'].unique())
-    axes.set(xscale='log', yscale='log', xlabel='GPUs', ylabel=f'days for {training_images:,} images')
-    axes.set_xticks(counts, counts)
-    axes.minorticks_off()
-    least, most = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if most > 10 * least else MaxNLocator(6))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda days, _: f'{days:g}'))
-    axes.grid(alpha=0.3)
-    axes.spines[['top', 'right']].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc='center left', bbox_to_anchor=(1.01, 0.5))
-
-
-def draw_line_of_days(axes: Any, points: pd.DataFrame, label: str, color: str, marker: str) -> None:
-    """Draw the days of one setting with their ranges, and a dashed line of ideal scaling."""
-    gpus, days, speeds = points['num_devices'], points['days'], points['images_per_sec']
-    ideal = days.iloc[0] * gpus.iloc[0] / gpus
-    axes.plot(gpus, ideal, '--', color=color, linewidth=0.8, alpha=0.6)
-
-    # Draw filled points, and draw hollow points over the points that were not measured.
-    is_measured = points['status'] == MEASURED
-    face = color if is_measured.any() else 'white'
-    tooltips = pd.Series([point_tooltip(point, label) for _, point in points.iterrows()], points.index)
-    [line] = axes.plot(gpus, days, f'{marker}-', color=color, markerfacecolor=face, linewidth=1.2, label=label)
-    set_tooltips(line, tooltips)
-    [hollow] = axes.plot(gpus[~is_measured], days[~is_measured], marker, color=color, markerfacecolor='white')
-    set_tooltips(hollow, tooltips[~is_measured])
-
-    # Draw the ranges of forecasts. Days are inversely proportional to the speed.
-    axes.vlines(gpus, days * speeds / points['images_per_sec_most'],
-                days * speeds / points['images_per_sec_least'], color=color, linewidth=1.2, zorder=1)
-
-
-def draw_learned(records: pd.DataFrame, prices: Prices) -> Any:
+def draw_learned(rows: Sequence[Row], prices: Prices) -> Any:
     """Draw the loss on --eval_remote over images seen, and over dollars if they are known, with a line per training.
 
     A resumed training is one line. Its dollars grow in proportion to its images. Trainings whose losses cannot be
     compared are in different panels.
 
     Args:
-        records: the rows of all records.
+        rows: the rows of all trainings.
         prices: the prices of --dollars_per_gpu_hour, which replace the prices in the records.
 
     Raises UserError if no training has evaluations.
     """
-    # Make a row for each evaluation. A training that ran in several setups has several rows with the same evaluations.
-    rows = []
-    trained = records[records['stage'] == 'train'].drop_duplicates(['training', *EVAL_DATA])
-    for _, training in trained.iterrows():
-        dollars = dollars_per_image(training, prices)
-        for images, loss in training['evaluations']:
-            rows.append(training.to_dict() | {'images_seen': images, 'loss': loss, 'dollars': images * dollars,
-                                              'save_folder': str(training['record'].get('save_folder', ''))})
-    if not rows:
+    # Make a row for each loss. A training that ran in several setups has several rows with the same evaluations.
+    losses = {}
+    for row in rows:
+        dollars = dollars_per_image(row, prices)
+        evaluations = []
+        for images, loss in row.evaluations:
+            if loss is not None:
+                cost = {} if dollars is None else {'cost_usd': images * dollars}
+                metrics = {'num_devices': gpu_count(row), 'images_seen': images, 'eval_loss': loss} | cost
+                evaluations.append(replace(row, metrics=metrics, status='', notes=''))
+        if evaluations:
+            losses.setdefault((row.training, *(row.settings[key] for key in EVAL_DATA)), evaluations)
+    if not losses:
         raise UserError('no training in these records was evaluated; --eval_remote evaluates one')
-    rows = pd.DataFrame(rows)
 
-    # Make a panel over images, and one over dollars, for each group of losses that can be compared.
+    # Losses that can be compared are in a panel over images, and in one over dollars.
+    comparable = {}
+    for curve in losses.values():
+        comparable.setdefault(tuple(curve[0].settings[key] for key in LOSS_SETTINGS), []).append(curve)
+    titles = line_labels([curves[0][0] for curves in comparable.values()], LOSS_SETTINGS)
     panels = []
-    for _, comparable in rows.groupby(LOSS_SETTINGS, sort=False):
-        title = describe_settings(comparable.iloc[0], differing_settings(rows, LOSS_SETTINGS))
-        for across in ('images_seen', 'dollars'):
-            if comparable[across].notna().any():
-                panels.append(Panel(comparable, across, 'loss', [*SETTINGS, 'save_folder', 'training'], title))
-    return draw_panels(panels, 'No panel of dollars: no run was on a GPU.' if rows['on_cpu'].all() else '')
+    for curves, title in zip(comparable.values(), titles, strict=True):
+        for across, told in (('images_seen', ['cost_usd']), ('cost_usd', ['images_seen'])):
+            shown = [curve for curve in curves if across in curve[0].metrics]
+            names = line_labels([curve[0] for curve in shown], [*SETTINGS, 'save_folder'])
+            if shown:
+                panels.append(Panel(title, across, 'eval_loss', lines_of(shown, names, across, 'eval_loss', told)))
+    return draw_panels(panels)
 
 
-def dollars_per_image(training: pd.Series, prices: Prices) -> float:
-    """Return the dollars that a training has cost so far, divided by the images it has seen; NaN if not known.
+def dollars_per_image(row: Row, prices: Prices) -> float | None:
+    """Return the dollars that a training has cost so far, divided by the images it has seen; None if not known.
 
     Args:
-        training: row of the training.
+        row: a row of the training.
         prices: the prices of --dollars_per_gpu_hour; without any, the prices in the record count.
     """
-    record = training['record']
-    if training['on_cpu'] or not record.get('trained_batches') or not {'gpu_hours', 'batch_size'} <= record.keys():
-        return math.nan
-    dollars = record['gpu_hours'] * price_of(training['device'], prices or training['prices'])
+    record = row.record
+    if row.on_cpu or not record.get('trained_batches') or not {'gpu_hours', 'batch_size'} <= record.keys():
+        return None
+    dollars = record['gpu_hours'] * price_of(row.device, prices or row.prices)
     if not prices:
         dollars = record.get('dollars', dollars)
-    return dollars / (record['trained_batches'] * record['batch_size'])
+    return None if math.isnan(dollars) else dollars / (record['trained_batches'] * record['batch_size'])
 
 
-def draw_quality(rows: pd.DataFrame, caption: str) -> Any:
-    """Draw a table of scores in up to three panels, with the notes on the scores below the panels.
+def draw_quality(table: Table) -> Any:
+    """Draw a table of scores: FID against CLIP score with a line for each checkpoint, and both over images seen.
 
-    One panel shows FID against CLIP score, with a line for each checkpoint and a point for each guidance scale. Two
-    panels show FID and CLIP score over images seen, with a line for each model and guidance scale. Scores that
-    differ in a setting of EVALUATION_SETTINGS are never on one line.
-
-    Args:
-        rows: the table of scores.
-        caption: text below the panels.
-
-    Raises UserError if there is nothing to draw.
+    Scores that differ in a setting of EVALUATION_SETTINGS are never on one line. Raises UserError if there is nothing
+    to draw.
     """
-    panels = [Panel(rows, 'clip_score', 'fid', [*EVALUATION_SETTINGS, 'trained_batches'])]
-    for score in ('fid', 'clip_score'):
-        panels.append(Panel(rows, 'images_seen', score, [*EVALUATION_SETTINGS, 'guidance']))
-
-    # Omit panels without points.
-    panels = [panel for panel in panels if len(rows.dropna(subset=[panel.across, panel.up]))]
+    panels = []
+    for across, up, key in (('clip_score', 'fid', 'trained_batches'), ('images_seen', 'fid', 'guidance'),
+                            ('images_seen', 'clip_score', 'guidance')):
+        keys = [*EVALUATION_SETTINGS, key]
+        groups = grouped([row for row in table.rows if {across, up} <= row.metrics.keys()],
+                         lambda row, keys=keys: tuple(row.settings[key] for key in keys))
+        names = line_labels([rows[0] for rows in groups], keys)
+        if key == 'trained_batches':
+            for number, rows in enumerate(groups):
+                scales = ', '.join(f'{row.settings["guidance"]:g}' for row in rows)
+                names[number] = ', '.join(filter(None, [names[number], f'guidance {scales}']))
+        if groups:
+            panels.append(Panel('', across, up, lines_of(groups, names, across, up, ['guidance'])))
     if not panels:
         raise UserError('no evaluation has both scores, or the number of images of its training')
-    return draw_panels(panels, '\n'.join([caption, *filter(None, rows['notes'].unique())]))
+    notes = {row.notes: None for row in table.rows if row.notes}
+    return draw_panels(panels, [*table.sentences, *notes])
 
 
-class Panel(NamedTuple):
-    """A panel of lines.
-
-    Attributes:
-        rows: the points.
-        across: column of the horizontal axis.
-        up: column of the vertical axis.
-        line_keys: columns whose values are the same for all points of a line.
-        title: text above the panel.
-    """
-    rows: pd.DataFrame
-    across: str
-    up: str
-    line_keys: list[str]
-    title: str = ''
-
-
-def draw_panels(panels: list[Panel], caption: str) -> Any:
-    """Draw panels side by side, with a caption below them."""
+def draw_panels(panels: Sequence[Panel], caption: Sequence[str] = ()) -> Any:
+    """Draw panels side by side, with their legends and a caption below them."""
     from matplotlib.figure import Figure
 
     figure = Figure(layout='constrained')
-    figure.supxlabel(wrapped(caption, PANEL_CHARACTERS * len(panels)), x=0.01, ha='left', fontsize=9)
-    most_lines = 0  # lines of text in the longest legend, for which the figure needs room
+    panels_wide = max(2, len(panels))
+    figure.supxlabel(wrapped('\n'.join(caption), PANEL_CHARACTERS * panels_wide), x=0.01, ha='left', fontsize=9)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw_panel(axes, panel)
-        labels = axes.get_legend_handles_labels()[1]
-        if labels:
+        if axes.get_legend_handles_labels()[1]:
             axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)
-            most_lines = max(most_lines, '\n'.join(labels).count('\n') + 1)
-    figure.set_size_inches(PANEL_INCHES * max(1.4, len(panels)), PANEL_INCHES + LINE_INCHES * most_lines)
+    longest_legend = max(sum(line.label.count('\n') + 1 for line in panel.lines) for panel in panels)
+    figure.set_size_inches(PANEL_INCHES * panels_wide, PANEL_INCHES + LINE_INCHES * longest_legend)
     return figure
 
 
 def draw_panel(axes: Any, panel: Panel) -> None:
     """Draw the lines of a panel, with a label and tooltips for each, and its axes."""
-    from matplotlib.ticker import EngFormatter
-
-    rows, across, up, line_keys, title = panel
-    lines = [points for _, points in rows.dropna(subset=[across, up]).groupby(line_keys, dropna=False)]
-    names = line_labels(pd.DataFrame([points.iloc[0] for points in lines]), line_keys)
-    for points, name, color in zip(lines, names, line_colors(len(lines)), strict=True):
-        label = [name]
-        if across == 'clip_score':
-            label.append('guidance ' + ', '.join(f'{scale:g}' for scale in points['guidance']))
-        [line] = axes.plot(points[across], points[up], marker='o', markersize=4, color=color,
-                           label=wrapped(', '.join(filter(None, label)), PANEL_CHARACTERS))
-        set_tooltips(line, [result_tooltip(point, name, (across, up)) for _, point in points.iterrows()])
-
-    axes.set_title(wrapped(title, PANEL_CHARACTERS), fontsize=9)
-    axes.locator_params(axis='x', nbins=5)  # more ticks may overlap
-    axes.set_xlabel(TITLES[across])
-    axes.set_ylabel(TITLES[up])
-    if across == 'images_seen':
-        axes.xaxis.set_major_formatter(EngFormatter())
-    axes.spines[['top', 'right']].set_visible(False)
-
-
-def result_tooltip(row: pd.Series, name: str, keys: Sequence[str]) -> str:
-    """Return the tooltip of a point: GPUs of the training or the evaluated model, label of the line, figures, date."""
-    source = describe_gpus(row) if 'num_devices' in row else row['model']
-    figures = [f'{TITLES[key]} {rounded(row[key], DECIMALS[key])}' for key in keys]
-    for key in ('guidance', 'dollars'):
-        if key not in keys and pd.notna(row.get(key)):
-            figures.append(f'{TITLES[key]} {rounded(row[key], DECIMALS[key])}')
-    return '\n'.join(filter(None, [source, name, *figures, str(row['record'].get('date', ''))[:10]]))
-
-
-def line_colors(count: int) -> Sequence:
-    """Return `count` colors: the ones in COLORS, or colors of a rainbow if there are not enough."""
-    if count <= len(COLORS):
-        return COLORS[:count]
     from matplotlib import colormaps
-    return colormaps['turbo'](np.linspace(0.05, 0.95, count))
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
+
+    names = [*dict.fromkeys(line.color for line in panel.lines)]
+    colors = COLORS if len(names) <= len(COLORS) else colormaps['turbo'](np.linspace(0.05, 0.95, len(names)))
+    markers = {name: iter(itertools.cycle(MARKERS)) for name in names}
+    is_scaling = panel.across == 'num_devices'
+    for line in panel.lines:
+        color = colors[names.index(line.color)]
+        marker = next(markers[line.color])
+        if is_scaling:
+            first, last = line.points[0], line.points[-1]
+            axes.plot([first.x, last.x], [first.y, first.y * first.x / last.x], '--', color=color, linewidth=0.8)
+
+        # Draw filled points, and draw hollow points over the points that were not measured.
+        hollow = [point for point in line.points if not point.is_measured]
+        face = 'white' if len(hollow) == len(line.points) else color
+        draw_points(axes, line.points, f'{marker}-', color, face, wrapped(line.label, PANEL_CHARACTERS))
+        draw_points(axes, hollow, marker, color, 'white')
+    draw_points(axes, panel.crosses, 'x', 'red', label='a run here failed or was not reliable')
+
+    axes.set_title(wrapped(panel.title, PANEL_CHARACTERS), fontsize=9)
+    axes.set_xlabel(AXES.get(panel.across, COLUMNS[panel.across].heading))
+    axes.set_ylabel(COLUMNS[panel.up].heading)
+    axes.spines[['top', 'right']].set_visible(False)
+    if is_scaling:
+        counts = sorted({point.x for line in panel.lines for point in line.points})
+        axes.set(xscale='log', yscale='log')
+        axes.set_xticks(counts, counts)
+        axes.minorticks_off()
+        least, most = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if most > 10 * least else MaxNLocator(6))
+        axes.yaxis.set_major_formatter('{x:g}')
+        axes.grid(alpha=0.3)
+    else:
+        axes.locator_params(axis='x', nbins=5)  # more ticks may overlap
+        axes.xaxis.set_major_formatter(EngFormatter())
+
+
+def draw_points(axes: Any, points: Sequence[Point], style: str, color: Any, face: Any = None,
+                label: str = '_') -> None:
+    """Draw points with their tooltips. A label that begins with an underscore is not in the legend."""
+    if not points:
+        return
+    [artist] = axes.plot([point.x for point in points], [point.y for point in points], style, color=color,
+                         markerfacecolor=face, linewidth=1.2, label=label)
+    set_tooltips(artist, [point.tooltip for point in points])
 
 
 def wrapped(text: str, characters: int) -> str:

@@ -1,234 +1,232 @@
 """Make the tables of speeds and of scores, with efficiency, days, dollars and predictions for more GPUs."""
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
-import pandas as pd
 from scipy.optimize import nnls
 
 from sdbench.costs import TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
+from sdbench.flags.train import TINY_MODEL
 from sdbench.records.expected import expected_of
-from sdbench.records.figures import RUN_FIGURES
-from sdbench.records.read import (
-    EXTRAPOLATED,
-    LOSS_SETTINGS,
-    MEASURED,
-    RESULT_FIGURES,
-    UNRELIABLE,
-    WITH_FIGURES,
-    joined_notes,
-)
-from sdbench.records.setup import SETTINGS
-from sdbench.report.markdown import describe_settings, differing_settings
+from sdbench.records.metrics import RUN_METRICS
+from sdbench.records.read import EXTRAPOLATED, MEASURED, UNRELIABLE, WITH_SPEED, Row
+from sdbench.records.settings import EVALUATION_SETTINGS, LOSS_SETTINGS, SETTINGS
+from sdbench.report.tables import Table, line_labels, shared_settings
+from sdbench.report.trainings import grouped, median_row
 
-# Empty figures, for a row that is not about a run, such as a prediction or a plan
-NO_RUN_FIGURES = dict.fromkeys((*RUN_FIGURES, *RESULT_FIGURES, 'microbatch'), math.nan)
+setting_of = attrgetter('setting')
 
 
-def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
-    """Return a row for each setting and GPU count, with days and dollars, and sentences below the table.
+def gpu_count(row: Row) -> int:
+    return row.metrics['num_devices']
+
+
+def speed_table(rows: Sequence[Row], settings: Report) -> Table:
+    """Return the table with a row for each setting and GPU count, with days and dollars.
 
     With --compare there is a row for each training. With --learned the trainings with the lowest losses come first.
     """
-    rows = records.assign(setting=setting_numbers(records))
-
-    # A microbatch that was given is already a setting. A microbatch that the search found is shown as a figure.
-    is_found = rows['device_train_microbatch_size'] == ''
-    rows['microbatch'] = rows['microbatch'].where(is_found)
-
+    number_settings(rows)
+    keys = [*SETTINGS, 'num_nodes']
     sentences = []
     if settings.compare:
-        rows = rows[rows['stage'] == 'train'].reset_index(drop=True)
-        rows['run'] = [str(number) for number in range(1, len(rows) + 1)]
-        rows['speed_over_first'] = ratio_to_first(rows, 'images_per_sec', ['model_name', 'image_size'])
+        rows = [row for row in rows if row.stage == 'train']
+        if not rows:
+            raise UserError('--compare needs records of a training, and there are none')
+        for number, row in enumerate(rows, start=1):
+            row.settings['run'] = str(number)
+        keys = ['run', *keys, 'date', 'git_commit']
     else:
+        order = {setting: number for number, setting in enumerate(dict.fromkeys(map(setting_of, rows)))}
         rows = merge_repeated_runs(rows)
         if settings.extrapolate:
             predicted, sentences = predict_speeds(rows, settings.extrapolate)
-            rows = pd.concat([rows, predicted])
-        rows = rows.sort_values(['setting', 'num_devices'], kind='stable', ignore_index=True)
-
-    rows = add_forecasts(rows)
-    rows, sentences_on_days = add_days_and_costs(rows, settings)
-    sentences += sentences_on_days
+            rows += predicted
+        rows.sort(key=lambda row: (order[row.setting], gpu_count(row)))
+    sentences += add_metrics(rows, settings)
     if settings.learned:
-        rows = rows.sort_values([*LOSS_SETTINGS, 'eval_loss'], kind='stable', ignore_index=True)
-        if rows['eval_batch'].nunique() > 1:
+        rows.sort(key=lambda row: ([str(row.settings[key] or '') for key in LOSS_SETTINGS],
+                                   row.metrics.get('eval_loss', math.inf)))
+        if len({row.metrics['eval_batch'] for row in rows if 'eval_batch' in row.metrics}) > 1:
             sentences.append('The losses were evaluated after different batches (see "eval batch"). The figure of '
                              '--learned shows all losses over the images seen.')
-    return rows, sentences
+    return Table('Speeds, days and dollars', rows, keys, shared_settings(rows, keys) + sentences)
 
 
-def add_forecasts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with the forecast for their own flags, and its error if the speed of the row was measured."""
-    expected = [expected_of(row['record'] | {'num_devices': row['num_devices']}).images_per_sec
-                for _, row in rows.iterrows()]
-    rows = rows.assign(forecast_images_per_sec=expected)
-    is_measured = rows['status'].isin([MEASURED, UNRELIABLE])
-    error = rows['forecast_images_per_sec'] / rows['images_per_sec'] - 1
-    return rows.assign(forecast_error=error.where(is_measured))
+def number_settings(rows: Sequence[Row]) -> None:
+    """Set `setting` of each row to its settings.
 
-
-def setting_numbers(rows: pd.DataFrame) -> pd.Series:
-    """Return a number for each row, which rows with the same settings share.
-
-    A run on one machine uses no network. If the runs with the same other settings use a single network, the run gets
-    their number, because the efficiency on several machines is relative to one machine.
+    A run on one machine uses no network. If the runs with the same other settings use a single network, the run counts
+    to that network, because the efficiency on several machines is relative to one machine.
     """
-    network = rows['network'].replace('', None)
-    others = rows[SETTINGS].drop(columns='network')
-    networks = network.groupby([others[key] for key in others], sort=False)
-    only_network = networks.transform('first').where(networks.transform('nunique') == 1)
-    return others.assign(network=network.fillna(only_network).fillna('')).groupby(SETTINGS, sort=False).ngroup()
+    for runs in grouped(rows, lambda row: tuple(row.settings[key] for key in SETTINGS if key != 'network')):
+        networks = {row.settings['network'] for row in runs} - {None}
+        only = networks.pop() if len(networks) == 1 else None
+        for row in runs:
+            settings = row.settings | {'network': row.settings['network'] or only}
+            row.setting = tuple(settings[key] for key in SETTINGS)
 
 
-def add_days_and_costs(rows: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
-    """Return the rows with efficiency, days, GPU-hours and dollars, and sentences that explain the days."""
-    # Efficiency is shown only for settings that were measured on several GPU counts.
-    sentences = []
-    rows['images_per_sec_per_device'] = rows['images_per_sec'] / rows['num_devices']
-    if not settings.compare:
-        is_scaled = rows.groupby('setting')['num_devices'].transform('nunique') > 1
-        rows['scaling_efficiency'] = ratio_to_first(rows, 'images_per_sec_per_device', ['setting']).where(is_scaled)
-
-    # Encoding and loading have no days, because they train nothing. Nobody trains the tiny model for real.
-    has_days = (rows['stage'] == 'train') & rows['status'].isin(WITH_FIGURES)
-    if settings.training_images is None and (rows['model_name'] == 'tiny').any():
-        has_days &= rows['model_name'] != 'tiny'
-        sentences.append('The tiny model is for trying things out, so it has no days and no cost; --training_images '
-                         'adds them.')
-    images = settings.training_images or TRAINING_IMAGES
-    days = days_to_train(rows['images_per_sec'], images).where(has_days)
-    if days.notna().any():
-        sentences.append(f'Days: for training on {images:,} images (--training_images).')
-
-    # Prices come from --dollars_per_gpu_hour, or else from the record. A CPU has no GPU-hours.
-    given = settings.dollars_per_gpu_hour
-    prices = [price_of(device, given or own) for device, own in zip(rows['device'], rows['prices'], strict=True)]
-    gpu_hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
-    rows = rows.assign(days=days, total_gpu_hours=gpu_hours, price=prices, cost_usd=gpu_hours * prices)
-    return rows, sentences
-
-
-def merge_repeated_runs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Merge measured runs of the same setting, GPU count and number of machines into one row with their median figures.
+def merge_repeated_runs(rows: Sequence[Row]) -> list[Row]:
+    """Return measured runs of the same setting, GPU count and number of machines as one row with their median metrics.
 
     A training with a loss on --eval_remote keeps its own row, and so does each row that was not measured.
     """
-    is_measured = rows['status'] == MEASURED
-    evaluated_training = rows['training'].where(rows['eval_loss'].notna(), -1)
     merged = []
-    for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes', evaluated_training]):
-        runs = runs.sort_values(['trained_batches', 'date', 'identity'], na_position='first')
-        longest = runs.iloc[[-1]]  # the row whose settings and training result are shown
-        row = longest.assign(**{key: runs[key].median() for key in RUN_FIGURES})
-        if len(runs) > 1:
-            speeds = runs['images_per_sec']
-            median = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
-            row['notes'] = joined_notes(median, *runs['notes'])
-        if runs['microbatch'].nunique() > 1:  # the search did not always find the same one
-            row['microbatch'] = math.nan
-            row['record'] = [longest['record'].iloc[0] | {'device_train_microbatch_size': None}]
-        merged.append(row)
-    return pd.concat([*merged, rows[~is_measured]])
+    measured = [row for row in rows if row.status == MEASURED]
+    for runs in grouped(measured, lambda row: (row.setting, gpu_count(row), row.settings['num_nodes'],
+                                               row.training if 'eval_loss' in row.metrics else None)):
+        # The longest training is the one whose result is shown.
+        runs.sort(key=lambda row: (row.metrics.get('trained_batches', 0), row.date, row.identity))
+        merged.append(median_row(runs))
+    return merged + [row for row in rows if row.status != MEASURED]
 
 
-def ratio_to_first(rows: pd.DataFrame, key: str, group: list[str]) -> pd.Series:
-    """Return a figure divided by the figure of the first measured row in the same group."""
-    groups = [rows[name] for name in group]
-    measured = rows[key].where(rows['status'] == MEASURED).groupby(groups).transform('first')
-    return rows[key].where(rows['status'].isin(WITH_FIGURES)) / measured
+def add_metrics(rows: Sequence[Row], settings: Report) -> list[str]:
+    """Add forecast, ratios, days, GPU-hours and dollars to the metrics of rows. Returns a sentence about the days."""
+    images = settings.training_images or TRAINING_IMAGES
+    for row in rows:
+        speed = row.metrics.get('images_per_sec')
+        expected = expected_of(row.record | {'num_devices': gpu_count(row)}).images_per_sec
+        if not math.isnan(expected):
+            row.metrics['forecast_images_per_sec'] = expected
+            if row.status in (MEASURED, UNRELIABLE):
+                row.metrics['forecast_error'] = expected / speed - 1
+        if speed is None:
+            continue
+        row.metrics['images_per_sec_per_device'] = speed / gpu_count(row)
+
+        # Encoding and loading have no days, because they train nothing. Nobody trains the tiny model for real.
+        is_tiny = row.settings['model_name'] == TINY_MODEL
+        if row.stage == 'train' and row.status in WITH_SPEED and (settings.training_images or not is_tiny):
+            row.metrics['days'] = days = days_to_train(speed, images)
+            if not row.on_cpu:
+                row.metrics['total_gpu_hours'] = days * 24 * gpu_count(row)
+                add_cost(row, settings.dollars_per_gpu_hour or row.prices)
+
+    # Efficiency is shown only for settings that were measured on several GPU counts.
+    if settings.compare:
+        add_ratio_to_first(rows, lambda row: (row.settings['model_name'], row.settings['image_size']),
+                           'images_per_sec', 'speed_over_first')
+    else:
+        scaled = [row for runs in grouped(rows, setting_of) if len({*map(gpu_count, runs)}) > 1 for row in runs]
+        add_ratio_to_first(scaled, setting_of, 'images_per_sec_per_device', 'scaling_efficiency')
+
+    if any('days' in row.metrics for row in rows):
+        return [f'Days: for training on {images:,} images (--training_images).']
+    return []
 
 
-def one_row_per_gpu_count(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """Return one row for each GPU count and value of `keys`, with the fewest GPUs first.
+def add_cost(row: Row, prices: Prices) -> None:
+    """Add the dollars of a row's GPU-hours at some prices, unless there is none for its GPU."""
+    price = price_of(row.device, prices)
+    if not math.isnan(price):
+        row.metrics['cost_usd'] = row.metrics['total_gpu_hours'] * price
 
-    If a GPU count has rows on several numbers of machines, the fewest machines are used. The row is the first of these
-    rows, with their median images/s.
+
+def add_ratio_to_first(rows: Sequence[Row], group: Callable[[Row], tuple], key: str, ratio: str) -> None:
+    """Add a metric divided by the metric of the first measured row in the same group."""
+    for runs in grouped(rows, group):
+        measured = [row.metrics[key] for row in runs if row.status == MEASURED]
+        for row in runs:
+            if measured and row.status in WITH_SPEED:
+                row.metrics[ratio] = row.metrics[key] / measured[0]
+
+
+def one_row_per_gpu_count(runs: Sequence[Row]) -> list[Row]:
+    """Return one row for each GPU count, the fewest GPUs first.
+
+    A measured row comes before an extrapolated one. If a GPU count was measured on several numbers of machines, the
+    row has the median of the runs on the fewest machines.
     """
-    rows = rows.assign(nodes=pd.to_numeric(rows['num_nodes'])).sort_values(['num_devices', 'nodes'], kind='stable')
-    speeds = rows.groupby([*keys, 'status', 'num_devices', 'num_nodes'])['images_per_sec'].transform('median')
-    return rows.assign(images_per_sec=speeds).drop_duplicates([*keys, 'num_devices'])
+    found = []
+    for same in grouped(sorted(runs, key=gpu_count), gpu_count):
+        best = grouped(sorted(same, key=preference), preference)[0]
+        found.append(median_row(best))
+    return found
 
 
-def predict_speeds(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame, list[str]]:
-    """Extrapolate each setting to each GPU count in `counts`, at its measured batch size.
+def preference(row: Row) -> tuple:
+    return row.status != MEASURED, row.settings['num_nodes'] or 0
 
-    A setting needs measurements on three GPU counts. If a GPU count was measured on several numbers of machines, the
-    runs on the fewest machines are used. Returns the rows, and sentences about the fits. Raises UserError if no setting
-    allows a prediction.
+
+def predict_speeds(rows: Sequence[Row], counts: Sequence[int]) -> tuple[list[Row], list[str]]:
+    """Return rows with predicted speeds on some GPU counts, and sentences about the fits.
+
+    Each setting that was measured on at least three GPU counts is fitted by itself.
     """
-    trained = rows[(rows['status'] == MEASURED) & (rows['stage'] == 'train')]
-    trained = one_row_per_gpu_count(trained, ['setting'])
-    differing = differing_settings(rows[rows['stage'] == 'train'], SETTINGS)
-    counts = sorted(set(counts))
+    trained = [row for row in rows if row.stage == 'train' and row.status == MEASURED]
+    settings = grouped(trained, setting_of)
+    names = line_labels([runs[0] for runs in settings], SETTINGS)
     predicted = []
     sentences = []
     too_few = []  # descriptions of settings with fewer GPU counts than the fit needs
-    for _, runs in trained.groupby('setting'):
-        setting = describe_settings(runs.iloc[0], differing)
+    for runs, name in zip(settings, names, strict=True):
+        runs = one_row_per_gpu_count(runs)
         if len(runs) < 3:
-            too_few.append(setting)
+            too_few.append(name)
             continue
-
         # A batch cannot be divided among more GPUs than it has images. A record may not state its batch size.
-        batch_size = runs['batch_size'].iloc[0]
-        possible = [count for count in counts if not batch_size or count <= int(batch_size)]
-        if len(possible) < len(counts):
-            excluded = ' and '.join(str(count) for count in counts if count not in possible)
-            sentences.append(f'{setting or "Extrapolated"}: not extrapolated to {excluded} GPUs, because a batch has '
-                             f'only {plural(int(batch_size), "image")}.')
-        fitted, sentence = fit_and_predict(runs, possible)
+        batch_size = runs[0].settings['batch_size'] or math.inf
+        fitted, sentence = fit_and_predict(runs, sorted(count for count in {*counts} if count <= batch_size))
         predicted += fitted
-        sentences.append(f'{setting or "Extrapolated"}: {sentence}')
+        if batch_size < max(counts):
+            sentence += f' Not extrapolated to more GPUs than a batch has images ({batch_size:,}).'
+        sentences.append(f'{name or "Extrapolated"}: {sentence}')
     if too_few:
         sentences.append(f'Not extrapolated, because the fit needs three GPU counts: {"; ".join(too_few)}.')
     if not predicted:
         raise UserError(f'--extrapolate {max(counts)} needs complete and reliable measurements of one setting on three '
                         'GPU counts, and a batch_size (if stated) of at least as many images as GPUs')
-    return pd.DataFrame(predicted), sentences
+    return predicted, sentences
 
 
-def fit_and_predict(runs: pd.DataFrame, counts: Sequence[int]) -> tuple[list[dict], str]:
+def fit_and_predict(runs: Sequence[Row], counts: Sequence[int]) -> tuple[list[Row], str]:
     """Fit step_seconds(n) = a / n + b to the runs of one setting on n GPUs.
 
     Without a stated batch size, the seconds are per image instead of per batch. Returns a row for each GPU count in
     `counts`, and a sentence about the fit.
     """
-    first = runs.iloc[0]
-    batch = int(first['batch_size'] or 1)  # images in a step
-    microbatch = int(first['device_train_microbatch_size'] or 0)
+    first = runs[0]
+    batch = first.settings['batch_size'] or 1  # images in a step
+    microbatch = first.settings['device_train_microbatch_size'] or 0
 
     # Minimize relative errors with a, b >= 0, because in absolute errors the long steps on few GPUs would dominate.
-    seconds = (batch / runs['images_per_sec']).to_numpy()
-    terms = np.stack([1 / runs['num_devices'].to_numpy(), np.ones(len(runs))], axis=1)  # (runs, 2)
+    fitted = np.array([gpu_count(row) for row in runs])
+    speeds = np.array([row.metrics['images_per_sec'] for row in runs])
+    seconds = batch / speeds
+    terms = np.stack([1 / fitted, np.ones(len(runs))], axis=1)  # (runs, 2)
     (a, b), _ = nnls(terms / seconds[:, None], np.ones(len(runs)))
 
     rows = []
     for count in counts:
         note = 'extrapolated'
-        if first['batch_size'] and batch / count < microbatch:
+        if batch > 1 and batch / count < microbatch:
             note += f'; {batch / count:.3g} images per GPU, a smaller microbatch'
-        rows.append(first.to_dict() | NO_RUN_FIGURES | {
-            'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
-            'status': EXTRAPOLATED, 'notes': note,
-            'record': first['record'] | dict.fromkeys(RUN_FIGURES) | {'num_devices': count, 'extrapolated': True}})
+        record = {key: value for key, value in first.record.items() if key not in RUN_METRICS}
+        rows.append(replace(
+            first, record=record | {'num_devices': count, 'extrapolated': True}, status=EXTRAPOLATED, notes=note,
+            settings=first.settings | {'num_nodes': None},
+            metrics={'num_devices': count, 'images_per_sec': float(batch / (a / count + b))}))
 
     # Say how far the fit is from the measurements.
-    residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
-    worst = residuals.abs().argmax()
-    unit = f'a batch of {plural(batch, "image")}' if first['batch_size'] else 'each image'
-    counts_fitted = ', '.join(map(str, runs['num_devices']))
-    return rows, (f'step_seconds(n) = {a:.5g} / n + {b:.5g} for {unit}, fitted on {counts_fitted} GPUs; worst residual '
-                  f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
+    residuals = batch / (a / fitted + b) / speeds - 1
+    worst = abs(residuals).argmax()
+    unit = f'a batch of {plural(batch, "image")}' if first.settings['batch_size'] else 'each image'
+    return rows, (f'step_seconds(n) = {a:.5g} / n + {b:.5g} for {unit}, fitted on {", ".join(map(str, fitted))} GPUs; '
+                  f'worst residual {residuals[worst]:+.1%} of the images/s, on {fitted[worst]} GPUs.')
 
 
-def score_table(evaluations: pd.DataFrame, prices: Prices) -> pd.DataFrame:
-    """Return a row for each guidance scale of each evaluation, sorted by checkpoint, with the cost of the training."""
-    rows = evaluations.sort_values(['model', 'trained_batches', 'guidance', 'identity'], ignore_index=True)
-    rows = rows.assign(price=[price_of(device, prices) for device in rows['device']])
-    if not prices:  # use the dollars in the record of the training, if it has any
-        rows['price'] = (rows['dollars'] / rows['total_gpu_hours']).fillna(rows['price'])
-    return rows.assign(cost_usd=rows['total_gpu_hours'] * rows['price'])
+def score_table(rows: Sequence[Row], prices: Prices) -> Table:
+    """Return the table of scores, sorted by checkpoint, with the cost of the training up to it."""
+    for row in rows:
+        if 'total_gpu_hours' in row.metrics and (prices or 'cost_usd' not in row.metrics):
+            row.metrics.pop('cost_usd', None)
+            add_cost(row, prices)
+    rows = sorted(rows, key=lambda row: (str(row.settings['model']), row.metrics.get('trained_batches', 0),
+                                         row.metrics['guidance'], row.identity))
+    return Table('Scores', rows, EVALUATION_SETTINGS, shared_settings(rows, EVALUATION_SETTINGS))

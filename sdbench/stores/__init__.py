@@ -7,21 +7,19 @@
                          at exactly that host, which may belong to another cloud (blob.core.chinacloudapi.cn);
                          with AZURE_ACCOUNT_ACCESS_KEY, or Azure's default credentials
 
-Each kind of store is a class with the methods of `Store` (addresses.py): s3.py, google.py and azure.py. From any other
-store Streaming's clients can download. Every error of a client becomes one line (answers.py). Keys are passed to the
-clients as they are and never parsed as URLs, because a key may contain # or ?. A `label`, such as
-`--remote s3://bucket/mds`, begins each error message.
+Each kind of store is a class with the methods `download`, `upload` and `files`: s3.py, google.py and azure.py. From any
+other store Streaming's clients can download. Keys are passed to the clients as they are and never parsed as URLs,
+because a key may contain # or ?. A `label`, such as `--remote s3://bucket/mds`, begins each error message.
 """
 import contextlib
-import functools
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from sdbench.errors import UserError, one_line
-from sdbench.stores.addresses import PATIENT, QUICK, SUPPORTED, Retry, Store, StoredFile, parse_address
-from sdbench.stores.answers import store_error
+from sdbench.errors import one_line
+from sdbench.stores.addresses import PATIENT, QUICK, SUPPORTED, Retry, StoredFile, parse_address
 
 # Environment variables that configure the clients and that are not secret. Ray passes them to other machines.
 SETTINGS = ('S3_ENDPOINT_URL', 'S3_CANNED_ACL', 'AWS_ENDPOINT_URL', 'AWS_ENDPOINT_URL_S3', 'AWS_REGION',
@@ -30,34 +28,51 @@ SETTINGS = ('S3_ENDPOINT_URL', 'S3_CANNED_ACL', 'AWS_ENDPOINT_URL', 'AWS_ENDPOIN
             'GOOGLE_CLOUD_PROJECT', 'GS_USER_PROJECT')
 
 
-def open_store(address: str, label: str, retry: Retry = QUICK) -> Store:
-    """Return the client for the address of a file or a folder: an S3Store, a GoogleStore or an AzureStore.
+@contextlib.contextmanager
+def opened(address: str, label: str, retry: Retry = QUICK) -> Iterator[Any]:
+    """Yield the client for the address of a file or a folder: an S3Store, a GoogleStore or an AzureStore.
 
-    Raises UserError if the address is malformed, or if the credentials or settings are invalid.
+    Raises UserError if the address is not supported. Any error of a client becomes a FileNotFoundError if there is no
+    such file, and otherwise an OSError of one line that begins with `label`.
     """
     place = parse_address(address, label)
-    try:
+    has_google_keys = {'GCS_KEY', 'GCS_SECRET'} <= os.environ.keys() and 'GS_USER_PROJECT' not in os.environ
+    with client_errors(label):
         if place.scheme == 'azure':
             from sdbench.stores.azure import AzureStore
-            return AzureStore(place, retry)
-        has_google_keys = {'GCS_KEY', 'GCS_SECRET'} <= os.environ.keys() and 'GS_USER_PROJECT' not in os.environ
-        if place.scheme == 'gs' and not has_google_keys:
+            yield AzureStore(place, retry)
+        elif place.scheme == 'gs' and not has_google_keys:
             from sdbench.stores.google import GoogleStore
-            return GoogleStore(place, retry)
-        from sdbench.stores.s3 import S3Store
-        return S3Store(place, retry)
-    except Exception as error:  # each kind of credentials has its own exceptions
-        raise UserError(f'{label}: no client can be made with these credentials and settings ({type(error).__name__}: '
-                        f'{one_line(error, 300)}); check the credentials, and S3_ENDPOINT_URL if it is set') from None
+            yield GoogleStore(place, retry)
+        else:
+            from sdbench.stores.s3 import S3Store
+            yield S3Store(place, retry)
 
 
 @contextlib.contextmanager
 def client_errors(label: str) -> Iterator[None]:
-    """Turn any error of a storage client into an OSError of one line that begins with `label`."""
+    """Turn any error of a client into one line with the server's own message, but without URLs, which may hold keys."""
     try:
         yield
     except Exception as error:  # each client has its own exceptions
-        raise store_error(error, label) from None
+        if isinstance(error, OSError) and error.filename:  # a file of this machine
+            raise
+        # Find the status and the text of the server's answer, if it has answered.
+        status = None
+        text = f'{type(error).__name__}: {error}'
+        if isinstance(getattr(error, 'response', None), dict):  # boto3
+            status = error.response['ResponseMetadata']['HTTPStatusCode']
+            text = '{Code} {Message}'.format_map({'Code': '', 'Message': '', **error.response['Error']})
+        for name in ('status_code', 'code'):  # Azure's client, and Google's
+            if isinstance(getattr(error, name, None), int):
+                status = int(getattr(error, name))
+                text = str(error)
+        message = one_line(Exception(f'{status or ""} {re.sub(r"https?://[^ ]*", "", text)}'), 300)
+
+        if status == 404 and not re.search('NoSuchBucket|ContainerNotFound', message):
+            raise FileNotFoundError(f'{label}: there is no such file ({message})') from None
+        raise OSError(f'{label} cannot be read or written ({message}); check the address, the credentials, '
+                      'S3_ENDPOINT_URL and the network') from None
 
 
 def download(address: str, path: str, label: str, retry: Retry = QUICK, in_threads: bool = True) -> None:
@@ -66,46 +81,22 @@ def download(address: str, path: str, label: str, retry: Retry = QUICK, in_threa
     If the store speaks S3 and `in_threads` is True, parts of a large file are downloaded concurrently. Streaming's
     clients use their own number of tries.
 
-    Raises FileNotFoundError if there is no such file, OSError if it cannot be read, and UserError if the address or
-    the settings are wrong.
+    Raises FileNotFoundError if there is no such file, OSError if it cannot be read, and UserError if the address is
+    wrong.
     """
-    if not address.startswith(SUPPORTED):
-        bucket = '/'.join(address.split('/')[:3])
-        with client_errors(label):
-            streaming_downloader(bucket, os.getpid()).download(address, path, retry.timeout)
+    if address.startswith(SUPPORTED):
+        with opened(address, label, retry) as store:
+            store.download(path, in_threads)
         return
-    store = open_store(address, label, retry)
-    with client_errors(label):
-        store.download(path, in_threads)
-
-
-@functools.cache
-def streaming_downloader(bucket: str, process: int) -> Any:
-    """Return Streaming's client for a bucket, or for files of this machine, once per process."""
     from streaming.base.storage import CloudDownloader
-    return CloudDownloader.get(bucket)
+    with client_errors(label):
+        CloudDownloader.get(address).download(address, path, retry.timeout)
 
 
-def upload(path: str, address: str, label: str, retry: Retry = PATIENT) -> None:
-    """Upload a file of this machine. Raises OSError or UserError as `download` does."""
-    with open(path, 'rb') as file:
-        write(file, address, label, retry)
-
-
-def write(file: BinaryIO, address: str, label: str, retry: Retry = QUICK) -> None:
+def upload(file: BinaryIO, address: str, label: str, retry: Retry = PATIENT) -> None:
     """Write the content of an open file to an address. Raises OSError or UserError as `download` does."""
-    store = open_store(address, label, retry)
-    with client_errors(label):
+    with opened(address, label, retry) as store:
         store.upload(file)
-
-
-def addresses_in(folder: str, label: str) -> list[str]:
-    """Return the addresses of the files directly in a folder. Raises OSError or UserError as `download` does."""
-    key = parse_address(folder, label).key
-    prefix = f'{key}/' if key else ''
-    with client_errors(label):
-        names = [file.key.removeprefix(prefix) for file in open_store(folder, label).files(prefix)]
-    return [f'{folder.rstrip("/")}/{name}' for name in names if name and '/' not in name]
 
 
 def files_below(address: str, label: str, retry: Retry = QUICK) -> list[StoredFile]:
@@ -114,12 +105,16 @@ def files_below(address: str, label: str, retry: Retry = QUICK) -> list[StoredFi
     Raises OSError or UserError as `download` does.
     """
     key = parse_address(address, label).key
-    store = open_store(address, label, retry)
-    with client_errors(label):
-        if not key:
-            return list(store.files(''))
-        below = list(store.files(f'{key}/'))
-        if below:
+    with opened(address, label, retry) as store:
+        below = list(store.files(f'{key}/' if key else ''))
+        if below or not key:
             return below
         # A listing is sorted, so the file with exactly this key would be its first entry.
         return [file for file in itertools.islice(store.files(key), 1) if file.key == key]
+
+
+def addresses_in(folder: str, label: str) -> list[str]:
+    """Return the addresses of the files directly in a folder. Raises OSError or UserError as `download` does."""
+    key = parse_address(folder, label).key
+    names = [file.key.removeprefix(key).removeprefix('/') for file in files_below(folder, label)]
+    return [f'{folder.rstrip("/")}/{name}' for name in names if name and '/' not in name]

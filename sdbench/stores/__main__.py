@@ -6,4 +6,5 @@ from sdbench.stores import upload
 
 if __name__ == '__main__':
     _, path, address = sys.argv
-    upload(path, address, os.path.basename(path))
+    with open(path, 'rb') as file:
+        upload(file, address, os.path.basename(path))

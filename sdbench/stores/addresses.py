@@ -1,13 +1,10 @@
-"""Addresses in object stores, and the interface that each kind of store implements."""
+"""Addresses in object stores, and what the classes of all kinds of stores share."""
 import os
-import re
-from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import NamedTuple
 
 from sdbench.errors import UserError
 
 SUPPORTED = ('s3://', 'gs://', 'azure://')
-AZURE_HOST = 'blob.core.windows.net'  # the public cloud
 
 
 class Address(NamedTuple):
@@ -22,7 +19,7 @@ class Retry(NamedTuple):
     """How often a request is tried if its error may be temporary.
 
     Attributes:
-        tries: attempts per request. boto3 waits up to 1, 2, 4, 8, 16, then 20 seconds in between.
+        tries: attempts per request, with pauses in between that get longer.
         timeout: seconds without a byte after which a request is tried again.
     """
     tries: int
@@ -31,6 +28,7 @@ class Retry(NamedTuple):
 
 QUICK = Retry(tries=4, timeout=20)  # for the start of a command, when a wrong address or name must show soon
 PATIENT = Retry(tries=20, timeout=60)  # for work that has begun, which survives an outage of a few minutes
+CONNECT_SECONDS = 20  # after which a server that does not answer is tried again
 
 
 class StoredFile(NamedTuple):
@@ -41,10 +39,7 @@ class StoredFile(NamedTuple):
 
 
 def parse_address(address: str, label: str) -> Address:
-    """Return the parts of an address such as s3://BUCKET/KEY.
-
-    Raises UserError, which begins with `label`, if the scheme is not supported, or the bucket is missing or malformed.
-    """
+    """Return the parts of an address such as s3://BUCKET/KEY. Raises UserError if the scheme is not supported."""
     if not address.startswith(SUPPORTED):
         raise UserError(f'{label}: only the stores s3://, gs:// and azure:// can be used; use an S3-compatible address '
                         'with S3_ENDPOINT_URL')
@@ -55,26 +50,6 @@ def parse_address(address: str, label: str) -> Address:
         # The account comes first. An account without a host is in the public cloud.
         host = bucket
         if '.' not in host:
-            host = f'{os.environ.get("AZURE_ACCOUNT_NAME", host)}.{AZURE_HOST}'
+            host = f'{os.environ.get("AZURE_ACCOUNT_NAME", host)}.blob.core.windows.net'
         bucket, _, key = key.lstrip('/').partition('/')
-    if not bucket:
-        raise UserError(f'{label} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
-                        f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
-    for name in filter(None, (host, bucket)):
-        if not re.fullmatch(r'[A-Za-z0-9$][\w.-]*', name, re.ASCII):
-            raise UserError(f'{label}: {name} cannot be the name of a bucket or an account; use letters, digits, '
-                            'dots, - and _')
     return Address(scheme, host, bucket, key.strip('/'))
-
-
-class Store(Protocol):
-    """One address in an object store, and the client that reaches it."""
-
-    def download(self, path: str, in_threads: bool) -> None:
-        """Download the file at the address to `path`."""
-
-    def upload(self, file: BinaryIO) -> None:
-        """Write the content of an open file to the address."""
-
-    def files(self, prefix: str) -> Iterator[StoredFile]:
-        """Yield the files in the bucket whose keys begin with `prefix`, sorted by key."""

@@ -4,11 +4,11 @@ import os
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from sdbench.stores.addresses import Address, Retry, StoredFile
+from sdbench.stores.addresses import CONNECT_SECONDS, Address, Retry, StoredFile
 
 
 class AzureStore:
-    """An address in Azure's store; `Store` in addresses.py describes its methods."""
+    """An address in Azure's store."""
 
     def __init__(self, place: Address, retry: Retry):
         self.key = place.key
@@ -35,5 +35,5 @@ def azure_service(host: str, retry: Retry, process: int) -> Any:
     # attempts for each kind of error separately.
     kinds = ('retry_total', 'retry_connect', 'retry_read', 'retry_status')
     policy = LinearRetry(backoff=retry.tries / 2, random_jitter_range=0, **dict.fromkeys(kinds, retry.tries - 1))
-    return BlobServiceClient(f'https://{host}', AzureDownloader().credential, connection_timeout=20,
+    return BlobServiceClient(f'https://{host}', AzureDownloader().credential, connection_timeout=CONNECT_SECONDS,
                              read_timeout=retry.timeout, retry_policy=policy)

@@ -4,11 +4,11 @@ import os
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from sdbench.stores.addresses import Address, Retry, StoredFile
+from sdbench.stores.addresses import CONNECT_SECONDS, Address, Retry, StoredFile
 
 
 class GoogleStore:
-    """An address in Google's store; `Store` in addresses.py describes its methods."""
+    """An address in Google's store."""
 
     def __init__(self, place: Address, retry: Retry):
         from google.cloud.storage.retry import DEFAULT_RETRY
@@ -17,7 +17,7 @@ class GoogleStore:
         self.bucket = google_client(os.getpid()).bucket(place.bucket, os.environ.get('GS_USER_PROJECT'))
         # Google's client limits the seconds of all attempts, not their number. Allow as many as azure.py's pauses take.
         policy = DEFAULT_RETRY.with_timeout(retry.tries * (retry.tries - 1) / 2)
-        self.options = {'retry': policy, 'timeout': (20, retry.timeout)}  # seconds to connect, and without a byte
+        self.options = {'retry': policy, 'timeout': (CONNECT_SECONDS, retry.timeout)}
 
     def download(self, path: str, in_threads: bool) -> None:
         with open(path, 'wb') as file:

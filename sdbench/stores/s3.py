@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from sdbench.stores.addresses import Address, Retry, StoredFile
+from sdbench.stores.addresses import CONNECT_SECONDS, Address, Retry, StoredFile
 
 GOOGLE_S3 = 'https://storage.googleapis.com'  # where Google speaks S3
 SINGLE_UPLOAD = 64 << 20  # bytes, enough for a shard: some stores do not support uploads in several parts
@@ -13,7 +13,7 @@ CONNECTIONS = 64  # connections that a client keeps open, because a command may 
 
 
 class S3Store:
-    """An address in a store that speaks S3; `Store` in addresses.py describes its methods."""
+    """An address in a store that speaks S3."""
 
     def __init__(self, place: Address, retry: Retry):
         self.place = place
@@ -30,7 +30,7 @@ class S3Store:
             self.request_payer = {'RequestPayer': 'requester'}
 
     def download(self, path: str, in_threads: bool) -> None:
-        """Download the file to `path`, in parallel parts if `in_threads`. Raises the store's error with its message."""
+        """Download the file to `path`, in parallel parts if `in_threads`."""
         from boto3.s3.transfer import TransferConfig
         from botocore.exceptions import ClientError
         bucket, key = self.place.bucket, self.place.key
@@ -78,7 +78,7 @@ def make_client(endpoint: str | None, keys: tuple[str, str] | None, retry: Retry
     checksums = {}
     for name in ('request_checksum_calculation', 'response_checksum_validation'):
         checksums[name] = os.environ.get(f'AWS_{name.upper()}', 'when_required')
-    config = Config(signature_version=signature, read_timeout=retry.timeout, connect_timeout=20,
+    config = Config(signature_version=signature, read_timeout=retry.timeout, connect_timeout=CONNECT_SECONDS,
                     retries={'mode': 'standard', 'total_max_attempts': retry.tries}, max_pool_connections=CONNECTIONS,
                     **checksums)
     client = session.client('s3', endpoint_url=endpoint, config=config)

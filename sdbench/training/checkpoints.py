@@ -1,6 +1,7 @@
 """Save checkpoints in Composer's format, find the newest one, and load it without running code from the file."""
 import contextlib
 import datetime
+import io
 import os
 import pickle
 import re
@@ -8,15 +9,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from composer import Callback
 from composer.core import State
 from composer.loggers import Logger
 from composer.utils import dist
@@ -27,13 +26,13 @@ from tqdm import tqdm
 
 from sdbench.errors import DataError, UserError, disk_is_full, one_line
 from sdbench.files import atomic_write, locked
-from sdbench.flags.times import is_due
 from sdbench.models.names import use_installed_names
 from sdbench.paths import is_url
-from sdbench.stores import QUICK, addresses_in, download, upload
-from sdbench.training.compatibility import Mismatch
-from sdbench.training.frozen import add_missing_networks
+from sdbench.stores import addresses_in, download, upload
+from sdbench.stores.addresses import QUICK
+from sdbench.training.compatibility import Mismatch, add_missing_networks
 from sdbench.training.ranks import on_every_rank, on_rank_0
+from sdbench.training.resuming import kept_in, require_same_flags
 
 LATEST = 'latest-rank0.pt'
 FILE_NAME = 'ep{epoch}-ba{batch}-rank0.pt'  # as Composer calls it
@@ -41,10 +40,9 @@ FILE_NAME_PATTERN = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # of the who
 UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.([0-9a-f]+\.)?unfinished')  # files of a killed `atomic_write`
 # Other files in a --save_folder:
 LOCK_FILE = '.lock'
-RUN_NAME = 'run-name.txt'  # the name of the training, for people; no program reads it
 WRITE_TEST = '.credentials_validated_successfully'  # in a store, to test write access; Composer uses the same name
-RECORD = 'record.json'  # the record of the training, written when the training has ended
-RENAMED = {'Safeguard': 'SameRun'}  # callbacks whose class had another name in earlier versions
+RUN_NAME = 'run-name.txt'  # the name of the training, for people; no program reads it
+RECORD = 'record-ba{batch}.json'  # the record of the training, written when it is complete after that many batches
 SECONDS_FOR_LOCK = 10  # to wait for another run that is about to end
 PLAIN_TYPES = [  # what Composer's checkpoints hold besides tensors and Python's built-in types
     datetime.timedelta, TorchVersion,
@@ -63,33 +61,27 @@ def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
     Raises UserError on all ranks if another run holds the lock, or if the folder has files that this run does not
     resume from.
     """
+    def lock() -> None:
+        refuse_other_files(folder, autoresume)
+        if is_url(folder):
+            return
+        at_the_end.enter_context(locked(Path(folder, LOCK_FILE), f'--save_folder {folder}', SECONDS_FOR_LOCK))
+        refuse_other_files(folder, autoresume)  # again, because the run that held the lock before may have saved
+
+        # Remove the unfinished checkpoints of runs that were killed. Because of the lock no process writes here now.
+        for name in os.listdir(folder):
+            if UNFINISHED.fullmatch(name):
+                os.remove(os.path.join(folder, name))
+
     with contextlib.ExitStack() as at_the_end:
         if folder is not None:
-            on_rank_0(partial(lock_save_folder, folder, autoresume, at_the_end))
+            on_rank_0(lock)
         yield
-
-
-def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
-    """Lock a --save_folder until `at_the_end` is closed. Raises UserError as `locked_save_folder` does."""
-    refuse_other_files(folder, autoresume)
-    if is_url(folder):
-        return
-    at_the_end.enter_context(locked(Path(folder, LOCK_FILE), f'--save_folder {folder}', SECONDS_FOR_LOCK))
-    refuse_other_files(folder, autoresume)  # again, because the run that held the lock before may have saved
-
-    # Remove the unfinished checkpoints of runs that were killed. No running process writes here, because of the lock.
-    for name in os.listdir(folder):
-        if UNFINISHED.fullmatch(name):
-            os.remove(os.path.join(folder, name))
 
 
 def refuse_other_files(folder: str, autoresume: bool) -> None:
     """Raise UserError if a --save_folder holds files that are not from the training that this run resumes."""
-    others = []
-    for path in paths_in(folder):
-        name = os.path.basename(path)
-        if not name.startswith('.') and name not in (RUN_NAME, RECORD):
-            others.append(path)
+    others = [path for path in paths_in(folder) if not os.path.basename(path).startswith(('.', 'record', 'run-name'))]
     if others and not autoresume:
         raise UserError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
                         'there')
@@ -109,20 +101,6 @@ def paths_in(folder: str, flag: str = '--save_folder') -> list[str]:
     return [os.path.join(folder, name) for name in os.listdir(folder)]
 
 
-def read_text_in(folder: str, name: str) -> str | None:
-    """Read a text file in a folder or store of checkpoints; None if there is no such file.
-
-    Raises OSError or UserError if it cannot be read.
-    """
-    path = os.path.join(folder, name)
-    if path not in paths_in(folder):
-        return None
-    with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary, name)
-        download(path, str(copy), f'--save_folder {folder}')
-        return copy.read_text(encoding='utf-8')
-
-
 def write_text_in(folder: str, name: str, text: str) -> None:
     """Write a text file into a folder or store of checkpoints, atomically. Raises OSError if that fails."""
     path = os.path.join(folder, name)
@@ -130,10 +108,7 @@ def write_text_in(folder: str, name: str, text: str) -> None:
         with atomic_write(path) as file:
             file.write(text.encode())
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary, name)
-        copy.write_text(text, encoding='utf-8')
-        upload(str(copy), path, f'--save_folder {folder}')
+    upload(io.BytesIO(text.encode()), path, f'--save_folder {folder}')
 
 
 def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
@@ -195,22 +170,21 @@ def newest_complete(folder: str, flag: str) -> str | None:
 
 # Load a checkpoint
 
-def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu', label: str | None = None) -> dict:
-    """Load a checkpoint without running code that the file may hold.
+def load_checkpoint(path: str | os.PathLike, label: str | None = None) -> dict:
+    """Load a checkpoint to the CPU, without running code that the file may hold.
 
     The file is memory-mapped: a tensor is read when it is used, and the ranks of a host share the pages. The tensors of
     the text encoder get the names of the installed version of transformers, whichever version has saved them.
 
     Args:
         path: path of the file on this machine.
-        map_location: device for the tensors.
         label: name of the file in error messages, if the user knows it by another name than `path`.
 
     Raises UserError if it holds more than tensors and plain types, and KeyError or TypeError if it holds no model.
     """
     try:
         with safe_globals(PLAIN_TYPES):
-            checkpoint = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+            checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
     except pickle.UnpicklingError:
         raise UserError(f'{label or path} is not a checkpoint with tensors and plain types alone, and could run code; '
                         'do not use it') from None
@@ -243,18 +217,40 @@ def local_copy(name: str | None, flag: str) -> Iterator[str | None]:
         dist.barrier()  # other ranks of this node may not have opened it yet
 
 
-def callback_state(state: dict, key: str) -> dict:
-    """Return the state of the callback that has saved `key` in a checkpoint; an empty dictionary if none has."""
-    for saved in dict(state.get('callbacks', ())).values():
-        if key in saved:
-            return saved
-    return {}
+def load_training(state: State, logger: Logger, path: str, label: str, folder: str, flags: dict) -> None:
+    """Load the whole state of a training from a checkpoint.
+
+    It replaces the `load_path` of Composer's Trainer, which would run code from the file, and would ignore without a
+    warning tensors that exist only in the checkpoint or only in the model (strict=False).
+
+    Args:
+        state: Composer's state, before a checkpoint is loaded.
+        logger: Composer's logger.
+        path: the checkpoint on this machine.
+        label: its path or URI, for error messages.
+        folder: the --save_folder, for error messages.
+        flags: the flags of this run, from `facts_to_keep`.
+
+    Raises UserError if the checkpoint is from another run or model.
+    """
+    checkpoint = load_checkpoint(path, label=label)['state']
+    model = getattr(state.model, 'module', state.model)  # without DDP's wrapper
+    add_missing_networks(model, checkpoint['model'])  # with DDP torch checks the names before its hooks
+    try:
+        require_same_flags(kept_in(checkpoint).get('flags', flags), flags)
+        state.load_model_state(checkpoint, logger, strict=True)
+    except (Mismatch, RuntimeError) as error:  # torch lists missing and unexpected keys, and different shapes
+        raise UserError(f'--save_folder {folder}: {label} does not fit this run ({one_line(error, 200)}); resume it '
+                        f'as it was made, or give a new --save_folder; to start there from these weights, add '
+                        f'--load_weights {label}') from None
+    del checkpoint['model']
+    state.load_state_dict(checkpoint, logger)
 
 
-# Save checkpoints and resume
+# Save checkpoints
 
-class AtomicCheckpointSaver(Callback):
-    """Saves checkpoints that Composer can load, resumes from one, and is robust enough for runs that take days.
+class CheckpointSaver:
+    """Saves checkpoints that Composer can load, and is robust enough for runs that take days.
 
     A checkpoint appears under its name only when it is complete, even if the run is killed or the disk fills up. It
     replaces a file with the same name. Composer's own saver (0.32) writes directly into the file that a resume looks
@@ -265,83 +261,33 @@ class AtomicCheckpointSaver(Callback):
     checkpoint is sent again at the end of the training. If that fails too, the run ends with an error that names the
     file on this machine.
 
-    It also replaces the `load_path` of Composer's Trainer, which would run code from the file. Composer would ignore
-    tensors that exist only in the checkpoint or only in the model, too (strict=False), without a warning.
-
     Args:
         folder: folder or object store for the checkpoints. In a folder, `latest-rank0.pt` is a link to the newest.
-        save_interval: time between checkpoints, in batches. One more is saved at the end of the training.
         to_keep: number of checkpoints to keep in a folder. Older ones are removed if this run, or the run that it
             resumes, has written them. None keeps all, and a store always keeps all.
-        checkpoint: path or URI of the checkpoint to resume from, for error messages; None starts a training.
-        path: path of the same checkpoint on this machine.
+        saved: names of the checkpoints that the resumed run has written, the oldest first.
+
+    Raises OSError on all ranks if the folder or the store cannot be written to.
     """
 
-    def __init__(self, folder: str, save_interval: str, to_keep: int | None = None, checkpoint: str | None = None,
-                 path: str | None = None):
+    def __init__(self, folder: str, to_keep: int | None = None, saved: Sequence[str] = ()):
         self.address = folder
         self.is_store = is_url(folder)
         self.folder = tempfile.mkdtemp() if self.is_store else folder  # where files are written, on this machine
-        self.save_interval = save_interval
         self.to_keep = to_keep
-        self.checkpoint = checkpoint
-        self.path = path
-        self.saved: list[str] = []  # names of this training's checkpoints, the oldest first
+        self.saved = [*saved]  # names of this training's checkpoints
         self._has_links = True  # until the file system has refused one
-        self._sender = ThreadPoolExecutor(1)
-        self._sending: Future | None = None  # the result of `_send_or_warn` for the newest checkpoint
-
-    def state_dict(self) -> dict[str, Any]:
-        return {'saved': self.saved}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the checkpoints of the resumed run: they are removed when there are too many."""
-        if 'saved' in state:
-            self.saved = [*state['saved']]
-        else:  # saved by an older version, with whole paths
-            self.saved = [os.path.basename(path) for path, _ in state.get('all_saved_checkpoints_to_timestamp', [])]
-
-    def init(self, state: State, logger: Logger) -> None:
-        """Create the folder, or test write access to the store. Raises OSError on all ranks if that fails."""
+        self._sending: tuple[str, subprocess.Popen] | None = None  # the newest checkpoint, and its upload
         os.makedirs(self.folder, exist_ok=True)
 
         def try_to_write() -> None:
-            with tempfile.NamedTemporaryFile() as file:
-                upload(file.name, f'{self.address.rstrip("/")}/{WRITE_TEST}', f'--save_folder {self.address}',
-                       QUICK)
+            upload(io.BytesIO(), f'{folder.rstrip("/")}/{WRITE_TEST}', f'--save_folder {folder}', QUICK)
         if self.is_store:
             on_rank_0(try_to_write)
 
-    def before_load(self, state: State, logger: Logger) -> None:
-        """Load the whole state of the training, if it resumes from a checkpoint.
-
-        Raises UserError if the checkpoint is from another run or model. Other errors are passed on unchanged.
-        """
-        if self.path is None:
-            return
-        checkpoint = load_checkpoint(self.path, label=self.checkpoint)
-        callbacks = checkpoint['state'].get('callbacks', {})
-        for before, now in RENAMED.items():
-            if before in callbacks:
-                callbacks[now] = callbacks.pop(before)
-        model = getattr(state.model, 'module', state.model)  # without DDP's wrapper
-        add_missing_networks(model, checkpoint['state']['model'])  # with DDP torch checks the names before its hooks
-        try:
-            state.load_state_dict(checkpoint['state'], logger, strict=True)
-        except (RuntimeError, Mismatch) as error:
-            is_mismatch = isinstance(error, Mismatch) or 'loading state_dict' in str(error)  # raised by torch
-            if not is_mismatch:
-                raise
-            raise UserError(f'--save_folder {self.address}: {self.checkpoint} does not fit this run '
-                            f'({one_line(error, 200)}); resume it as it was made, or give a new --save_folder; to '
-                            f'start there from these weights, add --load_weights {self.checkpoint}') from None
-
-    def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save a checkpoint if one is due after this batch, or if the training ends with it."""
-        batch = state.timestamp.batch.value
-        if not is_due(batch, self.save_interval, state.max_duration.to_timestring()):
-            return
-        name = FILE_NAME.format(epoch=state.timestamp.epoch.value, batch=batch)
+    def save(self, state: State) -> None:
+        """Save a checkpoint. All ranks call this together. Raises DataError if the disk is full."""
+        name = FILE_NAME.format(epoch=state.timestamp.epoch.value, batch=state.timestamp.batch.value)
         self.saved.append(name)  # before state_dict(), because the saved state must list this file too
         content = state.state_dict()
         if not any(content['scaler'].values()):  # on a CPU it is empty, and a GradScaler on a GPU refuses to load that
@@ -363,72 +309,71 @@ class AtomicCheckpointSaver(Callback):
                             f'{self.folder}; free some of it, keep less with --save_num_checkpoints_to_keep or, on '
                             'the way to a store, set TMPDIR to a folder with more room') from None
 
-        # In a store, send the file once the one before it has arrived or has failed. A failed one is superseded.
+        # In a store, send the file once the one before it has arrived or has failed.
         if self.is_store:
-            unsent = self._unsent()
-            if unsent is not None:
-                Path(unsent).unlink(missing_ok=True)
-            self._sending = self._sender.submit(self._send_or_warn, path)
+            unsent, reason = self.wait_for_upload()
+            if unsent:
+                os.remove(unsent)
+                tqdm.write(f'warning: {os.path.basename(unsent)} could not be sent to --save_folder {self.address} '
+                           f'({reason}); {name} replaces it', file=sys.stderr)
+            self._start_upload(path)
             return
 
         # In a folder, let the link point to the new file. A regular file with that name is the user's, and stays. Some
         # file systems have no links (exFAT, Google Drive, some network shares), and nothing here needs one.
         link = os.path.join(self.folder, LATEST)
-        if self._has_links and (os.path.islink(link) or not os.path.exists(link)):
-            try:
+        try:
+            if self._has_links and (os.path.islink(link) or not os.path.exists(link)):
                 Path(link).unlink(missing_ok=True)
                 os.symlink(name, link)
-            except OSError as error:
-                self._has_links = False
-                tqdm.write(f'warning: {link} cannot be a link to the newest checkpoint ({error.strerror}); the '
-                           'checkpoints themselves are complete', file=sys.stderr)
+        except OSError as error:
+            self._has_links = False
+            tqdm.write(f'warning: {link} cannot be a link to the newest checkpoint ({error.strerror}); the '
+                       'checkpoints themselves are complete', file=sys.stderr)
 
         # Remove the oldest checkpoints of this training, not counting what the user has removed or moved.
         self.saved = [name for name in self.saved if os.path.exists(os.path.join(self.folder, name))]
         while self.to_keep is not None and len(self.saved) > self.to_keep:
             os.remove(os.path.join(self.folder, self.saved.pop(0)))
 
-    def _send(self, path: str) -> str | None:
-        """Send a file to the store and remove it here; if that fails, return the reason.
+    def _start_upload(self, path: str) -> None:
+        """Start to send a file to the store, in a process.
 
-        A thread calls this while the training continues. The thread starts a process for the upload, because an upload
-        in a thread competes with the training for Python's global lock (GIL): while 900 MB were sent on two cores, the
-        training of the tiny model lost 3.4 to 3.9 s to a thread, and 0.6 to 1.6 s to a process. Composer's
-        RemoteUploader is not used, because it copies the file first while the training waits, and ends a run whose
-        upload has failed at the next batch.
+        An upload in a thread competes with the training for Python's global lock (GIL): while 900 MB were sent on two
+        cores, the training of the tiny model lost 3.4 to 3.9 s to a thread, and 0.6 to 1.6 s to a process. Composer's
+        RemoteUploader copies the file first while the training waits, and ends a run whose upload has failed.
         """
-        name = os.path.basename(path)
-        command = [sys.executable, '-m', 'sdbench.stores', path, f'{self.address.rstrip("/")}/{name}']
+        command = [sys.executable, '-m', 'sdbench.stores', path, f'{self.address.rstrip("/")}/{os.path.basename(path)}']
         # The process runs in the working directory of the training, because credentials may be files with relative
         # paths. It has its own session, because a signal that ends the run goes to every process in the run's session.
         environment = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
-        sent = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-        if sent.returncode == 0:
-            os.remove(path)
-            return None
-        return sent.stderr.strip().rpartition('\n')[2]
+        self._sending = path, subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True,
+                                               start_new_session=True)
 
-    def _send_or_warn(self, path: str) -> str | None:
-        """Send a file as `_send` does; if that fails, print a warning and return its path."""
-        reason = self._send(path)
-        if reason is None:
-            return None
-        tqdm.write(f'warning: {os.path.basename(path)} could not be sent to --save_folder {self.address} ({reason}); '
-                   'it is sent again at the end of the training, unless a newer checkpoint replaces it',
-                   file=sys.stderr)
-        return path
+    def wait_for_upload(self) -> tuple[str | None, str]:
+        """Wait until the upload in progress has ended. Return the path of its file and the reason if it has failed.
 
-    def _unsent(self) -> str | None:
-        """Wait until the upload in progress has ended, and return the path of its file if it has failed."""
-        return self._sending and self._sending.result()
+        A file that has arrived is removed here.
+        """
+        if self._sending is None:
+            return None, ''
+        path, process = self._sending
+        self._sending = None
+        _, said = process.communicate()
+        if process.returncode != 0:
+            return path, said.strip().rpartition('\n')[2]
+        os.remove(path)
+        return None, ''
 
-    def fit_end(self, state: State, logger: Logger) -> None:
+    def finish(self) -> None:
         """Wait for the upload of the last checkpoint, and send it once more if that has failed.
 
         Raises DataError if it fails again. The file then stays on this machine.
         """
-        unsent = self._unsent()
-        reason = unsent and self._send(unsent)
-        if reason is not None:
+        unsent, reason = self.wait_for_upload()
+        if unsent:
+            self._start_upload(unsent)
+            unsent, reason = self.wait_for_upload()
+        if unsent:
             raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address} ({reason}): it is '
                             f'{unsent}')

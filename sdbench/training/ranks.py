@@ -14,7 +14,7 @@ from composer.utils import dist, get_device
 from sdbench.errors import DataError, UserError, one_line
 from sdbench.process import cpu_cores, handle_signals
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one comes when a terminal closes
 ENDING = (b'\na signal came: the run ends after this batch; a launcher kills it after 30 seconds, and a second Ctrl-C '
           b'kills it now\n')
 
@@ -44,9 +44,8 @@ def join_ranks(timeout: int) -> None:
         return
 
     # Join the process group. On a CPU, ranks that each use all cores are 10 times slower.
-    if dist.get_local_world_size() > 1 and 'OMP_NUM_THREADS' not in os.environ:
-        cores = cpu_cores() // dist.get_local_world_size()
-        torch.set_num_threads(max(1, cores))
+    if 'OMP_NUM_THREADS' not in os.environ:
+        torch.set_num_threads(max(1, cpu_cores() // processes))
     try:
         dist.initialize_dist(device, timeout)
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError

@@ -5,7 +5,6 @@ import os
 import sys
 import traceback
 import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,77 +15,49 @@ from composer.core import DataSpec
 from composer.utils import dist
 
 from sdbench.errors import DataError, UserError, known_reason, one_line, plural, redacted
-from sdbench.files import parse_json
-from sdbench.flags.times import is_due, to_batches
-from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
+from sdbench.flags.times import to_batches
+from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Run
 from sdbench.flags.training_command import caution_about_steps
 from sdbench.inputs.captions import CAPTIONS
-from sdbench.measuring.clock import TRACE_WARMUP, TRACED_BATCHES
-from sdbench.microbatches import changes_that_take_less
 from sdbench.models.loading import weight_files
 from sdbench.process import launcher_variable
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
-from sdbench.setup import setup_of_settings
-from sdbench.training.checkpoints import RECORD, callback_state, load_checkpoint, read_text_in, write_text_in
-from sdbench.training.progress import HeldOutLoss, is_held_out
-from sdbench.training.ranks import GracefulStop, on_rank_0, print_on_rank_0
-from sdbench.training.sampling import Sampling
-from sdbench.training.spending import Spending
+from sdbench.training.checkpoints import RECORD, paths_in, write_text_in
+from sdbench.training.end_of_batch import EndOfBatch
+from sdbench.training.loggers import TRACE_WARMUP, TRACED_BATCHES
+from sdbench.training.microbatch import less_memory
+from sdbench.training.ranks import on_rank_0, print_on_rank_0
 
 # Composer warns about a smaller last batch of an evaluation and about a resume at the end of an epoch. Both are normal.
 COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
 
 
-def with_kept_defaults(settings: Train, checkpoint: str | None) -> Train:
-    """Return the settings of a resumed run, in which a default that depends on its length is that of the checkpoint.
-
-    A longer --max_duration would otherwise change the half-life of the EMA, and the resume would be refused.
-    `checkpoint` is a path on this machine; None if the training is new.
-    """
-    if checkpoint is None or 'ema_half_life' not in settings.by_default or not settings.use_ema:
-        return settings
-    state = load_checkpoint(checkpoint)['state']
-    half_life = callback_state(state, 'flags').get('flags', {}).get('ema_half_life')
-    if half_life is None:  # earlier versions kept a default only in the EMA
-        half_life = dict(state['algorithms']).get('EMA', {}).get('half_life')
-    return replace(settings, ema_half_life=half_life or settings.ema_half_life)
-
-
-def announce_build(settings: Train) -> None:
+def announce_build(settings: Run) -> None:
     """Print on rank 0 that the model is being built, because this and the first batch can take minutes.
 
-    Raises UserError as `require_memory_of_cpu` does.
-    """
-    if settings.model_name == SD2_BASE and not torch.cuda.is_available():
-        require_memory_of_cpu(settings)
-    devices = plural(dist.get_world_size(), 'device')
-    print_on_rank_0(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
-                    f'{settings.batch_size:,} a batch, on {devices}')
-
-
-def require_memory_of_cpu(settings: Train) -> None:
-    """Warn on rank 0 that Stable Diffusion 2 is slow on a CPU. Raises UserError if the machine has too little memory.
-
+    On a CPU it warns that Stable Diffusion 2 is slow, and raises UserError if the machine has too little memory.
     Otherwise a newcomer's first command would run for hours, or fill the memory of a laptop until the system stalls.
     """
-    # GB of weights, gradients, moments and encoders; of EMA weights; and of activations for the backward pass
-    microbatch = settings.device_train_microbatch_size
-    ema = 3.5 if settings.use_ema else 0
-    needed = math.ceil(14.5 + ema + 2 * microbatch * (settings.image_size / 512) ** 2)
-    available = int(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9)
+    if settings.model_name == SD2_BASE and not torch.cuda.is_available():
+        # GB of weights, gradients, moments and encoders; of EMA weights; and of activations for the backward pass
+        microbatch = settings.device_train_microbatch_size
+        ema = 3.5 if settings.use_ema else 0
+        needed = math.ceil(14.5 + ema + 2 * microbatch * (settings.image_size / 512) ** 2)
+        available = int(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9)
+        needs = (f'this machine has no GPU and {available} GB of memory; on a CPU, Stable Diffusion 2 needs '
+                 f'{needed:,} GB for a microbatch of {plural(microbatch, "image")}')
+        if needed > available:
+            smaller = 'a smaller --device_train_microbatch_size, or ' if microbatch > 1 else ''
+            raise UserError(f'{needs}; give {smaller}the tiny model: {TINY_COMMAND}')
+        print_on_rank_0(f'warning: {needs}, and several seconds for each of the {settings.batch_size:,} images of a '
+                        f'batch; the tiny model is faster: {TINY_COMMAND}')
+    print_on_rank_0(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
+                    f'{settings.batch_size:,} a batch, on {plural(dist.get_world_size(), "device")}')
 
-    smaller = 'a smaller --device_train_microbatch_size, or ' if microbatch > 1 else ''
-    needs = (f'this machine has no GPU and {available} GB of memory; on a CPU, Stable Diffusion 2 needs {needed:,} GB '
-             f'for a microbatch of {plural(microbatch, "image")}')
-    if needed > available:
-        raise UserError(f'{needs}; give {smaller}the tiny model: {TINY_COMMAND}')
-    print_on_rank_0(f'warning: {needs}, and several seconds for each of the {settings.batch_size:,} images of a batch; '
-                    f'the tiny model is faster: {TINY_COMMAND}')
 
-
-def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
+def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
     """Log the settings, print on rank 0 where the run starts, and warn of results that the user may not expect.
 
     Raises SystemExit if the training is already complete: it has all of its batches and its record. Raises UserError if
@@ -99,7 +70,8 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
 
     # Exit with status 0 if nothing is left to do. A cluster that restarts the command then knows that it is done.
     batch = state.timestamp.batch.value
-    if batch >= to_batches(settings.max_duration) and on_rank_0(partial(is_recorded, settings.save_folder, batch)):
+    record = os.path.join(settings.save_folder or '', RECORD.format(batch=batch))
+    if batch >= to_batches(settings.max_duration) and record in on_rank_0(partial(paths_in, settings.save_folder)):
         if dist.get_global_rank() == 0:
             print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}, and the '
                   'record: nothing left to do; a longer --max_duration goes on')
@@ -129,64 +101,21 @@ def begin_run(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
         print(f'warning: without --save_folder the weights are lost after these {settings.max_duration}',
               file=sys.stderr)
 
-    # Warn of a training that cannot generate good images, and of an evaluation that may not be on held-out data.
+    # Warn of a training that cannot generate good images.
     caution = caution_about_steps(settings, state.train_dataloader.dataset.num_samples)
     if caution and not checkpoint:
         print(f'warning: {caution}', file=sys.stderr)
-    for evaluator in state.evaluators:
-        if not is_held_out(state, evaluator.dataloader.dataloader.dataset):
-            print(f'warning: --eval_remote {settings.eval_remote} is not known to be held out: not all data of this '
-                  'training is the other side of the same convert.py --held_out', file=sys.stderr)
     if (settings.save_folder or settings.eval_remote) and not settings.pretrained:
         print('warning: without --pretrained the VAE and the text encoder have random weights, so the model cannot '
               'generate images, and its loss does not compare with other trainings; give --model_name FOLDER '
               '--pretrained', file=sys.stderr)
 
 
-def is_recorded(folder: str, batches: int) -> bool:
-    """Tell whether --save_folder holds the record of a complete training with this number of batches."""
-    text = read_text_in(folder, RECORD)
-    return text is not None and parse_json(text, f'{folder}/{RECORD}')['trained_batches'] == batches
-
-
-def evaluate_and_generate_if_due(settings: Train, trainer: Trainer) -> None:
-    """Generate images before the first batch, and evaluate and generate images on a resume, if they are due by then.
-
-    Later images are compared with those of the initial weights. On a resume, a signal or a crash may have ended the
-    earlier run before it did so. An evaluation whose result is in the checkpoint is not repeated. If the budget is
-    spent, nothing is evaluated or generated, except at the end of the training.
-    """
-    state = trainer.state
-    batch = state.timestamp.batch.value
-    evaluated = None
-    for callback in state.callbacks:
-        if isinstance(callback, Spending) and callback.was_spent and batch < to_batches(settings.max_duration):
-            return
-        if isinstance(callback, HeldOutLoss) and state.evaluators:
-            [evaluator] = state.evaluators
-            evaluated = callback.evaluated_batch(evaluator.dataloader.dataloader.dataset.index)
-    if batch > 0 and state.evaluators and batch != evaluated:
-        if is_due(batch, settings.eval_interval, settings.max_duration):
-            trainer.eval()
-    for callback in state.callbacks:
-        if isinstance(callback, Sampling):
-            callback.generate_if_due(state, trainer.logger)
-
-
-def less_memory(settings: Train) -> str:
-    """Return advice for a training that ran out of memory. It skips changes that the user has already made."""
-    advice = 'use a GPU with more memory'
-    changes = changes_that_take_less(setup_of_settings(settings))
-    if changes:
-        advice = f'use {", or ".join(changes)}; --dry_run with the same flags says which of these fit'
-    return f'--device_train_microbatch_size {settings.device_train_microbatch_size} is too large; {advice}'
-
-
-def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]:
+def fit(settings: Run, trainer: Trainer, end_of_batch: EndOfBatch) -> dict[str, Any]:
     """Train to the end, and return the outcome for the record.
 
-    The outcome has the `first_batch` after which this run started, a `status` (complete, interrupted by a signal that
-    `stop` has received, or failed), and the `error` in one line if the training failed.
+    The outcome has the `first_batch` after which this run started, a `status` (complete, interrupted by a signal or the
+    budget, or failed), and the `error` in one line if the training failed.
     """
     # A resumed run may have all batches already, and lack only its last evaluation and images.
     first_batch = trainer.state.timestamp.batch.value
@@ -195,24 +124,25 @@ def fit(settings: Train, trainer: Trainer, stop: GracefulStop) -> dict[str, Any]
         with warnings.catch_warnings():
             for message in COMPOSERS_WARNINGS:
                 warnings.filterwarnings('ignore', message)
-            evaluate_and_generate_if_due(settings, trainer)
+            end_of_batch.evaluate_and_generate(trainer.state, trainer.logger)
             if first_batch < to_batches(settings.max_duration):
                 trainer.fit()
     except Exception as error:
         # Nothing from here on may wait for the other ranks, which may be gone. Closing the engine inside of `except`
         # lets W&B mark the run as failed. An error without a known reason is a bug, and keeps its traceback.
         trainer.engine.close()
-        reason = known_reason(error, less_memory(settings))
+        reason = known_reason(error, f'--device_train_microbatch_size {settings.device_train_microbatch_size} is too '
+                                     f'large; {less_memory(settings)}')
         if reason is None:
             traceback.print_exception(error)
             reason = f'{type(error).__name__}: {one_line(error, 500)}'
         outcome |= {'status': FAILED, 'error': redacted(reason)}
-    if stop.interrupted and outcome['status'] != FAILED:
+    if end_of_batch.stop.interrupted and outcome['status'] != FAILED:
         outcome['status'] = INTERRUPTED
     return outcome
 
 
-def training_record(settings: Train, model: ComposerModel, data: DataSpec, trainer: Trainer,
+def training_record(settings: Run, model: ComposerModel, data: DataSpec, trainer: Trainer,
                     outcome: dict[str, Any]) -> dict:
     """Return the record of a training. `outcome` is what `fit` returned."""
     # Collect the length of the training, its FLOPs, and the outcome.
@@ -245,7 +175,7 @@ def training_record(settings: Train, model: ComposerModel, data: DataSpec, train
     return make_record('train', settings, found)
 
 
-def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
+def finish_run(settings: Run, trainer: Trainer, record: dict) -> None:
     """Close the loggers, append the record to --results, print its summary, and end the process if it is incomplete.
 
     Raises DataError if the training failed or the record could not be written, and SystemExit if it was interrupted.
@@ -272,12 +202,12 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
         trainer.logger.log_metrics(numbers)  # each number becomes a curve with one point
         trainer.close()
-    append_record(record, text, settings.results_file)
+    append_record(record, text, settings.results)
 
     # Save the record next to the checkpoints. If the command is started again, the record shows that the training is
     # complete.
     if settings.save_folder and record['status'] not in (FAILED, INTERRUPTED) and dist.get_global_rank() == 0:
-        write_text_in(settings.save_folder, RECORD, json.dumps(record))
+        write_text_in(settings.save_folder, RECORD.format(batch=record['trained_batches']), json.dumps(record))
 
     # End the process with a status other than 0 unless the training is complete: 0 would tell a cluster not to restart
     # the command. For such a status Composer's launcher prints a traceback, and everything that a rank has printed, so

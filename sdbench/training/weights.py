@@ -1,11 +1,10 @@
 """Read the weights of a checkpoint, start a training from them, and make a diffusers pipeline of them."""
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from composer import ComposerModel
 from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
@@ -14,7 +13,6 @@ from sdbench.files import parse_json
 from sdbench.inputs.tokenizer import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.generation import build_pipeline
 from sdbench.models.loading import (
-    RANDOM,
     ModelFiles,
     build_text_encoder,
     build_vae,
@@ -23,10 +21,17 @@ from sdbench.models.loading import (
     require_no_single_file,
 )
 from sdbench.paths import EXPORTED
-from sdbench.training.checkpoints import callback_state, load_checkpoint, local_copy, newest_checkpoint
-from sdbench.training.compatibility import TOKENIZER, comparable, data_of, difference_of_models, facts_of_model
-from sdbench.training.frozen import EXTRA_STATE, are_same_weights
+from sdbench.training.checkpoints import load_checkpoint, local_copy, newest_checkpoint
+from sdbench.training.compatibility import (
+    EXTRA_STATE,
+    Mismatch,
+    comparable,
+    difference_of_models,
+    facts_of_model,
+    is_in_checkpoint,
+)
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
+from sdbench.training.resuming import TOKENIZER, data_of, kept_in
 
 DDP_PREFIX = 'module.'  # of names in Composer's own EMA on several devices
 
@@ -35,33 +40,31 @@ DDP_PREFIX = 'module.'  # of names in Composer's own EMA on several devices
 
 @dataclass
 class TrainedModel:
-    """The model in a checkpoint. Tensors are keyed by their names in each network.
+    """The model in a checkpoint.
 
     Attributes:
-        batch: batches that it was trained on; None if unknown.
-        samples: images that it was trained on; None if unknown.
-        flags: the flags of the training; empty if benchmark.py has not saved the checkpoint.
-        spent: the `gpu_hours` and `dollars` of the training, and its `device`; empty if unknown.
-        facts: facts about the model, from `facts_of_model`; empty if this program has not saved the checkpoint.
-        raw: the UNet's raw (non-EMA) weights, which the optimizer updates.
-        ema: the UNet's EMA weights; None if the training has no EMA.
+        kept: what benchmark.py keeps in the checkpoint, from `kept_in`.
+        model: the state of the model as the checkpoint holds it: raw (non-EMA) weights, frozen networks that are not in
+            the model's folder, and the facts.
+        ema: the UNet's EMA weights by name; None if the training has no EMA.
         young_half_life: the half-life of an EMA that is still near the initial weights; None for any other EMA.
         ema_state: the state of the EMA algorithm, for its `load_state_dict`; None if the training has no EMA.
-        vae: weights of the VAE, perhaps in half precision; empty if they are those of the model's folder, and for a
-            training on latents.
-        text_encoder: weights of the text encoder; empty if they are those of the model's folder.
     """
-    batch: int | None
-    samples: int | None
-    flags: dict
-    spent: dict
-    facts: dict
-    raw: dict[str, torch.Tensor]
+    kept: dict[str, Any]
+    model: dict[str, Any]
     ema: dict[str, torch.Tensor] | None
     young_half_life: str | None
     ema_state: dict | None
-    vae: dict[str, torch.Tensor]
-    text_encoder: dict[str, torch.Tensor]
+
+    @property
+    def flags(self) -> dict:
+        """Return the flags of the training; empty if benchmark.py has not saved the checkpoint."""
+        return self.kept.get('flags', {})
+
+    @property
+    def facts(self) -> dict:
+        """Return `facts_of_model` of the training; empty if this program has not saved the checkpoint."""
+        return self.model.get(EXTRA_STATE, {})
 
 
 def read_trained_model(source: str, flag: str) -> TrainedModel:
@@ -93,18 +96,14 @@ def read_trained_model(source: str, flag: str) -> TrainedModel:
 
 def trained_model_of(state: dict) -> TrainedModel:
     """Return the model in the state of a checkpoint. Raises KeyError, TypeError or the like if there is none."""
-    # Read the facts about the model, the flags of its training, its cost so far and its progress.
-    model = dict(state['model'])
-    facts = model.pop(EXTRA_STATE, {})
-    flags = callback_state(state, 'flags').get('flags', {})
-    spent = callback_state(state, 'gpu_hours')
-    timestamp = state.get('timestamp', {}).get('Timestamp', {})
+    kept = kept_in(state)
 
     # The EMA weights, if the EMA has started.
+    model = dict(state['model'])
     saved = dict(state.get('algorithms', ())).get('EMA')
     ema = None
-    ema_state = None
     young_half_life = None
+    ema_state = None
     if saved is not None and saved['ema_started']:
         if saved['ema_weights_active']:
             raise UserError("Composer's own EMA saved this checkpoint, with the EMA weights stored as the model's "
@@ -120,19 +119,17 @@ def trained_model_of(state: dict) -> TrainedModel:
         # first versions of ours do not save these two.
         half_life = saved.get('half_life')
         if half_life and saved.get('from_start'):
-            passed = timestamp['batch' if half_life.endswith('ba') else 'epoch']
-            if 4 * int(half_life[:-2]) > passed:
+            if 4 * int(half_life[:-2]) > kept['batch' if half_life.endswith('ba') else 'epoch']:
                 young_half_life = half_life
-    return TrainedModel(timestamp.get('batch'), timestamp.get('sample'), flags, spent, facts,
-                        with_prefix_removed(model, 'unet.'), ema, young_half_life, ema_state,
-                        with_prefix_removed(model, 'vae.'), with_prefix_removed(model, 'text_encoder.'))
+    return TrainedModel(kept, model, ema, young_half_life, ema_state)
 
 
 def about_training(trained: TrainedModel, raw_weights: bool = False) -> dict:
     """Return the keys of a record that describe the weights of a training: EMA weights, or raw weights without EMA."""
     weights = 'raw' if raw_weights or trained.ema is None else 'EMA'
-    return {'weights': weights, 'trained_batches': trained.batch, 'images_seen': trained.samples,
-            'training': trained.flags | trained.spent}
+    spent = {key: trained.kept[key] for key in ('gpu_hours', 'dollars', 'device') if key in trained.kept}
+    return {'weights': weights, 'trained_batches': trained.kept['batch'], 'images_seen': trained.kept['sample'],
+            'training': trained.flags | spent}
 
 
 def read_exported(folder: str) -> dict:
@@ -150,7 +147,9 @@ def with_prefix_removed(tensors: dict[str, torch.Tensor], prefix: str) -> dict[s
 
 def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tokenizer: str | None = None
                          ) -> tuple[dict | None, list[dict]]:
-    """Load the weights of --load_weights into the UNet of `model`. Everything else in the training starts anew.
+    """Load the weights of --load_weights into `model`. Everything else in the training starts anew.
+
+    Random frozen networks of a checkpoint are loaded, too, because the UNet needs those that it was trained with.
 
     Args:
         path: a checkpoint or a folder of checkpoints, as for `read_trained_model`, or a diffusers folder with a UNet or
@@ -173,36 +172,25 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         scheduler = folder.parent / 'scheduler' / 'scheduler_config.json'
         if scheduler.is_file():
             configs['scheduler'] = DDPMScheduler.from_config(parse_json(scheduler.read_bytes(), str(scheduler))).config
-        facts = {'configs': comparable(**configs)}
-        weights = unet.state_dict()
+        state = {f'unet.{name}': tensor for name, tensor in unet.state_dict().items()}
+        state[EXTRA_STATE] = {'configs': comparable(**configs)}
         ema_state = None
         flags = {}
-    # A checkpoint also has the text encoder and the tokenizer's hash. The UNet needs the same text encoder as before.
+    # A checkpoint also has facts about the frozen networks, and the tokenizer's hash.
     else:
         trained = read_trained_model(path, '--load_weights')
-        facts = trained.facts
-        weights = trained.raw
+        state = trained.model
         ema_state = trained.ema_state
         flags = trained.flags
-        is_compared = trained.text_encoder or files.text_encoder_sha256 == RANDOM  # otherwise the hashes are, below
-        if is_compared and not are_same_weights(trained.text_encoder, model.text_encoder.state_dict()):
-            raise UserError(f'{label} was trained with another text_encoder; give the --model_name, the --pretrained '
-                            'and, if its weights are random, the --seed of that run')
-        if trained.flags.get(TOKENIZER) not in (None, hash_of_tokenizer(tokenizer or files.tokenizer)):
+        if flags.get(TOKENIZER) not in (None, hash_of_tokenizer(tokenizer or files.tokenizer)):
             print_on_rank_0(f'warning: {label} was trained with another tokenizer, whose token ids differ; give that '
                             'tokenizer as --tokenizer to train with the same ids')
-
-    # Refuse weights of a model with another configuration, or that were trained on latents of another VAE.
-    difference = difference_of_models(facts, model.facts)
-    if difference:
-        raise UserError(f'{label} was trained as another model than --model_name {files.name} ({difference}); give the '
-                        '--model_name of that training or, to train it as this model anyway, a copy of the folder unet '
-                        'that export.py writes')
     try:
-        model.unet.load_state_dict(weights)
-    except RuntimeError as error:  # its message lists missing and unexpected keys, and different shapes
-        raise UserError(f'{label} does not fit the UNet of --model_name {files.name} ({one_line(error, 300)}); give '
-                        'the --model_name of that UNet') from None
+        model.load_state_dict(state)
+    except (Mismatch, RuntimeError) as error:  # torch lists missing and unexpected keys, and different shapes
+        raise UserError(f'{label} was trained as another model than --model_name {files.name} '
+                        f'({one_line(error, 300)}); give the --model_name of that training or, to train it as this '
+                        'model anyway, a copy of the folder unet that export.py writes') from None
     return ema_state, data_of(flags)
 
 
@@ -231,23 +219,27 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
     """
     files = trained_files(trained, label, model_name)
 
-    # Build the UNet with the trained weights, and the frozen networks with those of the model's folder.
+    # Build the UNet with the trained weights, and the frozen networks with those of the checkpoint or the model's
+    # folder.
     unet_config = dict(files.configs['unet'])
     if 'image_size' in trained.facts:
         unet_config['sample_size'] = files.latent_size(trained.facts['image_size'])
-    unet_weights = trained.raw
+    unet_weights = with_prefix_removed(trained.model, 'unet.')
     if trained.ema is not None and not raw_weights:
         unet_weights = trained.ema
         if trained.young_half_life is not None:
             print_on_rank_0('warning: the EMA weights are still near the initial weights, because their half-life is '
-                            f'{trained.young_half_life} and {label} is from batch {trained.batch:,}; export.py '
+                            f'{trained.young_half_life} and {label} is from batch {trained.kept["batch"]:,}; export.py '
                             '--raw_weights uses the raw weights')
     vae = build_vae(files, 'fp32')
     text_encoder = build_text_encoder(files, 'fp32')
     try:
-        unet = with_weights(partial(UNet2DConditionModel.from_config, unet_config), unet_weights)
-        keep_trained(vae, trained.vae, files.vae_sha256, f'VAE of {label}')
-        keep_trained(text_encoder, trained.text_encoder, files.text_encoder_sha256, f'text encoder of {label}')
+        with torch.device('meta'):  # without memory for weights, which the trained ones replace
+            unet = UNet2DConditionModel.from_config(unet_config)
+        unet.load_state_dict({name: tensor.float() for name, tensor in unet_weights.items()}, assign=True)
+        for part, network in (('vae', vae), ('text_encoder', text_encoder)):
+            if is_in_checkpoint(part, trained.facts):
+                network.load_state_dict(with_prefix_removed(trained.model, f'{part}.'))
     except RuntimeError as error:
         raise UserError(f'--model_name {files.name} is not the model of {label} ({one_line(error, 200)}); give the '
                         'one that was trained') from None
@@ -255,41 +247,30 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
     # Weights can also fit a configuration that computes something else, for example with another number of attention
     # heads or another noise schedule. Compare the configurations, and the hashes of networks from the folder.
     scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
-    facts = facts_of_model(files, 0, unet, text_encoder, scheduler)
-    if trained.vae:
-        del facts['vae_sha256']
-    if trained.text_encoder:
-        del facts['text_encoder_sha256']
-    difference = difference_of_models(trained.facts, facts)
+    difference = difference_of_models(trained.facts, facts_of_model(files, 0, unet, text_encoder, scheduler))
     if difference:
         raise UserError(f'--model_name {files.name} is not the model of {label} ({difference}); give the one that '
                         f'was trained as --model_name ({trained.facts.get("model_name")} then), with its configuration '
                         'and weights as they were')
     tokenizer = pipeline_tokenizer(trained_tokenizer(trained, files, tokenizer, label))
+    unet.requires_grad_(False).eval()
     return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)
 
 
 def trained_files(trained: TrainedModel, label: str, model_name: str | None) -> ModelFiles:
     """Return the files of a checkpoint's model, with the weights of the frozen networks unless those are random.
 
-    Args:
-        trained: the model in the checkpoint.
-        label: name of the checkpoint in error messages.
-        model_name: the model; None means the --model_name of the training.
-
-    Raises UserError if there is no such model, or no VAE that can decode.
+    Raises UserError if there is no such model, or no VAE that can decode. For the arguments see `trained_pipeline`.
     """
     name = model_name or trained.facts.get('model_name')
     if name is None:
         raise UserError(f'{label} does not name its model; give --model_name to export.py')
-    if not trained.vae and trained.facts.get('vae_sha256') == RANDOM:
-        raise UserError(f'{label} was trained on latents of a VAE with random weights, which cannot decode, so it '
-                        'cannot generate images; train with --pretrained, on latents from encode.py --pretrained')
-    if not trained.vae and 'vae_sha256' not in trained.facts:
-        raise UserError(f'{label} holds no VAE, and does not name the VAE that encoded its latents; give a checkpoint '
-                        'that benchmark.py has saved')
+    if is_in_checkpoint('vae', trained.facts) and not with_prefix_removed(trained.model, 'vae.'):
+        raise UserError(f'{label} holds no VAE, and names none that can decode: it was trained on latents of a VAE '
+                        'with random weights, or by another program; train with --pretrained, on latents from '
+                        'encode.py --pretrained')
     try:
-        return find_model(name, trained.facts.get('vae_sha256', RANDOM) != RANDOM)
+        return find_model(name, not is_in_checkpoint('vae', trained.facts))
     except UserError as error:
         if model_name:
             raise
@@ -317,34 +298,3 @@ def trained_tokenizer(trained: TrainedModel, files: ModelFiles, given: str | Non
                         'differ; give the tokenizer of the training as --tokenizer of export.py; to generate images '
                         'with another tokenizer, put it into the exported pipeline')
     return name
-
-
-def keep_trained(network: torch.nn.Module, saved: dict[str, torch.Tensor], sha256: str, label: str) -> None:
-    """Load the weights of a frozen network that a checkpoint holds, unless `network` has them already, unrounded.
-
-    Random networks are in every checkpoint, and in those of earlier versions all are.
-
-    Args:
-        network: the network with the weights from the folder of the model.
-        saved: its weights in the checkpoint, perhaps in half precision; empty if there are none.
-        sha256: hash of the weights in the folder, or RANDOM.
-        label: the network, for a warning if the folder holds other weights.
-
-    Raises RuntimeError if the weights do not fit.
-    """
-    if not saved or (sha256 != RANDOM and are_same_weights(saved, network.state_dict())):
-        return
-    if sha256 != RANDOM:
-        print_on_rank_0(f'warning: the {label} is not that of the model folder; the weights in the checkpoint are used')
-    network.load_state_dict(saved)
-
-
-def with_weights(make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """Build a module without allocating its weights, and use `weights` in float32 as its parameters.
-
-    Raises RuntimeError if the weights do not fit.
-    """
-    with init_empty_weights(include_buffers=False):  # buffers, such as position ids, are not among the weights
-        module = make()
-    module.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    return module.requires_grad_(False).eval()

@@ -3,12 +3,13 @@ import dataclasses
 import json
 import os
 import shlex
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdbench.datasets.output import Output, PartWriter
+from sdbench.datasets.output import OutputFolder, PartWriter
 from sdbench.errors import UserError
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
@@ -19,12 +20,11 @@ from sdbench.flags.training_command import (
     fine_tuning_recipe,
     forecast_command,
     random_weights_recipe,
-    tiny_recipe,
     training_command,
 )
 from sdbench.paths import CLAIM
 from tests.local_s3 import local_s3
-from tests.runs import ROOT
+from tests.runs import ROOT, settings_of
 
 SETTINGS = {'program': 'convert.py', 'size_limit': 1}
 
@@ -32,7 +32,7 @@ SETTINGS = {'program': 'convert.py', 'size_limit': 1}
 @pytest.fixture(params=['folder', 'store'])
 def output(request, tmp_path, monkeypatch):
     with local_s3(monkeypatch):
-        yield Output(str(tmp_path / 'out') if request.param == 'folder' else 's3://bucket/some/out', 'OUT')
+        yield OutputFolder(str(tmp_path / 'out') if request.param == 'folder' else 's3://bucket/some/out', 'OUT')
 
 
 def begin(output, sources=(), **settings) -> None:
@@ -104,7 +104,8 @@ def test_fine_tuning_sees_each_image_often_enough_and_not_too_often(samples, mor
     assert fine_tuning_recipe(samples + more).images_seen >= seen
 
 
-@pytest.mark.parametrize('recipe_for', [fine_tuning_recipe, tiny_recipe, random_weights_recipe])
+@pytest.mark.parametrize('recipe_for', [fine_tuning_recipe, random_weights_recipe,
+                                        partial(random_weights_recipe, is_tiny=True)])
 @given(samples=st.integers(1, 10 ** 10))
 def test_every_recipe_has_a_batch_that_the_dataset_fills_and_ten_epochs(recipe_for, samples):
     recipe = recipe_for(samples)
@@ -125,28 +126,24 @@ def test_what_is_forecast_is_the_training_and_each_model_has_its_own_folder(samp
         assert dataclasses.replace(forecast, dry_run=None, gpu=(), dollars_per_gpu_hour=()) == run
 
 
-@pytest.mark.parametrize('name, samples, limit', [
-    ('photographs.md', 3_000, 'Below about {:,} images you fine-tune'),
-    ('training.md', 2_000_000, 'Train from random weights if you have {:,} images or more')])
-def test_the_pages_show_the_commands_that_convert_prints(name, samples, limit):
+@pytest.mark.parametrize('name, samples', [('photographs.md', 3_000), ('training.md', 2_000_000)])
+def test_the_pages_show_the_commands_that_convert_prints_and_for_how_many_images(name, samples):
     page = (ROOT / 'docs' / name).read_text().replace('\\\n', ' ')
     shown = [shlex.split(line) for line in page.splitlines() if ' benchmark.py ' in line]
     assert shlex.split(training_command('photos-mds', samples, FINE_TUNED, True)) in shown
-    assert limit.format(FEWEST_FROM_RANDOM) in ' '.join(page.split())
+    assert f'{FEWEST_FROM_RANDOM:,} images' in ' '.join(page.split())
 
 
-def settings(*flags: str) -> Train:
-    return parse(Train, '', ['--remote', 'photos-mds', *flags], 'benchmark.py')
-
-
-def test_only_a_short_training_from_random_weights_gets_a_warning():
-    caution = caution_about_steps(settings('--max_duration', '9999ba'), 3_000)
-    assert caution.startswith('9,999 optimizer steps will not teach')
-    assert training_command('photos-mds', 3_000, FINE_TUNED, True) in caution
-    assert 'fine-tune' not in caution_about_steps(settings('--max_duration', '10ba'), 2_000_000)
+def test_only_a_short_training_from_random_weights_gets_a_warning(shards):
+    def caution(*flags: str, samples: int = 3_000) -> str | None:
+        run = settings_of('--remote', shards, '--batch_size', '4', '--max_duration', *flags)
+        return caution_about_steps(run, samples)
+    assert caution('9999ba').startswith('9,999 optimizer steps will not teach')
+    assert training_command(str(shards), 3_000, FINE_TUNED, True) in caution('9999ba')
+    assert 'fine-tune' not in caution('10ba', samples=2_000_000)
     for flags in (['10000ba'], ['10ba', '--load_weights', 'sd'], ['10ba', '--model_name', 'tiny'],
                   ['10ba', '--measure_batches', '5']):
-        assert caution_about_steps(settings('--max_duration', *flags), 3_000) is None
+        assert caution(*flags) is None
 
 
 def test_the_claim_contains_no_password(output):
@@ -165,7 +162,7 @@ def test_a_truncated_claim_is_reported_and_stays(output):
 
 
 def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path):
-    first, second = (Output(str(tmp_path / 'out'), 'OUT') for _ in range(2))
+    first, second = (OutputFolder(str(tmp_path / 'out'), 'OUT') for _ in range(2))
     with first.begun(SETTINGS):
         with pytest.raises(ValueError, match='^OUT .* is in use by another run'):
             begin(second)

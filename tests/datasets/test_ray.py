@@ -100,7 +100,7 @@ def test_gpu_tasks_wait_for_a_gpu_with_a_message_and_each_task_is_a_new_process(
     parts = [Part(str(number), []) for number in range(2)]
     with RayWorkers(partial(process_of, 'x'), cluster.address, on_gpus=True) as workers:
         assert 'no machine of the cluster has a GPU yet; waiting for one (--cpu' in capfd.readouterr().err
-        made, answers = in_thread(make_parts, workers, parts, parts, lambda name: False, 'B')
+        made, answers = in_thread(make_parts, workers, parts, parts, 'B')
         assert workers.slots() == 1
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')  # Ray reads it, and the tests hide all GPUs
         node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=1 << 27)

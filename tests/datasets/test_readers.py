@@ -7,14 +7,13 @@ import pytest
 
 import convert
 from sdbench.datasets.output import DAMAGED
-from sdbench.datasets.readers import NO_SAMPLE, make_sample, read_samples
+from sdbench.datasets.readers import Sample, read_samples
 from sdbench.datasets.sources import File
-from sdbench.datasets.tables import SkipReason
 from sdbench.errors import DataError
 from tests.samples import read_back, sample_files, write_tar
 
 
-def read_file(path: Path) -> list[tuple]:
+def read_file(path: Path) -> list[Sample]:
     return list(read_samples(File(str(path), path.stat().st_size)))
 
 
@@ -29,11 +28,11 @@ def test_a_tar_cut_at_any_block_keeps_its_whole_samples_and_is_reported(tmp_path
     end_mark = members[-1].offset_data + 512
     for length in [*range(1, end_mark + 1023, 256), *ends, *(end - 1 for end in ends), end_mark + 1023]:
         (tmp_path / 'cut.tar').write_bytes(whole[:length])
-        *samples, (key, fields) = read_file(tmp_path / 'cut.tar')
-        complete = [key for key, fields in samples if SkipReason not in map(type, fields.values())]
+        *samples, damage = read_file(tmp_path / 'cut.tar')
+        complete = [sample.key for sample in samples if not sample.reasons]
         assert complete == [str(i) for i, end in enumerate(ends) if end <= length], length
-        assert key is None, length
-        assert fields[NO_SAMPLE].startswith(DAMAGED), length
+        assert damage.key is None, length
+        assert damage.reasons[0].startswith(DAMAGED), length
     (tmp_path / 'cut.tar').write_bytes(whole[:end_mark + 1024])
     assert len(read_file(tmp_path / 'cut.tar')) == 3
 
@@ -43,29 +42,23 @@ def test_files_are_paired_over_the_whole_tar_whatever_their_order(tmp_path):
     names = random.Random(1).sample(list(files), len(files))
     write_tar(tmp_path / 'x.tar', {name: files[name] for name in names})
     samples = read_file(tmp_path / 'x.tar')
-    assert [key for key, _ in samples] == list(dict.fromkeys(name.rpartition('.')[0] for name in names))
-    for key, fields in samples:
-        assert fields == {suffix: files[key + suffix] for suffix in ('.jpg', '.json', '.txt')}
+    assert [sample.key for sample in samples] == list(dict.fromkeys(name.rpartition('.')[0] for name in names))
+    for sample in samples:
+        assert sample.image == files[f'{sample.key}.jpg']
+        assert sample.captions == {'caption': [files[f'{sample.key}.txt'].decode()]}
 
 
 @pytest.mark.parametrize('names, expected', [
     (['IMG_2020.01.02.jpg', 'IMG_2020.01.02.txt', 'IMG_2020.01.03.JPG', 'IMG_2020.01.03.txt'],
-     {'IMG_2020.01.02': {'.jpg', '.txt'}, 'IMG_2020.01.03': {'.JPG', '.txt'}}),
-    (['a.jpg', 'a.seg.png', 'a.txt', 'b.cls', 'b.jpg', 'b.json', 'README', '.hidden'],
-     {'a': {'.jpg', '.txt'}, 'a.seg': {'.png'}, 'b': {'.jpg', '.json'},
-      **dict.fromkeys(['b.cls', 'README', '.hidden'], {NO_SAMPLE})}),
-    (['./a.jpg', 'a.txt'], {'a': {'.jpg', '.txt'}}),
-    (['A.JPG', 'a.jpg', 'a.TXT'], {'A': {'.JPG'}, 'a': {'.jpg', '.TXT'}})])
-def test_files_are_paired_by_their_name_before_the_last_dot(tmp_path, names, expected):
-    write_tar(tmp_path / 'x.tar', dict.fromkeys(names, b'1'))
-    assert {key: set(fields) for key, fields in read_file(tmp_path / 'x.tar')} == expected
-
-
-def test_a_name_that_occurs_twice_is_unusable_and_reported(tmp_path):
-    files = [('a.jpg', b'0'), ('a.txt', b'1'), ('b.jpg', b'2'), ('./a.jpg', b'3'), ('b.txt', b'4')]
-    write_tar(tmp_path / 'x.tar', files)
-    assert read_file(tmp_path / 'x.tar') == [
-        ('a', {'.jpg': 'the tar has several files called a.jpg', '.txt': b'1'}), ('b', {'.jpg': b'2', '.txt': b'4'})]
+     {'IMG_2020.01.02': [], 'IMG_2020.01.03': []}),
+    (['a.jpg', 'a.seg.png', 'a.txt', 'b.jpg', 'b.caption'], {'a': [], 'a.seg': ['no caption'], 'b': []}),
+    (['./a.jpg', 'a.txt'], {'a': []}),
+    (['A.JPG', 'a.jpg', 'a.TXT'], {'A': ['no caption'], 'a': []}),
+    (['a.jpg', 'a.txt', 'b.jpg', './a.jpg', 'b.txt'], {'a': ['no image: the tar has several files called a.jpg'],
+                                                       'b': []})])
+def test_files_are_paired_by_their_name_before_the_last_dot_and_a_repeated_name_is_unusable(tmp_path, names, expected):
+    write_tar(tmp_path / 'x.tar', [(name, name.encode()) for name in names])
+    assert {sample.key: sample.reasons for sample in read_file(tmp_path / 'x.tar')} == expected
 
 
 def test_a_failing_disk_ends_the_run_and_does_not_count_as_damage(tmp_path):
@@ -87,12 +80,12 @@ def test_all_tars_in_a_file_are_read_and_anything_else_after_a_tar_is_damage(tmp
     for tail, keys in zip(tails, (['2', '3', '4'], [], [None], [None], [None]), strict=True):
         (tmp_path / 'row.tar').write_bytes(tar_of(tmp_path, 0, 1) + tail)
         samples = read_file(tmp_path / 'row.tar')
-        assert [key for key, _ in samples] == ['0', '1', *keys]
+        assert [sample.key for sample in samples] == ['0', '1', *keys]
         if keys == [None]:
             why = 'something other than a tar follows its end'
             if tail == tails[-1]:
                 why = 'bytes of zeros, more than a tar ends with'
-            assert why in samples[-1][1][NO_SAMPLE]
+            assert why in samples[-1].reasons[0]
 
 
 def test_a_tar_with_impossible_sizes_or_names_is_reported_in_one_line_and_a_good_one_is_converted(tmp_path, capfd):
@@ -119,4 +112,4 @@ def test_an_image_that_does_not_fit_into_memory_does_not_count_as_bad(monkeypatc
     monkeypatch.setattr('sdbench.inputs.images.decode_pixels', fail)
     image = sample_files('x', 1)['x.jpg']
     with pytest.raises(MemoryError):
-        make_sample({'.jpg': image, '.txt': b'a'})
+        Sample('x', image, {'caption': ['a']}).is_usable()

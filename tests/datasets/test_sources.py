@@ -33,9 +33,8 @@ def test_links_are_followed_loops_end_and_a_folder_is_searched_once(tmp_path):
     found = find_files([str(source), str(source / 'a.tar'), f'{source}/./a.tar', str(source / 'part1/deep')])
     assert names_of(found, source) == ['a.jpg', 'a.tar', 'b.jpg', 'part1/deep/y.tar', 'part1/x.tar']
     assert [file.captions for file in found.files if file.name.endswith('.jpg')] == [('a.txt',), ('b.txt',)]
-    assert reasons_of(found, source) == {
-        'part2': f'folder already searched: as {source}/part1', 'loop': f'folder already searched: as {source}',
-        'part1/itself': 'missing file: deleted, or a broken link'}
+    [(name, reason)] = reasons_of(found, source).items()
+    assert (name, reason.partition(':')[0]) == ('part1/itself', 'cannot be opened')
 
 
 def test_every_file_that_is_not_converted_has_a_reason(tmp_path, monkeypatch):
@@ -105,14 +104,14 @@ def test_tars_in_a_store_are_found_and_all_other_files_have_a_reason(s3):
     assert {line['source'].removeprefix('s3://bucket/'): line['reason'].partition(':')[0]
             for line in find_files(['s3://bucket/tars']).skipped} == {
         'tars/.tmp/2.tar': 'hidden', 'tars/3.jpg': 'not a tar or Parquet', **dict.fromkeys(odd, 'unusable key'),
-        'tars/x.tar.gz': 'not an image, a caption, a tar or Parquet'}
+        'tars/x.tar.gz': 'not a tar or Parquet'}
     s3.put('.x[1]/3.tar', b'1')
     assert names('s3://bucket/.x[1]') == names('s3://bucket/.x*/*.tar') == ['.x[1]/3.tar']
     assert names('s3://bucket/tars/.tmp/') == names('s3://bucket/tars/.t?p/*') == ['tars/.tmp/2.tar']
     with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
         find_files(['s3://bucket/nothing'])
     s3.refusals = [(403, 'AccessDenied')] * 2
-    with pytest.raises(OSError, match='SOURCE s3://bucket/tars: access is denied'):
+    with pytest.raises(OSError, match='SOURCE s3://bucket/tars cannot be read or written .403 AccessDenied'):
         find_files(['s3://bucket/tars'])
 
 

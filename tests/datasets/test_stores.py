@@ -16,10 +16,10 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud.storage import Client
 from werkzeug.wrappers import Request, Response
 
-from sdbench.datasets.output import Output, PartWriter, join_parts, write_index
+from sdbench.datasets.output import OutputFolder, PartWriter, join_parts, write_index
 from sdbench.datasets.readers import open_file
 from sdbench.paths import CLAIM
-from sdbench.stores import addresses_in, download, files_below, upload, write
+from sdbench.stores import addresses_in, download, files_below, upload
 from sdbench.stores.azure import azure_service
 from sdbench.stores.google import google_client
 from sdbench.stores.s3 import make_client
@@ -73,7 +73,7 @@ def test_google_is_read_and_written_with_hmac_keys(monkeypatch):
     with local_s3(monkeypatch) as server:  # Google takes these keys where it answers as S3 does
         monkeypatch.setattr('sdbench.stores.s3.GOOGLE_S3', os.environ['S3_ENDPOINT_URL'])
         monkeypatch.delenv('AWS_ACCESS_KEY_ID')
-        write(io.BytesIO(b'1'), 'gs://bucket/a/b', 'OUT')
+        upload(io.BytesIO(b'1'), 'gs://bucket/a/b', 'OUT')
         with open_file('gs://bucket/a/b') as file:
             assert file.read() == b'1'
         download('gs://bucket/a/b', 'copy', '--remote')
@@ -174,10 +174,9 @@ def use_azure_at(url: str, monkeypatch) -> list[str]:
 def test_azures_store_is_read_and_written_by_all_that_make_datasets_and_checkpoints(tmp_path, monkeypatch, host):
     container = f'azure://{host}/container'
     store = LocalAzure()
-    (tmp_path / '0.pt').write_bytes(b'0')
     with served(store) as url:
         made = use_azure_at(url, monkeypatch)
-        output = Output(f'{container}/mds', 'OUT')
+        output = OutputFolder(f'{container}/mds', 'OUT')
         with output.begun({'program': 'convert.py'}):
             part = PartWriter(output, 'one', {'jpg': 'bytes', 'caption': 'str'})
             part.write({'jpg': b'1', 'caption': 'a'})
@@ -185,7 +184,7 @@ def test_azures_store_is_read_and_written_by_all_that_make_datasets_and_checkpoi
             write_index(output, join_parts(output, ['one']))
         assert output.parts() == {'one': True}
         assert [file.size for file in files_below(f'{container}/mds/claim.json', 'SOURCE')] == [len(output.read(CLAIM))]
-        upload(str(tmp_path / '0.pt'), f'{container}/run/0.pt', '--save_folder')
+        upload(io.BytesIO(b'0'), f'{container}/run/0.pt', '--save_folder')
         with open_file(f'{container}/run/0.pt') as file:
             assert file.read() == store.blobs['run/0.pt'] == b'0'
         assert addresses_in(f'{container}/run', '--save_folder') == [f'{container}/run/0.pt']
@@ -197,7 +196,7 @@ def test_a_process_has_one_client_of_azure_however_many_parts_it_reads(monkeypat
     store = LocalAzure()
     with served(store) as url:
         made = use_azure_at(url, monkeypatch)
-        output = Output('azure://me.blob.core.windows.net/container/mds', 'OUT')
+        output = OutputFolder('azure://me.blob.core.windows.net/container/mds', 'OUT')
         names = [f'part{number}' for number in range(100)]
         for name in names:
             store.blobs[f'mds/{name}/index.json'] = b'{"shards": [], "skipped": []}'
@@ -212,7 +211,7 @@ def test_an_object_is_read_by_its_whole_key_whatever_characters_it_contains(monk
     with local_s3(monkeypatch), served(LocalAzure()) as url:
         use_azure_at(url, monkeypatch)
         for name in ('a', key):
-            write(io.BytesIO(name.encode()), f'{bucket}/{name}', 'OUT')
+            upload(io.BytesIO(name.encode()), f'{bucket}/{name}', 'OUT')
         download(f'{bucket}/{key}', 'copy', 'SOURCE')
         assert Path('copy').read_text() == key
         assert [file.key for file in files_below(f'{bucket}/{key}', 'SOURCE')] == [key]
@@ -235,29 +234,26 @@ def test_a_refused_connection_is_reported_after_at_most_ten_seconds_of_pauses(mo
             pauses.append(seconds)
     monkeypatch.setattr('time.sleep', sleep)
     monkeypatch.setattr('time.monotonic', lambda: now() + sum(pauses))
-    with pytest.raises(OSError, match='^SOURCE: the connection is refused'):
+    with pytest.raises(OSError, match='^SOURCE cannot be read or written .*onnect'):
         download(address, 'copy', 'SOURCE')
     assert 0 < sum(pauses) <= 10
 
 
 @pytest.mark.parametrize('status, code, words', [
-    (403, 'AccessDenied', ': access is denied; check the name and the credentials, which may lack the permission (403 '
-                          'AccessDenied none)'),
-    (404, 'NoSuchBucket', ': there is no such bucket; check its name and S3_ENDPOINT_URL'),
-    (500, 'InternalError', ' cannot be read or written (500 InternalError none)'),
-    (0, '', ': no server answers there; check the address, S3_ENDPOINT_URL and the network')])
+    (403, 'AccessDenied', '403 AccessDenied none'), (404, 'NoSuchBucket', '404 NoSuchBucket none'),
+    (500, 'InternalError', '500 InternalError none'), (0, '', 'Connection')])
 def test_every_request_reports_an_error_answer_in_the_same_words_without_secrets(monkeypatch, status, code, words):
-    Path('sent').write_text('1')
     address = 's3://bucket/a'
 
     with local_s3(monkeypatch) as server:
         monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'PASSWORD')
         server.refusals = [(status, code)] * 1000
         for ask in (lambda: files_below(address, address), lambda: download(address, 'copy', address),
-                    lambda: upload('sent', address, address)):
+                    lambda: upload(io.BytesIO(b'1'), address, address)):
             with pytest.raises(OSError) as caught:
                 ask()
-            assert str(caught.value) == f'{address}{words}'
+            assert str(caught.value).startswith(f'{address} cannot be read or written (')
+            assert words in str(caught.value) and 'PASSWORD' not in str(caught.value)
         server.refusals = [(404, 'NoSuchKey')] * 2
         with pytest.raises(FileNotFoundError):
             download(address, 'copy', address)
@@ -267,6 +263,5 @@ def test_every_request_reports_an_error_answer_in_the_same_words_without_secrets
 def test_files_are_written_to_a_store_that_does_not_support_checksums(monkeypatch):
     with local_s3(monkeypatch) as server:
         server.unknown_headers = {'x-amz-checksum-crc32': 501, 'x-amz-sdk-checksum-algorithm': 400}
-        Path('sent').write_text('1')
-        upload('sent', 's3://bucket/run/a', '--save_folder')
+        upload(io.BytesIO(b'1'), 's3://bucket/run/a', '--save_folder')
         assert server.objects == {'run/a': b'1'}

@@ -69,7 +69,8 @@ def test_cells_without_text_and_rows_without_an_image_are_skipped_with_their_lin
     (folder / 'metadata.jsonl').write_text('\n' + ''.join(lines))
     assert convert.main([str(folder), 'out']) == 0
     assert captions(tmp_path / 'out') == ['one', 'two']
-    assert f' in 1 row of {folder}/metadata.jsonl, column text\ncaptions   2 of 1 image\n' in capsys.readouterr().out
+    assert (f' in 1 row of 1 table, such as {folder}/metadata.jsonl\n'
+            'captions   2 of caption, for 1 sample\n') in capsys.readouterr().out
     none = 'no image for a row: SOURCE has no'
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.jsonl'] == [
         ('metadata.jsonl', 2, f'no caption: the row has None for {folder}/a.jpg'),
@@ -100,20 +101,12 @@ def test_a_table_in_any_folder_overrides_text_files_and_rows_without_a_match_are
         ('lonely.jpg', 'lonely', 'no caption'),
         ('metadata.csv', 4, f'no image for a row: SOURCE has no {folder}/missing.jpg'),
         ('metadata.csv', 5, f"no caption: the row has '' for {folder}/empty.jpg")]
-    assert f'in 3 rows of {folder}/metadata.csv, column text' in capsys.readouterr().out
-
-
-def test_the_table_of_the_flag_decides(tmp_path):
-    folder = photos(tmp_path / 'in', 'sub/a.jpg', 'b.jpg')
-    (folder / 'metadata.csv').write_text('file_name,text\nsub/a.jpg,not this\nb.jpg,nor this\n')
-    (folder / 'mine.csv').write_text('file_name,text\nsub/a.jpg,one\nb.jpg,two\n')
-    assert convert.main([str(folder), 'out', '--captions', f'{folder}/mine.csv']) == 0
-    assert captions(tmp_path / 'out') == ['two', 'one']
-    assert [line[:2] for line in listed(tmp_path / 'out')] == [('metadata.csv', 2), ('metadata.csv', 3)]
+    assert f'in 5 rows of 3 tables, such as {folder}/' in capsys.readouterr().out
 
 
 def test_an_out_accepts_only_the_table_of_captions_that_it_was_begun_with(tmp_path, capsys):
     folder = photos(tmp_path / 'in', 'a.jpg')
+    (folder / 'metadata.csv').write_text('file_name,text\na.jpg,the table of the flag decides\n')
     for name in ('one', 'two'):
         (tmp_path / f'{name}.csv').write_text(f'file_name,text\nin/a.jpg,{name}\n')
     argv = [str(folder), 'out', '--captions']
@@ -155,26 +148,35 @@ def test_a_parquet_table_of_captions_is_read_once_and_not_as_images(tmp_path, ca
     assert printed.startswith('done already: OUT out holds 1 sample of this SOURCE\n')
 
 
-@pytest.mark.parametrize('name, status', [('metadata.csv', 0), ('captions.csv', 1)])
-@pytest.mark.parametrize('content, words', [
-    ('file_name;text\na.jpg;one\n', 'it has no column file_name or filename; its columns are file_name;text'),
-    ('file_name,a,\na.jpg,1,2\n', 'it has no column text or caption; its columns are file_name, a, (no name)'),
-    ('x,y,z\na.jpg,1,2\n', 'it has no column file_name or filename; its columns are x, y, z')])
-def test_a_table_without_the_columns_is_reported_and_text_files_count(tmp_path, capsys, content, words, name, status):
+UNREADABLE = [
+    ('metadata.csv', b'file_name,text\na.jpg,"one\nb.jpg,two\n', 'cannot be read after row 0 (unexpected end of data)'),
+    ('captions.csv', b'file_name,text\na.jpg,"one\nb.jpg,"two"\n', "cannot be read after row 0 (',' expected after"),
+    ('metadata.csv', b'file_name,text\ncaf\xe9.jpg,one\n', 'it must be a CSV in UTF-8 with commas'),
+    ('metadata.jsonl', b'{"file_name": "a.jpg", "text": "one"}\n{\n', 'cannot be read after row 1'),
+    ('metadata.jsonl', b'["a.jpg", "one"]\n', 'with one JSON object per line'),
+    ('metadata.parquet', b'PAR1', 'it must be a Parquet file'),
+    ('captions.json', b'{"1.jpg": "a cat"}', 'it must be in the layout of COCO, with the keys images and annotations'),
+    ('captions.csv', b'file_name;text\na.jpg;one\n',
+     'has the columns file_name;text; exactly one of them must be called file_name or filename (see --image_column); '
+     'rename the file if it is something else'),
+    *(('captions.csv', f'file_name,{columns}\na.jpg,one,two\n'.encode(),
+       'exactly one of them must be called text or caption (see --caption_column)')
+      for columns in ('x,', 'text,caption', 'text,text'))]
+
+
+@pytest.mark.parametrize('name, content, words', UNREADABLE)
+@pytest.mark.parametrize('flags', [[], ['--captions', '{}']])
+def test_a_table_that_cannot_be_read_to_its_end_or_lacks_a_column_is_refused(
+        tmp_path, capsys, name, content, words, flags):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
-    (folder / 'b.txt').write_text('two')
+    (folder / 'b.txt').write_text('a text file')
     table = folder / name
-    table.write_text(content)
-    assert convert.main([str(folder), 'out']) == status
-    flag = '--image_column' if 'file_name or' in words else '--caption_column'
-    words += f'; give {flag} NAME'
-    if ';text' in words:
-        words += '; a CSV needs commas between its columns'
-    assert f'warning: {table} is not a table of captions: {words}; rename the file' in capsys.readouterr().err
-    assert captions(tmp_path / 'out') == ['two']
-    assert (name, None, f'not a table of captions: {words}') in listed(tmp_path / 'out')
-    line = one_error_line([folder, tmp_path / 'other', '--captions', table], capsys, convert.main)
-    assert f'--captions {table} is not a table of captions: {words}' in line
+    table.write_bytes(content)
+    if name != 'captions.json' or flags:
+        line = one_error_line([folder, tmp_path / 'out', *(flag.format(table) for flag in flags)], capsys, convert.main)
+        assert f'the table of captions {table} ' in line
+        assert words in line
+        assert not (tmp_path / 'out').exists()
 
 
 def test_a_csv_cell_may_be_a_json_list_and_other_lists_and_rows_of_another_length_are_skipped(tmp_path):
@@ -185,7 +187,7 @@ def test_a_csv_cell_may_be_a_json_list_and_other_lists_and_rows_of_another_lengt
     (folder / 'metadata.csv').write_text('\n'.join(rows))
     assert convert.main([str(folder), 'out']) == 0
     assert captions(tmp_path / 'out') == ['one', 'two', '[sic] five', 'a cat, awake', 'six']
-    reason = 'row with a wrong number of cells: the table has 2 columns; put quotes around a cell that contains a comma'
+    reason = 'row with a wrong number of cells: put quotes around a cell that contains a comma'
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.csv'] == [
         ('metadata.csv', 3, 'no caption: the row has a list that is not JSON, "[\'three\' \'four\']" '
          f'for {folder}/b.jpg'),
@@ -193,25 +195,6 @@ def test_a_csv_cell_may_be_a_json_list_and_other_lists_and_rows_of_another_lengt
         ('metadata.csv', 9, 'no path in a row: column file_name is empty or not text'),
         ('metadata.csv', 10, f'no caption: the row has [] for {folder}/g.jpg'),
         ('metadata.csv', 12, f'no caption: the row has None for {folder}/h.jpg')]
-
-
-@pytest.mark.parametrize('name, content, words', [
-    ('metadata.csv', b'file_name,text\na.jpg,"one\nb.jpg,two\n',
-     'the table {} cannot be read: error at line 3 (unexpected end of data)'),
-    ('metadata.csv', b'file_name,text\na.jpg,"one\nb.jpg,"two"\n', "error at line 3 (',' expected after '\"')"),
-    ('metadata.csv', b'file_name,text,caption\na.jpg,one,two\n', 'has the columns text and caption; name one of them'),
-    ('metadata.csv', b'file_name,text,text\na.jpg,one,two\n', 'has the columns text and text; name one of them with'),
-    ('metadata.csv', b'file_name,text\ncaf\xe9.jpg,one\n', 'the table {} is not UTF-8; save it as "CSV UTF-8"'),
-    ('metadata.jsonl', b'{"file_name": "a.jpg", "text": "one"}\n{\n', 'line 2 of the table {} cannot be read')])
-@pytest.mark.parametrize('flags', [[], ['--captions', '{}']])
-def test_a_table_that_cannot_be_read_to_its_end_is_refused(tmp_path, capsys, name, content, words, flags):
-    folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
-    (folder / 'b.txt').write_text('a text file')
-    table = folder / name
-    table.write_bytes(content)
-    argv = [folder, tmp_path / 'out', *(flag.format(table) for flag in flags)]
-    assert words.format(table) in one_error_line(argv, capsys, convert.main)
-    assert not (tmp_path / 'out').exists()
 
 
 def test_another_spelling_of_a_path_names_no_image_and_is_logged(tmp_path):
@@ -232,10 +215,10 @@ def test_a_table_linked_into_two_folders_is_read_in_both_and_one_without_images_
     assert captions(tmp_path / 'out') == ['one', 'one']
     (tmp_path / 'list.csv').write_text('file_name,text\nx.jpg,one\n')
     line = one_error_line([folder, 'other', '--captions', 'list.csv'], capsys, convert.main)
-    assert f'--captions {tmp_path}/list.csv: none of its rows names an image of SOURCE' in line
+    assert '--captions list.csv: none of its rows has a caption for an image of SOURCE' in line
 
 
-def test_cocos_captions_are_matched_with_the_images_in_any_folder(tmp_path, capsys):
+def test_cocos_captions_are_matched_with_the_images_in_any_folder(tmp_path):
     folder = photos(tmp_path / 'in', 'val2017/1.jpg', 'val2017/2.jpg', 'x/3.jpg', 'y/3.jpg', 'z/4.jpg')
     names = ['1.jpg', '2.jpg', '3.jpg', 'z/4.jpg']
     images = [{'id': 10 * number, 'file_name': name} for number, name in enumerate(names)]
@@ -248,6 +231,3 @@ def test_cocos_captions_are_matched_with_the_images_in_any_folder(tmp_path, caps
     assert [line for line in listed(tmp_path / 'out') if line[0] == table.name] == [
         (table.name, 3, 'no image for a row: SOURCE has 2 images called 3.jpg'),
         (table.name, 4, 'no path in a row: column file_name is empty or not text')]
-    table.write_text('{"1.jpg": "a cat"}')
-    line = one_error_line([folder, 'other', '--captions', table], capsys, convert.main)
-    assert f'the table {table} is not in the layout of COCO, with the keys "images" and "annotations"' in line

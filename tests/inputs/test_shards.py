@@ -41,6 +41,6 @@ def test_a_wrong_bucket_and_a_missing_permission_are_each_reported_in_one_line(s
     s3.put('runs/1/ep0-ba2-rank0.pt', b'')
     assert 'already holds files' in one_error_line([*saving, 's3://bucket/runs/1'], capfd)
     assert '--remote s3://nobody/photos' in one_error_line([*reading, 's3://nobody/photos'], capfd)
-    assert '--save_folder s3://nobody/runs: there is no such' in one_error_line([*saving, 's3://nobody/runs'], capfd)
+    assert '--save_folder s3://nobody/runs cannot be read or' in one_error_line([*saving, 's3://nobody/runs'], capfd)
     s3.is_read_only = True
-    assert '--save_folder s3://bucket/2: access is denied' in one_error_line([*saving, 's3://bucket/2'], capfd)
+    assert '--save_folder s3://bucket/2 cannot be read or' in one_error_line([*saving, 's3://bucket/2'], capfd)

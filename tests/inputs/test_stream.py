@@ -92,11 +92,12 @@ def test_no_sample_comes_from_a_shard_that_does_not_match_the_index(tmp_path, re
 
 
 @pytest.mark.parametrize('damage, words', [(flip, 'fails its xxh64 hash'), (os.remove, 'is not there')])
-def test_a_damaged_shard_that_is_read_in_place_is_reported_and_not_changed(remote, damage, words):
+def test_a_damaged_shard_that_is_read_in_place_is_reported_and_nothing_is_changed_even_with_a_limit(
+        remote, damage, words):
     first = remote / 'shard.00000.mds'
     damage(first)
     before = files_of(remote)
-    dataset = open_text(remote)
+    dataset = open_text(remote, cache_limit='4kb')
     assert dataset.sample(23)['caption'] == CAPTIONS[23]
     with pytest.raises(DataError, match=f'^shard {first} {words}.*; put a good copy in its place'):
         captions(dataset)

@@ -9,7 +9,7 @@ from composer.utils import dist
 
 from benchmark import main
 from sdbench.measuring import clock as measuring
-from sdbench.measuring.clock import Measurement, window_figures
+from sdbench.measuring.clock import Measurement
 from sdbench.measuring.power import QUANTITIES, GpuMonitor, gather_gpu_figures
 from tests.runs import TINY
 
@@ -68,29 +68,21 @@ def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, 
                             timestamp=Timestamp(), previous_timestamp=Timestamp(),
                             total_loss_dict={'loss/train/total': 0.5})
     measurement = Measurement(warmup, measure_batches)
-    measurement.fit_start(state, None)
+    measurement.begin(state)
     for batch in range(batches):
-        measurement.before_dataloader(state, None)
         loader.take()
         clock.now += first_step if batch == 0 else step_seconds
         state.previous_timestamp = state.timestamp
         state.timestamp = state.timestamp.to_next_batch(4)
-        measurement.batch_end(state, None)
+        measurement.end_batch(state)
         if (batch + 1) % epoch == 0:
             state.timestamp = state.timestamp.to_next_epoch()
             loader.begin_epoch()
-        is_to_save = checkpoint_every and (batch + 1) % checkpoint_every == 0
-        if is_to_save and evaluate:
-            measurement.eval_before_all(state, None)
-            clock.now += evaluate
-            measurement.eval_after_all(state, None)
-        measurement.batch_checkpoint(state, None)
-        if is_to_save:
-            measurement.stopwatch.count_as('sampling')  # another callback, before the one that saves
-            clock.now += sample
-            measurement.stopwatch.count_as('checkpoint')
-            clock.now += checkpoint_seconds
-    return window_figures(measurement.window) | {'prefetched': measurement.prefetched_batches}
+        if checkpoint_every and (batch + 1) % checkpoint_every == 0:
+            for kind, seconds in (('evaluation', evaluate), ('sampling', sample), ('checkpoint', checkpoint_seconds)):
+                with measurement.excluded(kind):
+                    clock.now += seconds
+    return measurement.figures(all_ranks=True) | {'prefetched': measurement.prefetched_batches}
 
 
 @pytest.mark.parametrize('batch_seconds, true_speed', [
@@ -130,13 +122,17 @@ def test_a_queue_that_fills_again_at_the_start_of_an_epoch_does_not_lower_the_sp
 
 
 def test_drift_and_percentiles_are_of_the_slowest_rank_without_the_checkpoint_that_another_writes(monkeypatch):
-    window = measuring.Window([1, 6, 1, 2, 1, 3], [0.0] * 6, [0.0] * 6, samples=60)
+    measurement = Measurement(0, None)
+    for seconds in (1, 6, 1, 2, 1, 3):
+        measurement.seconds.extend([seconds, 0, 0, 0, 0])  # nothing is excluded on this rank
+    measurement.samples = 60
     other = (11, 6.0, 1.0, 40.0)  # batches of 1 2 2 2 2 2 s, 1 s of each spent waiting; 40 GiB
     excluded = [0, 5, 0, 0, 0, 0]  # s: the other rank saves during batch 2
-    monkeypatch.setattr(measuring.dist, 'all_gather_object', lambda mine: [mine, other])
-    highest = iter([excluded, [1, 2, 2, 2, 2, 3], [5, 0, 0]])  # excluded, batches, excluded by name
+    gathered = iter([lambda mine: [mine, other], lambda mine: [mine]])  # speeds, and the GPUs
+    monkeypatch.setattr(dist, 'all_gather_object', lambda mine: next(gathered)(mine))
+    highest = iter([excluded, [1, 2, 2, 2, 2, 3], [5, 0, 0]])  # excluded, batches, excluded by kind
     monkeypatch.setattr(measuring, 'highest_of_ranks', lambda values, all_ranks: np.array(next(highest)))
-    figures = measuring.window_figures(window)  # slowest: 1 2 2 2 2 3
+    figures = measurement.figures(all_ranks=True)  # slowest: 1 2 2 2 2 3
     assert figures['images_per_sec'] == 60 / 11
     assert figures['checkpoint_seconds'] == 5
     assert figures['drift'] == pytest.approx(3 / 5 - 1)  # the last two batches take 5 s, the first two 3 s
@@ -151,12 +147,12 @@ def test_a_whole_gpu_reports_its_power_and_a_mig_slice_does_not(as_on_a_gpu, mon
     for name, watts in (('NVIDIA H100 80GB HBM3', [300]), ('NVIDIA H100 80GB HBM3 MIG 3g.40gb', [])):
         as_on_a_gpu(name=name)
         monitor = GpuMonitor()
-        monitor.batch_end()
+        monitor.sample()
         assert monitor.samples == {'gpu_power_watts': watts, 'gpu_sm_clock_mhz': [1755]}
 
 
 def test_figures_are_combined_over_all_gpus_and_joules_need_the_power_of_each(monkeypatch):
-    def of_rank(watts: float | None, megahertz: float, gib: float, retries: int) -> dict:
+    def of_rank(watts: float, megahertz: float, gib: float, retries: int) -> dict:
         return {'gpu_power_watts_mean': watts, 'gpu_power_watts_max': watts, 'gpu_sm_clock_mhz_mean': megahertz,
                 'gpu_sm_clock_mhz_max': megahertz, 'peak_memory_allocated_gib': gib, 'allocator_retries': retries}
 
@@ -168,7 +164,7 @@ def test_figures_are_combined_over_all_gpus_and_joules_need_the_power_of_each(mo
         'gpu_sm_clock_mhz_mean': 1650, 'gpu_sm_clock_mhz_max': 1700,
         'joules_per_image': 850 / 17,  # 850 W make 17 images in a second
         'peak_memory_allocated_gib': 22.0, 'allocator_retries': 3}
-    ranks[1] = of_rank(None, 1600, 22.0, 2)
+    del ranks[1]['gpu_power_watts_mean']
     assert gather_gpu_figures(GpuMonitor(), images_per_sec=17)['joules_per_image'] is None
 
 

@@ -56,39 +56,46 @@ def test_the_costs_in_the_readme_agree_with_the_command_below_them():
 def test_the_first_hour_in_the_readme_is_what_the_plan_says_to_do_first():
     command = re.search('^python plan.py results.jsonl .*$', README, re.MULTILINE)[0].replace('results.jsonl ', '')
     _, text = answer_to(command)
-    pattern = ('about ([0-9]+) minutes.* less than ([0-9,]+) images/s at 256 px or ([0-9,]+) images/s at 512 px, '
+    pattern = ('about ([0-9]+) minutes.* slower than ([0-9,]+) images/s at 256 px or ([0-9,]+) images/s at 512 px, '
                '([0-9.]+) of the forecast')
     minutes, first, second, needed = re.search(pattern, sentences(text)).groups()
-    assert f'stop if you measure less than {first} images/s at 256 pixels or {second} at 512.' in sentences(README)
-    assert f'about {minutes} minutes. With a budget of $18,000 you need at least {needed} of' in sentences(README)
-    for measuring in re.findall('^composer .*$', README.partition('In your first hour')[2], re.MULTILINE)[:2]:
+    stop = (f'stop if the training is slower than {first} images/s at 256 pixels or {second} at 512, which is {needed} '
+            'of the forecast.')
+    assert stop in sentences(README)
+    assert f'The first four commands take about {minutes} minutes' in sentences(README)
+    commands = README.partition('In your first hour')[2].partition('python plan.py')[0]
+    for measuring in re.findall('^(?:composer|python) .*$', commands, re.MULTILINE):
         assert measuring in text
 
 
 def test_the_first_sentence_and_the_example_of_the_page_on_planning_are_up_to_date():
     plans, _ = answer_to(COSTS)
     b200, h100 = plans['8 x B200'], plans['8 x H100 80GB']
-    first, second = (f'{one.days.likely:.2f} days and ${one.gpu_dollars.likely:,.0f} on' for one in (b200, h100))
-    assert f'{first} 8 B200, or {second} 8 H100.' in sentences(PAGE)
-    assert (f'storage adds ${b200.storage_dollars.likely:,.0f} and ${h100.storage_dollars.likely:,.0f}'
-            in sentences(PAGE))
+    first, second = (f'{one.days.likely:.0f} days and ${round(one.dollars.likely, -3):,.0f}' for one in (b200, h100))
+    assert f'takes about {first} on 8 B200, or {second} on 8 H100, at' in sentences(PAGE)
     _, text = answer_to(EXAMPLE)
     [shown] = re.findall('^```\n(8 x .*?)^```', PAGE, re.MULTILINE | re.DOTALL)
     assert text.startswith(shown.strip())
     for promised in ('Impossible: 8 x RTX 4090', 'Outside: 16 x L40S', 'With --allreduce_precision bf16',
-                     'Stop if you measure less'):
+                     'Stop if the training is slower'):
         assert promised in text
     slower, _ = answer_to(EXAMPLE, '--network_gbits', '50')
     assert f'16 L40S need {slower["16 x L40S"].days.likely:.2f} days' in sentences(PAGE)
 
 
 def test_plans_without_the_compiler_agree_with_the_pages():
-    plans, _ = answer_to(COSTS, '--training_flags', '--no-compile')
+    plans, _ = answer_to(COSTS, '--training_flags=--no-compile')
     h100, a100 = plans['8 x H100 80GB'], plans['8 x A100 80GB']
     trained = sum(part.days.likely for part in a100.parts if part.kind == TRAIN)
     of_h100 = f'{h100.days.likely:.2f} days and ${h100.gpu_dollars.likely:,.0f}'
     assert (f'8 H100 take {of_h100}, and 8 A100 80GB take {a100.days.likely:.2f} days, of which training takes '
             f'{trained:.2f}.') in sentences(PAGE)
+
+
+def test_one_gpu_with_little_memory_recomputes_activations_in_blocks_that_are_compiled_alone():
+    plans, _ = answer_to("python plan.py --gpu '1 4090'")
+    for part in plans['1 x RTX 4090'].training:
+        assert part.setup.gradient_checkpointing and part.setup.compile_blocks
 
 
 def test_the_table_of_networks_agrees_with_forecasts():

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import statistics
 from collections import Counter
 from dataclasses import replace
@@ -20,13 +21,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import plan
-from sdbench.flags.train import ENCODERS, divisors
+from sdbench.flags.parser import parse
+from sdbench.flags.train import ENCODERS, SD2_BASE, Train, divisors
 from sdbench.forecast.forecast import DoesNotFit, Forecast
 from sdbench.gpus import CARDS, Card, peak_of
+from sdbench.models.built_in import BUILT_IN
 from sdbench.plan import measured
 from sdbench.plan.answer import shell_lines
-from sdbench.plan.parts import ENCODE, FORECAST, MEASURED, TRAIN, Impossible, Part, Plan, Preemptions, Range, Speed
-from sdbench.plan.prices import Price, Storage, price_for, read_prices
+from sdbench.plan.parts import ENCODE, FORECAST, MEASURED, TRAIN, Impossible, Part, Plan, Preemptions, Speed
+from sdbench.plan.prices import Price, Storage, read_prices
+from sdbench.plan.search import flags_of, recipe_flags
 from sdbench.plan.verdict import (
     OUTSIDE,
     PROBABLY_OUTSIDE,
@@ -38,7 +42,8 @@ from sdbench.plan.verdict import (
     standing,
 )
 from sdbench.records import expected
-from sdbench.setup import Setup
+from sdbench.setup import Setup, setup_of_settings
+from tests.runs import one_error_line
 
 TODAY = datetime.date(2026, 7, 1)
 H100, H200, B200 = (CARDS[f'NVIDIA {name}'] for name in ('H100 80GB HBM3', 'H200', 'B200'))
@@ -126,7 +131,7 @@ def test_every_gpu_is_in_the_answer_whose_text_csv_and_html_agree(tmp_path, caps
         assert float(row['days']) == pytest.approx(outcome.days.likely)
         assert float(row['dollars'] or 'nan') == pytest.approx(outcome.dollars.likely, nan_ok=True)
         assert f'{outcome.days.likely:,.2f} (' in text
-    assert all(' '.join(sentence.split()) in text and sentence in page for sentence in answer.verdict)
+    assert all(' '.join(sentence.split()) in text and sentence in page for sentence in answer.verdict.sentences)
     assert f'of {images:,} different images' in text
 
 
@@ -177,12 +182,20 @@ def test_of_the_switches_that_train_alike_the_fastest_that_fit_are_chosen_and_th
     assert '--use_synth_latents --gradient_checkpointing for 8 x RTX 4080' in text
 
 
-def test_flags_that_the_user_gives_are_fixed_and_named(capsys):
+def test_flags_that_the_user_gives_are_fixed_and_named():
     answer = answer_to('--gpu', 'H200', '--training_flags', '--no-compile --use_synth_data --batch_size 1024')
     [one] = answer.plans
     assert {(part.kind, part.setup.compile, part.setup.batch_size) for part in one.parts} == {(TRAIN, False, 1024)}
     assert [part.images for part in one.training] == [550_000 * 1024, 850_000 * 1024]
-    assert '@recipes/fastest.txt --use_ema --no-compile --use_synth_data --batch_size 1024' in capsys.readouterr().out
+    for command in answer.first_steps[0][1]:
+        assert '--use_ema --use_synth_data --batch_size 1024 --no-compile --image_size' in command
+
+
+@pytest.mark.parametrize('flag, remedy', [('--max_duration 5ba', 'leave it out'), ('--save_folder x', 'leave it out'),
+                                          ('--image_size 256', 'give image sizes in --schedule')])
+def test_flags_without_an_effect_on_a_plan_are_refused(flag, remedy, capfd):
+    line = one_error_line(['--training_flags', flag], capfd, plan.main)
+    assert line.endswith(f'--training_flags: {flag.split()[0]} has no effect on a plan; {remedy}')
 
 
 def test_what_a_flag_gives_later_replaces_what_it_gave_before(tmp_path):
@@ -193,23 +206,26 @@ def test_what_a_flag_gives_later_replaces_what_it_gave_before(tmp_path):
     assert earlier.title == alone.title and earlier.outcomes == alone.outcomes and earlier.limits == alone.limits
 
 
-@given(card=CARD_NAMES, count=st.sampled_from([1, 8, 16]), network=st.sampled_from([None, 100.0]))
+@given(card=CARD_NAMES, count=st.sampled_from([1, 8, 16]), network=st.sampled_from([None, 100.0]),
+       hours=st.sampled_from([None, 200]))
 @CASES
-def test_a_measurement_that_equals_its_forecast_changes_nothing_but_the_range(tmp_path, card, count, network):
+def test_a_measurement_that_equals_its_forecast_changes_nothing_but_the_range(tmp_path, card, count, network, hours):
     argv = ['--gpu', f'{count} {card}', '--images', 10 ** 6, *(['--network_gbits', network] if network else [])]
+    argv += ['--hours_between_preemptions', hours, '--save_interval', '10ba'] if hours else []
     for one in answer_to(*argv).plans:
         path = write_records(tmp_path / 'r.jsonl', *(record_of(part, one.card) for part in one.parts))
         [other] = answer_to(path, *argv).plans
         assert other.days.likely == pytest.approx(one.days.likely)
         assert other.dollars.likely == pytest.approx(one.dollars.likely, nan_ok=True)
         assert {part.speed.error for part in other.parts} == {measured.MEASURED_ERROR}
+        assert [part.preemptions for part in other.parts] == [part.preemptions for part in one.parts]
         assert one.days.least < other.days.least and other.days.most < one.days.most
 
 
 @given(factors=st.lists(st.floats(0.5, 2), min_size=1, max_size=3))
 @CASES
 def test_forecasts_are_multiplied_by_the_median_of_measured_over_forecast(tmp_path, factors):
-    argv = ['--gpu', '8 H200', '8 H100 80GB HBM3', '--images', 10 ** 6, '--training_flags', '--compile']
+    argv = ['--gpu', '8 H200', '8 H100 80GB HBM3', '--images', 10 ** 6, '--training_flags=--compile']
     before = {one.card: one for one in answer_to(*argv).plans}
     part = before[H200].training[0]
     records = [record_of(replace(part, setup=replace(part.setup, num_devices=count, image_size=size)), H200, factor,
@@ -241,15 +257,6 @@ def test_an_encoding_is_corrected_by_encodings_and_a_run_that_waited_for_data_co
     assert after.days.likely == before.days.likely
     text = ' '.join(capsys.readouterr().out.split())
     assert 'corrects nothing, because it waited for its data 50 % of the time' in text
-
-
-def test_a_measured_plan_keeps_its_save_interval_and_its_preemptions(tmp_path):
-    argv = ['--gpu', '8 H200', '--hours_between_preemptions', 6, '--save_interval', '400ba', '--images', 10 ** 6]
-    [before] = answer_to(*argv).plans
-    [after] = answer_to(write_records(tmp_path / 'r.jsonl', *(record_of(part, H200) for part in before.training)),
-                        *argv).plans
-    assert {part.preemptions for part in after.parts} == {Preemptions(6, 400)}
-    assert after.days.likely == pytest.approx(before.days.likely)
 
 
 def test_a_preemption_costs_a_restart_and_half_a_save_interval():
@@ -288,8 +295,8 @@ def test_at_the_slowest_speed_that_is_stated_a_plan_just_keeps_its_limit(days, m
     one = one_plan(days, 0.1)
     one = replace(one, parts=(replace(one.parts[0], preemptions=Preemptions(hours, 1)),))
     factor = lowest_speed(one, [Limit('days', most)])
-    if one.days.likely > most:
-        assert factor is None
+    if factor is None:
+        assert one.at_speed(2).days.likely > most
     elif factor > 0.0101:
         assert one.at_speed(factor).days.likely == pytest.approx(most)
 
@@ -299,10 +306,10 @@ def test_plans_whose_ranges_overlap_are_a_tie_and_the_verdict_says_so(capsys):
     assert best_and_ties(plans, 'days') == plans[:2]
     flags = ['--dollars_per_gpu_hour', 'H100=1', 'H200=1', 'B200=2.3']
     answer = answer_to('--gpu', '8 H100 80GB HBM3', '8 H200', '8 B200', *flags)
-    assert answer.verdict[0].endswith(' cannot be told apart by cost: measure two of them.')
-    assert all(name in answer.verdict[0] for name in ('8 x H200', '8 x H100 80GB', '8 x B200'))
+    assert ' cannot be told apart by cost: measure 8 x ' in answer.verdict.sentences[0]
+    assert all(name in answer.verdict.sentences[0] for name in ('8 x H200', '8 x H100 80GB', '8 x B200'))
     answer = answer_to('--gpu', '8 B200', '8 A10', '--dollars_per_gpu_hour', 1)
-    assert answer.verdict[0].startswith('Cheapest: 8 x B200')
+    assert answer.verdict.sentences[0].startswith('Cheapest: 8 x B200')
 
 
 def test_the_verdict_advises_to_measure_only_what_was_not_measured_and_says_who_is_only_probably_within():
@@ -317,15 +324,13 @@ def test_the_verdict_advises_to_measure_only_what_was_not_measured_and_says_who_
 
 def test_plans_that_were_measured_are_not_measured_again(tmp_path):
     argv = ['--gpu', '8 H200', '8 H100 80GB HBM3', '--images', 10 ** 6, '--dollars_per_gpu_hour', 'H200=3', 'H100=2.95']
-    before = answer_to(*argv)
-    for one in before.plans:
-        records = write_records(tmp_path / 'r.jsonl', *(record_of(part, one.card) for part in one.training))
-        [(sentence, _), *_] = answer_to(records, *argv).first_steps
-        assert one.name not in sentence
-    everything = write_records(tmp_path / 'r.jsonl', *(record_of(part, one.card) for one in before.plans
-                                                       for part in one.training))
-    [(sentence, _)] = answer_to(everything, *argv).first_steps
-    assert sentence.startswith('Train it on ')
+    plans = answer_to(*argv).plans
+    for done in ([plans[0]], [plans[1]], plans):
+        runs = [record_of(part, one.card) for one in done for part in one.parts]
+        records = write_records(tmp_path / 'r.jsonl', *runs)
+        steps = [sentence for sentence, _ in answer_to(records, *argv).first_steps if sentence.startswith('Measure')]
+        assert not any(one.name in sentence for one in done for sentence in steps)
+        assert bool(steps) == (len(done) < len(plans))
 
 
 @given(words=st.lists(st.sampled_from(['python', '--gpu', '16 L40S', "it's", '42', "a 'b' c"]), min_size=1))
@@ -340,45 +345,81 @@ def test_the_last_price_for_a_machine_with_enough_gpus_counts_and_old_ones_are_m
     header = 'gpu,dollars_per_gpu_hour,provider,gpus_per_machine,kind,date,source\n'
     (tmp_path / 'p.csv').write_text(header + 'H200,3,A,8,on demand,2026-04-02,x\nH200,1,B,1,on demand,2026-06-30,x\n'
                                     'NVIDIA-H200,2,C,8,spot,,x\n')
-    prices = read_prices(str(tmp_path / 'p.csv'), 'on demand', ())
-    assert price_for(H200, 1, prices).provider == 'B'
-    assert price_for(H200, 8, prices).describe(TODAY) == '$3.00 A 2026-04-02'
-    assert price_for(H200, 8, prices).describe(TODAY + datetime.timedelta(1)) == '$3.00 A 2026-04-02, old'
-    assert price_for(H100, 1, prices) is None
-    assert price_for(H200, 8, read_prices(str(tmp_path / 'p.csv'), 'on demand', ((None, 9.0), ('H200', 4.0)))
-                     ).describe(TODAY) == '$4.00 your price'
-    [spot] = read_prices(str(tmp_path / 'p.csv'), 'spot', ())
+    path = tmp_path / 'p.csv'
+
+    def price(gpu, today=TODAY, *flags):
+        [one] = plan.main(['--gpu', gpu, '--images', '1000', '--prices', str(path), *flags], TODAY).plans
+        return one.price and one.price.describe(today)
+
+    assert price('1 H200') == '$1.00 B 2026-06-30'
+    assert price('8 H200') == '$3.00 A 2026-04-02'
+    assert price('8 H200', TODAY + datetime.timedelta(1)) == '$3.00 A 2026-04-02, old'
+    assert price('8 B200') is None
+    assert price('8 H200', TODAY, '--dollars_per_gpu_hour', '9', 'H200=4') == '$4.00 your price'
+    [spot] = read_prices(str(path), 'spot', ())
     assert spot.describe(TODAY) == '$2.00 C no date' and spot.is_old(TODAY)
 
 
 def test_storage_and_traffic_are_part_of_the_cost():
-    """1,000,000 images of 512 px: 0.0786 TB of JPEGs and 0.0655 of latents, and 2 checkpoints of 0.015 TB."""
+    """1,000,000 images of 512 px: 0.0786 TB of JPEGs and 0.0655 of latents, and 2 checkpoints of 0.014 TB."""
     answer = answer_to('--gpu', '8 H200', '--images', 10 ** 6, '--schedule', '2000@512', '--dollars_per_tb_month', 100,
                        '--dollars_per_tb_read', 10, '--dollars_per_gpu_hour', 0)
     [one] = answer.plans
-    stored = 0.3 * 0.262144 + 0.25 * 0.262144 + 0.03
+    stored = 0.3 * 0.262144 + 0.25 * 0.262144 + 0.028
     read = 0.3 * 0.262144 + 0.25 * 0.262144 * 2000 * 2048 / 10 ** 6
     assert one.dollars.likely == pytest.approx(stored * 100 * one.days.likely / 30.4375 + read * 10)
 
 
-def test_the_commands_to_measure_have_the_flags_of_the_plan_and_name_its_machines(capsys):
+def test_the_commands_to_measure_have_the_flags_of_the_plan_and_name_its_machines():
     answer = answer_to('--gpu', '16 L40S', '--network_gbits', 100, '--images', 10 ** 6, '--max_days', 1000)
     (sentence, commands), (_, [again]), (training, []) = answer.first_steps
     assert 'docs/two-phases.md' in training  # the recipe is for one machine
-    assert re.search('Stop if you measure less than [0-9,.]+ images/s at 256 px or [0-9,.]+ images/s at 512', sentence)
-    assert [re.search('--image_size ([0-9]+)', command)[1] for command in commands] == ['256', '512']
-    for command in commands:
+    assert re.search('slower than [0-9,.]+ images/s at 256 px or [0-9,.]+ images/s at 512', sentence)
+    [one] = answer.plans
+    assert [(part.kind, str(part.setup.image_size)) for part in one.parts] == [
+        ('encode' if ' encode.py ' in command else 'train', re.search('--image_size ([0-9]+)', command)[1])
+        for command in commands]
+    for command in commands[1::2]:
         assert command.startswith('composer -n 4 --world_size 16 --node_rank $N')
-        assert '@recipes/fastest.txt --use_ema' in command and command.endswith('--network_gbits 100')
+        assert '@recipes/fastest.txt --use_ema' in command and ' --network_gbits 100 ' in command
     assert again == ('python plan.py results.jsonl --gpu \'16 L40S\' --network_gbits 100 --images 1000000 --max_days '
                      '1000')
+
+    # The stated time and cost are those of all commands: 5 minutes to start each, and its images.
+    minutes, dollars = map(float, re.search(r'about ([0-9]+) minutes and \$([0-9]+[.][0-9]+)', sentence).groups())
+    seconds = sum(103 * 2048 / part.speed.images_per_sec for part in one.training)
+    seconds += sum(3200 * 4 / (part.speed.images_per_sec / 4) for part in one.parts if part.kind == ENCODE)
+    assert minutes == round(4 * 5 + seconds / 60)
+    assert dollars == pytest.approx((20 + seconds / 60) / 60 * 16 * one.price.dollars, abs=0.01)
+
+
+def test_only_a_plan_within_the_limits_is_one_to_train_and_one_outside_says_how_fast_it_must_be():
+    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
+    [one] = answer_to(*argv).plans
+    for factor in (0.9, 1.1):
+        answer = answer_to(*argv, '--max_days', factor * one.days.likely)
+        assert any(' it on 8 x H200, with' in sentence for sentence, _ in answer.first_steps) == (factor > 1)
+        assert f' px, {1 / factor:.1f}' in answer.first_steps[0][0]
+
+
+@given(changes=st.fixed_dictionaries({}, optional={
+    'compile': st.sampled_from([False, 'reduce-overhead']), 'gradient_checkpointing': st.just(True),
+    'microbatch': st.just(4), 'batch_size': st.just(1024), 'use_ema': st.just(False), 'precision': st.just('fp32'),
+    'half_precision_norms': st.just(False), 'clip_grad_norm': st.just(0.5)}))
+@CASES
+def test_the_printed_flags_give_the_setup_of_the_plan(changes):
+    setup = setup_of_settings(parse(Train, '', recipe_flags()))
+    changed = replace(setup, **changes)
+    words = shlex.split(' '.join([*recipe_flags(), *flags_of(changed)]))
+    assert setup_of_settings(parse(Train, '', words)) == changed
 
 
 def test_what_was_never_measured_is_found_in_the_records(tmp_path, capsys):
     argv = ['--gpu', '8 H200', '8 B200', '--images', 10 ** 6]
     answer = answer_to(*argv)
     text = ' '.join(capsys.readouterr().out.split())
-    assert 'this GPU (8 x B200)' in text and 'several of these GPUs (8 x H200)' in text
+    assert 'on 8 x B200: forecast, because this program never measured this GPU.' in text
+    assert 'several of these GPUs' in text
     [part] = [one for one in answer.plans if one.card == H200][0].training[:1]
     answer_to(write_records(tmp_path / 'r.jsonl', record_of(part, H200)), *argv)
     assert 'several of these GPUs' not in ' '.join(capsys.readouterr().out.split())
@@ -391,20 +432,35 @@ def test_the_picture_has_the_range_of_each_plan_and_the_limits(tmp_path):
         assert words in svg
 
 
-def test_ranges_add_up_with_their_bounds():
-    assert Range(1, 2, 3) + Range(10, 20, 30) == Range(11, 22, 33)
-    assert Range(1, 2, 3).overlaps(Range(3, 4, 5)) and not Range(1, 2, 3).overlaps(Range(4, 5, 6))
-
-
-def test_a_record_of_another_model_corrects_nothing_and_says_so(tmp_path):
+def test_records_of_another_model_correct_nothing_and_those_of_a_copy_under_another_name_do(tmp_path):
     argv = ['--gpu', '8 H200', '--images', 10 ** 6]
     [plain] = answer_to(*argv).plans
-    records = write_records(tmp_path / 'r.jsonl', *(record_of(part, H200, 0.1, model_name='tiny')
-                                                    for part in plain.parts))
-    answer = answer_to(records, *argv)
-    assert [one.days for one in answer.plans] == [plain.days]
-    assert len(answer.corrections) == len(plain.parts)
-    assert all(sentence.endswith('corrects nothing, because its model is tiny.') for sentence in answer.corrections)
+    shutil.copytree(BUILT_IN[SD2_BASE], tmp_path / 'copy')
+    others = ('tiny', 'unknown/model', str(tmp_path))
+    for name, is_same in (*((name, False) for name in others), (str(tmp_path / 'copy'), True)):
+        records = write_records(tmp_path / 'r.jsonl', *(record_of(part, H200, 0.5, model_name=name)
+                                                        for part in plain.parts))
+        answer = answer_to(records, *argv)
+        [one] = answer.plans
+        assert one.days.likely == pytest.approx(plain.days.likely * (2 if is_same else 1))
+        assert len(answer.corrections) == (0 if is_same else len(plain.parts))
+        assert all(sentence.endswith(f'corrects nothing, because its model is {name}.') for sentence in
+                   answer.corrections)
+
+
+def test_a_microbatch_that_a_flag_gives_is_corrected_by_runs_with_it(tmp_path):
+    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
+    [plain] = answer_to(*argv).plans
+    first = plain.training[0]
+    of_4 = record_of(replace(first, setup=replace(first.setup, microbatch=4)), H200, 0.5, date='2026-01-31T20:00+00:00')
+    of_8 = record_of(replace(first, setup=replace(first.setup, microbatch=8)), H200, 0.7, date='2026-02-01T01:00+09:00')
+    records = write_records(tmp_path / 'r.jsonl', of_8, of_4)
+    for flags, ratio in (('--device_train_microbatch_size 4', 0.5), ('--device_train_microbatch_size 8', 0.7),
+                         ('--batch_size 2048', 0.5)):  # the newest
+        fixed = '--use_synth_latents --compile --no-gradient_checkpointing'
+        [one] = answer_to(records, *argv, '--training_flags', f'{fixed} {flags}').plans
+        assert one.training[0].speed.ratio == pytest.approx(ratio)
+        assert one.training[0].speed.source == MEASURED
 
 
 def test_a_gpu_slower_than_its_forecast_does_not_make_a_setup_win_that_nobody_has_measured(tmp_path):
@@ -417,10 +473,9 @@ def test_a_gpu_slower_than_its_forecast_does_not_make_a_setup_win_that_nobody_ha
         assert part.speed.images_per_sec == pytest.approx(0.7 * before.speed.images_per_sec)
 
 
-def test_commands_start_as_many_processes_as_the_plan_has_gpus(capsys):
+def test_commands_start_as_many_processes_as_the_plan_has_gpus():
     for gpus, launcher in (('8 H100 80GB HBM3', 'composer benchmark.py'), ('4 H100 80GB HBM3', 'composer -n 4 bench')):
         [(_, commands), *_] = answer_to('--gpu', gpus, '--images', 10 ** 6).first_steps
-        assert all(command.startswith(launcher) for command in commands)
-    [outcome] = answer_to('--gpu', '20 H100 80GB HBM3', '--images', 10 ** 6, '--training_flags',
-                          '--batch_size 2000').outcomes
+        assert all(command.startswith(launcher) for command in commands[1::2])
+    [outcome] = answer_to('--gpu', '20 H100 80GB HBM3', '--training_flags', '--batch_size 2000').outcomes
     assert outcome.reason == '20 GPUs do not divide over 3 machines'

@@ -1,6 +1,5 @@
 """A killed run resumes exactly from its newest complete checkpoint, and loading a checkpoint never runs code."""
 import errno
-import io
 import json
 import os
 import shutil
@@ -13,7 +12,6 @@ from composer import Callback, Trainer
 
 from benchmark import StableDiffusion, main
 from export import main as export
-from sdbench.errors import UserError
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.training.checkpoints import (
     LOCK_FILE,
@@ -24,7 +22,7 @@ from sdbench.training.checkpoints import (
     locked_save_folder,
     newest_checkpoint,
 )
-from tests.forked_runs import RUN, on_small_disk, run, run_program
+from tests.forked_runs import RUN, on_small_disk, run
 from tests.runs import TINY, assert_equal, assert_same_training, failed, one_error_line
 from tests.samples import Hostile, good, write_shards
 
@@ -128,27 +126,11 @@ def test_a_failed_upload_is_a_warning_and_the_next_checkpoint_replaces_it_and_th
 
 
 def test_a_full_quota_is_a_full_disk(monkeypatch, results, capfd):
-    class FileOverQuota(io.BytesIO):
-        def write(self, data):
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    def save(content, file):
-        torch_save(content, FileOverQuota())
-
-    torch_save = torch.save
-    monkeypatch.setattr(torch, 'save', save)
+    def fail(*_):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    monkeypatch.setattr(torch, 'save', fail)
     argv = ['--use_synth_data', *TINY, '--save_folder', 'kept', '--max_duration', '2ba']
     assert 'a disk is full: for --save_folder kept' in failed(argv, results, capfd)
-
-
-def test_an_error_about_a_full_temporary_disk_names_tmpdir(server, s3, tmp_path, tmp_path_factory, results):
-    disk = tmp_path_factory.mktemp('d')  # TMPDIR must be short: it holds sockets
-    argv = [*SAVING_IN_S3, '--results', results]
-    code, _, errors = run_program(server, tmp_path / 'out', main, argv, (1, str(disk)), TMPDIR=str(disk))
-    line = errors.splitlines()[-1]
-    assert code == 1
-    assert f'a checkpoint is written to {disk}' in line
-    assert 'set TMPDIR to a folder with more room' in line
 
 
 def test_a_complete_run_has_nothing_left_to_do_and_a_longer_one_resumes_at_the_end_of_its_epoch(
@@ -183,7 +165,7 @@ def test_a_run_removes_only_files_that_it_or_the_resumed_run_has_written(tmp_pat
     for name in others:
         (folder / name).write_text('mine')
     main([*argv, str(folder), '--max_duration', '8ba', '--save_num_checkpoints_to_keep', '1'], [User()])
-    own = {'ep0-ba8-rank0.pt', LOCK_FILE, RECORD, RUN_NAME}
+    own = {'ep0-ba8-rank0.pt', LOCK_FILE, RUN_NAME, *(RECORD.format(batch=batch) for batch in (4, 8))}
     assert {path.name for path in folder.iterdir()} == others | own
     assert all((folder / name).read_text() == 'mine' for name in others)
     assert (tmp_path / 'mine.pt').exists()
@@ -201,10 +183,11 @@ def test_composers_trainer_loads_a_checkpoint_and_those_of_older_versions_are_ro
     assert_equal(dict(model.state_dict()), dict(load_checkpoint(newest)['state']['model']))
     assert len(optimizer.state) > 0
 
-    # An older version has saved whole paths, under another key.
+    # An older version has saved whole paths, under other keys.
     checkpoint = torch.load(newest, weights_only=False)
-    saver = checkpoint['state']['callbacks']['AtomicCheckpointSaver']
-    assert saver.pop('saved') == ['ep0-ba1-rank0.pt', 'ep0-ba2-rank0.pt']
+    callbacks = checkpoint['state']['callbacks']
+    callbacks['AtomicCheckpointSaver'] = saver = {}
+    assert callbacks['EndOfBatch'].pop('saved') == ['ep0-ba1-rank0.pt', 'ep0-ba2-rank0.pt']
     saver['all_saved_checkpoints_to_timestamp'] = [(f'/old/ep0-ba{batch}-rank0.pt', {}) for batch in (1, 2)]
     torch.save(checkpoint, newest)
     main([*argv, '3ba'])
@@ -271,7 +254,7 @@ def test_a_resume_allows_moved_shards_and_models_and_refuses_other_flags_and_oth
     assert '--batch_size was 4, and is 8 now' in one_error_line([*further, '--batch_size', '8'], capfd)
     assert '--snr_gamma was None, and is 5.0 now' in one_error_line([*further, '--snr_gamma', '5.0'], capfd)
     longer = [*further, '--ema_half_life', '2ba']
-    assert '--ema_half_life was 1ba, and is 2ba now; give --ema_half_life 1ba' in one_error_line(longer, capfd)
+    assert '--ema_half_life was 1ba, and is 2ba now' in one_error_line(longer, capfd)
 
     config = model / 'scheduler' / 'scheduler_config.json'
     content = config.read_text()
@@ -335,24 +318,3 @@ def test_a_resume_allows_caption_weights_of_another_scale_but_not_other_probabil
     assert resumed['captions'] == {'short': 24, 'long': 48}
     line = one_error_line([*argv, '--max_duration', '3ba', '--caption_weights', 'long=6', 'short=3'], capfd)
     assert 'does not fit this run (--caption_weights was' in line
-
-
-class Faulty(Callback):
-    """Raises an error when its state is loaded."""
-
-    def state_dict(self):
-        return {'a': 1}
-
-    def load_state_dict(self, state):
-        raise self.error
-
-
-@pytest.mark.parametrize('error', [KeyError('a'), ValueError('not enough values to unpack'),
-                                   UserError('--remote has another problem')])
-def test_another_error_on_a_resume_is_not_reported_as_a_mismatch(error, monkeypatch, capfd):
-    argv = ['--use_synth_data', *TINY, '--save_folder', 'kept', '--autoresume', '--max_duration']
-    main([*argv, '1ba'], [Faulty()])
-    monkeypatch.setattr(Faulty, 'error', error, raising=False)
-    with pytest.raises(SystemExit if isinstance(error, UserError) else type(error)):
-        main([*argv, '2ba'], [Faulty()])
-    assert 'does not fit this run' not in capfd.readouterr().err

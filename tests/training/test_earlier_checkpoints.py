@@ -40,31 +40,32 @@ def encoders_of(folder: str) -> list[dict[str, torch.Tensor]]:
 
 def test_a_checkpoint_of_an_earlier_version_resumes_is_exported_and_starts_a_second_phase(earlier, capfd):
     state = load_checkpoint(earlier)['state']
-    assert state['model']['vae.encoder.conv_in.weight'].dtype == torch.bfloat16  # rounded, and exported in full
+    assert state['model']['vae.encoder.conv_in.weight'].dtype == torch.bfloat16
     has_facts = '_extra_state' in state['model']  # which name its model
-    named = [] if has_facts else ['--model_name', 'model']
-    export([str(earlier), 'out', *named])
+    export([str(earlier), 'out', '--model_name', 'model'])
     record = main([*RUN, '6ba', '--save_folder', 'kept', '--autoresume'])
     assert record['first_batch'] == 4
     assert record['ema_half_life'] == ('1ba' if has_facts else '1000ba')  # the default of the first versions
     assert record['skipped_batches'] == 0
     export(['kept', 'resumed'])
-    for folder in ['out', 'resumed'] if has_facts else ['resumed']:
+    for folder in ('out', 'resumed'):
         for ours, theirs in zip(encoders_of(folder), encoders_of('model'), strict=True):
             assert ours.keys() == theirs.keys()
-            assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+            assert all(torch.allclose(tensor, theirs[name], rtol=2 ** -8) for name, tensor in ours.items())
+        # A network whose hash is in the checkpoint is that of the folder, not rounded.
+        vaes = [encoders[0]['encoder.conv_in.weight'] for encoders in (encoders_of(folder), encoders_of('model'))]
+        assert torch.equal(*vaes) == has_facts
     main([*RUN, '1ba', '--load_weights', str(earlier)])
     assert 'Traceback' not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize('earlier', ['3b081097'], indirect=True)
-def test_a_text_encoder_that_the_folder_no_longer_has_stays_that_of_the_checkpoint(earlier, capfd):
+def test_a_text_encoder_that_the_folder_no_longer_has_stays_that_of_the_checkpoint(earlier):
     """Checkpoints of earlier versions hold it, and have no hash of it."""
     before = load_checkpoint(earlier)['state']['model']
     path = Path('model/text_encoder/model.safetensors')
     path.write_bytes(path.read_bytes()[:-4000] + bytes(os.urandom(1) * 4000))
     main([*RUN, '6ba', '--save_folder', 'kept', '--autoresume'])
-    assert 'the text_encoder in the checkpoint is another one' in capfd.readouterr().err
     after = load_checkpoint('kept/ep0-ba6-rank0.pt')['state']['model']
     export(['kept', 'out'])
     _, exported = encoders_of('out')

@@ -8,9 +8,9 @@ from composer.core import Timestamp
 
 import benchmark
 from benchmark import main
-from sdbench.training import exact_resume, optimization
-from sdbench.training.exact_resume import ExactResume
+from sdbench.training import optimization, resuming
 from sdbench.training.optimization import MOST_SKIPS_IN_A_ROW
+from sdbench.training.resuming import ExactResume
 from tests.runs import TINY, Weights, failed
 
 ARGV = ['--use_synth_latents', '--use_ema', *TINY, '--max_duration', '5ba']
@@ -76,7 +76,7 @@ def test_too_many_skips_in_a_row_end_the_run(results, capfd, monkeypatch):
 
 def test_the_noise_of_a_batch_depends_only_on_seed_batch_and_rank(monkeypatch):
     def noise(seed: int, batch: int, rank: int = 0) -> tuple[float, ...]:
-        monkeypatch.setattr(exact_resume.dist, 'get_global_rank', lambda: rank)
+        monkeypatch.setattr(resuming.dist, 'get_global_rank', lambda: rank)
         ExactResume(seed).batch_start(SimpleNamespace(timestamp=Timestamp(batch=batch)), None)
         return tuple(torch.rand(4).tolist())
     assert noise(17, 3) == noise(17, 3)

@@ -66,8 +66,8 @@ def test_a_second_phase_starts_from_the_weights_and_the_ema_and_everything_else_
         torch.testing.assert_close(ema_after[name], moved, atol=1e-7, rtol=1e-6)
 
 
-def fresh_model(seed: int = 17) -> StableDiffusion:
-    torch.manual_seed(seed)
+def fresh_model() -> StableDiffusion:
+    torch.manual_seed(18)
     return StableDiffusion(SMALLEST, 16)
 
 
@@ -92,6 +92,7 @@ def test_load_weights_takes_a_file_a_folder_a_unet_a_pipeline_or_a_store(first_p
         for name, weight in model.unet.state_dict().items():
             assert torch.equal(weight, expected[f'unet.{name}']), place
         if place in of_checkpoints:
+            assert_equal(dict(model.text_encoder.state_dict()), dict(trained.text_encoder.state_dict()))  # random
             assert_equal(dict(found['ema_model']['named_parameters_dict']), dict(ema_weights))
         else:
             assert found is None
@@ -116,32 +117,21 @@ def test_weights_that_do_not_fit_are_a_one_line_error(first_phase):
     checkpoint['state']['model'].pop('unet.foreign')
     checkpoint['state']['model']['_extra_state']['configs']['scheduler']['prediction_type'] = 'v_prediction'
     torch.save(checkpoint, 'v.pt')
-    of_another_seed = str(first_phase)  # which has another text encoder
     for place, words in (
             ('hostile.pt', ['could run code']),
             ('other.pt', ['is not a checkpoint of a training']),
-            ('less.pt', ['does not fit the UNet of --model_name', 'conv_in.bias']),
-            ('more.pt', ['does not fit the UNet of --model_name', 'foreign']),
+            ('less.pt', ['was trained as another model than --model_name', 'conv_in.bias']),
+            ('more.pt', ['was trained as another model than --model_name', 'foreign']),
             ('pickled', ['holds no UNet']),
             ('groups', ['norm_num_groups of its unet was 2, and is 4 now']),
-            ('v.pt', ['prediction_type of its scheduler was "v_prediction", and is "epsilon" now', 'copy']),
-            (of_another_seed, ['was trained with another text_encoder', '--seed'])):
+            ('v.pt', ['prediction_type of its scheduler was "v_prediction", and is "epsilon" now', 'copy'])):
         with pytest.raises(ValueError) as error:
-            load_initial_weights(place, fresh_model(18 if place == of_another_seed else 17), find_model(SMALLEST))
+            load_initial_weights(place, fresh_model(), find_model(SMALLEST))
         line = str(error.value)
         assert line.startswith(f'--load_weights {place}'), line
         assert all(word in line for word in words), line
         assert '\n' not in line
     assert not Path('ran').exists()
-
-
-def test_the_ema_of_a_second_phase_is_not_young_also_after_a_resume(first_phase):
-    argv = ['--use_synth_data', *TINY, '--use_ema', '--ema_half_life', '1000ba', '--load_weights', str(first_phase),
-            '--save_folder', 'second', '--autoresume', '--max_duration']
-    for duration in ('1ba', '2ba'):
-        main([*argv, duration])
-        assert read_trained_model('second', 'CHECKPOINT').young_half_life is None
-    assert read_trained_model(checkpoints_in(str(first_phase))[0], 'CHECKPOINT').young_half_life == '2ba'
 
 
 def test_a_checkpoint_of_composers_own_ema_is_refused_in_one_line_only_if_its_weights_are_swapped(smallest_model):

@@ -1,6 +1,6 @@
-"""Show figures to people: as lines of the summary that a run prints, and as columns of report.py's tables.
+"""Show metrics to people: as lines of the summary that a run prints, and as columns of report.py's tables.
 
-A new figure has its value in the record, its meaning in docs/record.md, and here a line, a column, or both. Nothing
+A new metric has its value in the record, its meaning in docs/record.md, and here a line, a column, or both. Nothing
 here needs torch.
 """
 import math
@@ -56,7 +56,7 @@ LINES = {
     'spent': '{gpu_hours:r} GPU-hours, ${dollars:,.2f}',
     'loss': '{loss:.3g}',
     'eval loss': '{eval_loss:.4g} on {eval_samples:,} samples of --eval_remote, after batch {eval_batch:,}',
-    'samples': 'in {sample_images}',
+    'images': 'in {sample_images}',
     'no EMA': 'weights yet: the EMA starts at --ema_start {ema_start_to_come}',
     'checkpoint': 'in {checkpoints}',
     'caution': '{caution}',
@@ -75,15 +75,15 @@ LINES = {
     'not scored': '{not_scored}',
 }
 # A training prints its result first, and only two lines about its speed.
-TRAINING_LINES = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval loss', 'samples', 'no EMA', 'checkpoint',
+TRAINING_LINES = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval loss', 'images', 'no EMA', 'checkpoint',
                  'next', 'images/s', 'no speed', 'wait for data')
 LOADER_LINES = ('loader', 'caution')
 ENCODING_LINES = ('encoded', 'no speed', 'stored', 'caution', 'skipped', 'next')
 EVALUATION_LINES = ('generated', 'model', 'not scored')  # the table of scores and cautions follow
 
 
-class FigureFormatter(string.Formatter):
-    """Fill in a template, and round {figure:r} to one decimal or to three significant digits."""
+class MetricFormatter(string.Formatter):
+    """Fill in a template, and round {metric:r} to one decimal or to three significant digits."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return rounded(value, 1) if format_spec == 'r' else super().format_field(value, format_spec)
@@ -96,7 +96,7 @@ def summary_lines(headings: Iterable[str], values: dict[str, Any]) -> list[str]:
         template = LINES[heading]
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
         if all(values.get(name) is not None for name in names):
-            lines.append(f'{heading:<15} {FigureFormatter().vformat(template, (), values)}')
+            lines.append(f'{heading:<15} {MetricFormatter().vformat(template, (), values)}')
     return lines
 
 
@@ -142,27 +142,27 @@ class Column(NamedTuple):
         heading: text of the heading; {} is replaced by 'GPU' or 'device'.
         cell: template for the number and its unit; a template with % shows the number times 100.
         decimals: minimum number of decimals, as `rounded` takes them; None: the number is whole.
-        is_run_figure: whether it is measured in each run. Repeated runs show their median, and predicted rows nothing.
+        is_of_a_run: whether it is measured in each run. Repeated runs show their median, and predicted rows nothing.
     """
     heading: str
     cell: str = '{}'
     decimals: int | None = 1
-    is_run_figure: bool = False
+    is_of_a_run: bool = False
 
 
-# All columns of figures, in the order of the tables. They are in the record or are calculated from it.
+# All columns of metrics, in the order of the tables. They are in the record or are calculated from it.
 COLUMNS = {
     'num_devices': Column('{}s', decimals=None),
-    'images_per_sec': Column('images/s', is_run_figure=True),
+    'images_per_sec': Column('images/s', is_of_a_run=True),
+    'speed_over_first': Column('over the first', '{} x', 2),
     'images_per_sec_per_device': Column('images/s per {}', decimals=2),
     'forecast_images_per_sec': Column('forecast'),
     'forecast_error': Column('forecast - measured', '{} %', 0),
     'scaling_efficiency': Column('efficiency', '{} %'),
-    'speed_over_first': Column('over the first', '{} x', 2),
-    'data_wait_fraction': Column('wait for data', '{} %', is_run_figure=True),
+    'data_wait_fraction': Column('wait for data', '{} %', is_of_a_run=True),
     'microbatch': Column('microbatch', decimals=None),
-    'peak_memory_gib': Column('peak memory', '{} GiB', is_run_figure=True),
-    'mfu': Column('MFU', '{} %', is_run_figure=True),
+    'peak_memory_gib': Column('peak memory', '{} GiB', is_of_a_run=True),
+    'mfu': Column('MFU', '{} %', is_of_a_run=True),
     'eval_loss': Column('eval loss', decimals=4),
     'eval_batch': Column('eval batch', decimals=None),
     'eval_samples': Column('eval samples', decimals=None),
@@ -176,20 +176,13 @@ COLUMNS = {
     'total_gpu_hours': Column('GPU-hours', decimals=0),
     'cost_usd': Column('cost', '${}', 0),
 }
-RUN_FIGURES = tuple(key for key, column in COLUMNS.items() if column.is_run_figure)
+RUN_METRICS = tuple(key for key, column in COLUMNS.items() if column.is_of_a_run)
 
 
-def heading_with_unit(key: str, device: str) -> str:
-    """Return a heading that includes the unit, such as 'peak memory (GiB)', for cells that are plain numbers."""
-    heading = COLUMNS[key].heading.format(device)
-    unit = COLUMNS[key].cell.replace('{}', '').strip()
-    return f'{heading} ({unit})' if unit else heading
-
-
-def format_figure(key: str, value: float) -> str:
-    """Return a figure as the text of its cell, with its unit; '' if it is NaN."""
+def format_metric(key: str, value: float | None) -> str:
+    """Return a metric as the text of its cell, with its unit; '' if it is not known."""
     _, template, decimals, _ = COLUMNS[key]
-    if math.isnan(value):
+    if value is None or math.isnan(value):
         return ''
     if '%' in template:
         value *= 100

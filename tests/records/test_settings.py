@@ -7,8 +7,8 @@ import pytest
 from sdbench.errors import redacted
 from sdbench.forecast.forecast import DoesNotFit, forecast
 from sdbench.gpus import CARDS
-from sdbench.records.figures import summary_lines
-from sdbench.records.setup import setup_of
+from sdbench.records.metrics import summary_lines
+from sdbench.records.settings import settings_of
 from sdbench.setup import Setup
 
 
@@ -23,13 +23,13 @@ def test_a_microbatch_that_the_search_found_is_forecast_without_a_memory_margin(
 
 
 @pytest.mark.parametrize('changes, machines, network', [
-    ({'num_devices': 12, 'gpus_per_node': 8}, '2', 'network not stated'),
-    ({'num_devices': 8, 'num_nodes': 1, 'network_gbits': 100}, '1', ''),
-    ({'num_devices': 16, 'num_nodes': 2, 'network_gbits': 100}, '2', '100 Gbit/s network'),
-    ({'num_devices': 8, 'num_nodes': 2, 'device': 'NVIDIA GB200'}, '2', ''), ({'num_devices': 8}, '', '')])
+    ({'num_devices': 12, 'gpus_per_node': 8}, 2, 'network not stated'),
+    ({'num_devices': 8, 'num_nodes': 1, 'network_gbits': 100}, 1, None),
+    ({'num_devices': 16, 'num_nodes': 2, 'network_gbits': 100}, 2, '100 Gbit/s network'),
+    ({'num_devices': 8, 'num_nodes': 2, 'device': 'NVIDIA GB200'}, 2, None), ({'num_devices': 8}, None, None)])
 def test_a_network_is_a_setting_only_between_machines_that_nvlink_does_not_connect(changes, machines, network):
-    setup = setup_of({'stage': 'train', 'status': 'complete', 'device': 'NVIDIA L40S'} | changes)
-    assert (setup['num_nodes'], setup['network']) == (machines, network)
+    found = settings_of({'stage': 'train', 'status': 'complete', 'device': 'NVIDIA L40S'} | changes)
+    assert (found['num_nodes'], found['network']) == (machines, network)
 
 
 def test_figures_of_a_summary_are_plain_numbers():

@@ -1,0 +1,119 @@
+"""Join the runs of a training that was resumed, and measure repeated runs by their median."""
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+
+from sdbench.records.metrics import RUN_METRICS
+from sdbench.records.read import MEASURED, UNRELIABLE, WITH_SPEED, Row, joined_notes, speed_row
+from sdbench.records.settings import EVAL_DATA, SPEED_SETTINGS, has_training_result
+from sdbench.records.status import FAILED
+
+# The training result: the keys that the newest record of a training has for all of it, and those of a curve of losses
+RESULT_KEYS = ('loss', 'trained_batches', 'trained_epochs', 'gpu_hours', 'dollars', 'max_duration')
+CURVE_KEYS = (*EVAL_DATA, 'eval_loss', 'eval_batch', 'eval_samples', 'eval_held_out', 'evaluations')
+OTHER_CURVES = 'other_evaluations'
+SHARED_ID = 'another training has the same id: a copied --save_folder'
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
+    """Return the rows of each value of a key, in the order in which the values appear."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.values())
+
+
+def split_trainings(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of each training, the oldest first. A record without a `training_id` is a training by itself.
+
+    Records with one id are one training if each run begins where an earlier one has ended. Where runs overlap in
+    batches, a --save_folder was copied and both copies were continued. They are two trainings: the second gets another
+    id, and all their rows have a note.
+    """
+    trainings = []
+    for parts in grouped(rows, lambda row: row.record.get('training_id', id(row))):
+        found = []
+        for part in sorted(parts, key=lambda part: (part.record.get('first_batch', 0), part.date, part.identity)):
+            first = part.record.get('first_batch')
+            possible = [training for training in found if first is None or last_saved(training) <= first]
+            if possible:  # of two copies, the one in the same folder, or else the longest
+                folder = part.record.get('save_folder')
+                max(possible, key=lambda training: (training[-1].record.get('save_folder') == folder,
+                                                    last_saved(training))).append(part)
+            else:
+                found.append([part])
+        for number, training in enumerate(found, start=1):
+            for part in training:
+                if number > 1:
+                    part.record = part.record | {'training_id': f'{part.record["training_id"]}-{number}'}
+                if len(found) > 1:
+                    part.notes = joined_notes(part.notes, SHARED_ID)
+        trainings += found
+    return trainings
+
+
+def last_saved(training: Sequence[Row]) -> int:
+    """Return the batch at which the newest run of a training has ended; a run that failed may be repeated."""
+    ends = [part.record.get('trained_batches', 0) for part in training
+            if 'first_batch' in part.record and part.record['status'] != FAILED]
+    return max(ends, default=0)
+
+
+def join_trainings(rows: Sequence[Row]) -> list[Row]:
+    """Return one row for each setup in which a training ran, with the result of the whole training.
+
+    Several runs in one setup have their median speed. If a training was evaluated on several held-out datasets, there
+    is another row for each of the others, because their losses do not compare. A training that did not complete has a
+    note. Each row gets the running number of its training.
+    """
+    joined = []
+    for number, parts in enumerate(split_trainings(rows)):
+        # The newest record has the result, and the newest record of an evaluation has the losses on all datasets.
+        last = parts[-1]
+        evaluated = [part for part in reversed(parts) if {'evaluations', 'eval_loss'} & part.record.keys()] or [last]
+        newest = max(evaluated, key=lambda part: len(part.record.get(OTHER_CURVES, ())))
+        curves = [{key: curve[key] for key in CURVE_KEYS if curve.get(key) is not None}
+                  for curve in (newest.record, *newest.record.get(OTHER_CURVES, ()))]
+        result = {key: last.record[key] for key in RESULT_KEYS if key in last.record}
+
+        for runs in grouped(parts, lambda part: tuple(part.settings[key] for key in (*SPEED_SETTINGS, 'num_nodes'))
+                            + (part.metrics['num_devices'],)):
+            row = median_row([run for run in runs if run.status == MEASURED] or runs[-1:])
+            if len(parts) > 1:
+                row = with_result(row, result | curves[0], is_one_run=runs == [last])
+                if row.status == MEASURED and last.status not in (*WITH_SPEED, UNRELIABLE):
+                    row.notes = joined_notes(row.notes, f'last part {last.notes}')
+            joined.append(replace(row, training=number))
+        if has_training_result(last.record):
+            for curve in curves[1:]:
+                row = with_result(joined[-1], result | curve | {OTHER_CURVES: []})
+                joined.append(replace(row, training=number))
+    return sorted(joined, key=lambda row: (row.date == '', row.date))
+
+
+def with_result(row: Row, result: dict, is_one_run: bool = False) -> Row:
+    """Return the row of a run with the result of its whole training. It has no first batch unless it is one run."""
+    of_a_run = () if is_one_run else (*RESULT_KEYS, *CURVE_KEYS, 'first_batch')
+    record = {key: value for key, value in row.record.items() if key not in of_a_run} | result
+    measured = {key: row.metrics[key] for key in RUN_METRICS if key in row.metrics}
+    found = speed_row(record)
+    return replace(found, metrics=found.metrics | measured, notes=row.notes)
+
+
+def median_row(runs: Sequence[Row]) -> Row:
+    """Return the last of some runs of one setup, with their median metrics and the range of their speeds as a note."""
+    row = runs[-1]
+    if len(runs) == 1:
+        return row
+    metrics = dict(row.metrics)
+    for key in RUN_METRICS:
+        known = [run.metrics[key] for run in runs if key in run.metrics]
+        if known:
+            metrics[key] = statistics.median(known)
+    speeds = [run.metrics['images_per_sec'] for run in runs]
+    median = f'median of {len(runs)} runs, {min(speeds):,.1f} to {max(speeds):,.1f}'
+    record = row.record
+    if len({run.metrics.get('microbatch') for run in runs}) > 1:  # the search did not always find the same one
+        metrics.pop('microbatch', None)
+        record = {key: value for key, value in record.items() if key != 'device_train_microbatch_size'}
+    return replace(row, record=record, metrics=metrics, notes=joined_notes(median, *(run.notes for run in runs)))
