@@ -45,19 +45,15 @@ from torchmetrics import MeanSquaredError
 from data import build_data, build_evaluator, open_held_out
 from ema import EMA
 from sdbench.complete import complete, index_of_data
-from sdbench.gpus import peak_of
 from sdbench.inputs.batches import NOISE, TIMESTEP, normalize
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.loader import measure_loader
-from sdbench.measuring.profiler import Trace
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import ModelFiles, build_text_encoder, build_unet, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
 from sdbench.training.checkpoints import (
     RUN_NAME,
-    CheckpointSaver,
     load_checkpoint,
-    load_training,
     local_copy,
     locked_save_folder,
     newest_checkpoint,
@@ -70,16 +66,15 @@ from sdbench.training.compatibility import (
     facts_of_model,
     omit_networks_of_folder,
 )
-from sdbench.training.end_of_batch import EndOfBatch
-from sdbench.training.loggers import Throughput, build_loggers
+from sdbench.training.end_of_batch import EndOfBatch, Spending
+from sdbench.training.loggers import Throughput, Trace, build_loggers
 from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import FiniteSteps, build_schedule, min_snr_weights
-from sdbench.training.progress import METRIC, HeldOutLoss
+from sdbench.training.progress import METRIC
 from sdbench.training.ranks import GracefulStop, destroy_nccl_group, join_ranks, on_rank_0
 from sdbench.training.resuming import DATA, ExactResume, facts_to_keep, kept_in, with_kept_defaults
 from sdbench.training.run import announce_build, begin_run, finish_run, fit, training_record
 from sdbench.training.sampling import Sampling, read_prompts
-from sdbench.training.spending import Spending
 from sdbench.training.weights import load_initial_weights
 
 
@@ -272,25 +267,6 @@ def build_algorithms(settings: Run, ema_state: dict | None = None) -> list[Algor
     return [ema]
 
 
-def build_callbacks(settings: Run, end_of_batch: EndOfBatch, more: Sequence[Callback] = ()) -> list[Callback]:
-    """Build the callbacks of a run. `more` are callbacks of the caller."""
-    # SpeedMonitor gets the GPU's peak from here, because Composer does not know every GPU by its name.
-    window = min(10, settings.measure_batches or 10)  # batches
-    peak = peak_of(torch.cuda.get_device_name(), settings.precision) if torch.cuda.is_available() else None
-    callbacks = [
-        Throughput(window, (peak or 0) * 1e12),  # curves of speed
-        LRMonitor(),    # the curve of the learning rate
-        ExactResume(settings.seed),
-        FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
-        end_of_batch.held_out,
-        *more,
-        end_of_batch,   # measures, decides, evaluates, generates images and saves
-    ]
-    if settings.profile:
-        callbacks.insert(0, Trace(settings.profile, settings.warmup_batches))
-    return callbacks
-
-
 def build_initial_model(settings: Run, files: ModelFiles, latents: bool, is_resumed: bool
                         ) -> tuple[Run, StableDiffusion, dict | None, list[dict]]:
     """Build the model with the weights that a training starts from, and find its microbatch.
@@ -312,8 +288,20 @@ def build_initial_model(settings: Run, files: ModelFiles, latents: bool, is_resu
 
 
 def build_trainer(settings: Run, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
-                  algorithms: list[Algorithm], callbacks: list[Callback], name: str) -> Trainer:
-    """Build Composer's Trainer with the optimizer and the loggers, for a training with this `name`."""
+                  algorithms: list[Algorithm], end_of_batch: EndOfBatch, more: Sequence[Callback],
+                  name: str) -> Trainer:
+    """Build Composer's Trainer for a training with this `name`. `more` are callbacks of the caller."""
+    callbacks = [
+        Throughput(settings),
+        LRMonitor(),    # the curve of the learning rate
+        ExactResume(settings.seed),
+        FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
+        end_of_batch.held_out,
+        *more,
+        end_of_batch,   # measures, decides, evaluates, generates images and saves
+    ]
+    if settings.profile:
+        callbacks.insert(0, Trace(settings.profile, settings.warmup_batches))
     trainer = Trainer(
         model=model,
         train_dataloader=data,
@@ -331,6 +319,7 @@ def build_trainer(settings: Run, model: StableDiffusion, data: DataSpec, evaluat
         seed=settings.seed,
         dist_timeout=settings.dist_timeout,
     )
+    end_of_batch.trainer = trainer
     switch_allreduce(trainer.state.model, settings)
     return trainer
 
@@ -363,21 +352,11 @@ def train(settings: Run, files: ModelFiles, data: DataSpec, callbacks: Sequence[
             # Build the training at its start, or at the checkpoint.
             settings, model, ema_state, data_before = build_initial_model(settings, files, dataset.latents, bool(path))
             kept['flags'][DATA] = data_before + kept['flags'][DATA]
-            sampling = saver = load = None
+            end_of_batch = EndOfBatch(settings, kept, before, path and (checkpoint, path), spending, stop)
             if prompts:
-                sampling = Sampling(settings, prompts, model, files)
-            if settings.save_folder:
-                saver = CheckpointSaver(settings.save_folder, settings.save_num_checkpoints_to_keep,
-                                        before.get('saved', ()))
-            if path:
-                load = partial(load_training, path=path, label=checkpoint, folder=settings.save_folder,
-                               flags=kept['flags'])
-            end_of_batch = EndOfBatch(settings, kept, before.get('loss'), spending, stop,
-                                      HeldOutLoss(settings.eval_remote, kept['flags'][DATA]), sampling, saver, load)
+                end_of_batch.sampling = Sampling(settings, prompts, model, files)
             trainer = build_trainer(settings, model, data, build_evaluator(settings, files, held_out),
-                                    build_algorithms(settings, ema_state),
-                                    build_callbacks(settings, end_of_batch, callbacks), name)
-            end_of_batch.trainer = trainer
+                                    build_algorithms(settings, ema_state), end_of_batch, callbacks, name)
 
         # Train, and report how it ended.
         begin_run(settings, model, trainer, checkpoint)

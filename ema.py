@@ -157,9 +157,9 @@ class EMA(composers.EMA):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Create the shadow, update it, or swap EMA and raw weights, depending on the event."""
-        self._ensure_shadow(state.model)  # at FIT_START at the latest: by then all ranks have the same weights
         if event == Event.FIT_START:
             self._pairs = None  # a program may have changed its model since the last fit
+            self._paired(state.model)  # creates the shadow: by now all ranks have the same weights
         if event in (Event.BATCH_END, Event.EPOCH_END):
             update_in_place(*self._paired(state.model), self.smoothing)
             return
@@ -178,23 +178,22 @@ class EMA(composers.EMA):
                              'and not during an evaluation')
         # A deep copy uses the tensors in its memo instead of copying them. Put the EMA tensors there for the trained
         # parameters, and the model's own tensors for all others.
-        self._ensure_shadow(model)
         shared = {id(tensor): tensor for tensor in (*unwrap_model(model).parameters(), *unwrap_model(model).buffers())}
-        for average, raw in zip(*pair_by_name(self.ema_model, model), strict=True):
+        for average, raw in zip(*self._paired(model), strict=True):
             if isinstance(raw, torch.nn.Parameter):
                 average = torch.nn.Parameter(average, requires_grad=False)
             shared[id(raw)] = average
         return copy.deepcopy(unwrap_model(model), memo=shared)
 
-    def _ensure_shadow(self, model: torch.nn.Module) -> None:
-        """Create the shadow on the model's device, with the values of a loaded checkpoint or else of the model."""
+    def _paired(self, model: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the pairs of `pair_by_name`, kept from batch to batch because pairing takes as long as an update.
+
+        The first call creates the shadow on the model's device, with the values of a loaded checkpoint or else of the
+        model.
+        """
         if not isinstance(self.ema_model, ShadowModel):
             self.ema_model = ShadowModel(model, vars(self.ema_model) if self.ema_started else None)
             self._pairs = None
-
-    def _paired(self, model: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the pairs of `pair_by_name`, kept from batch to batch because pairing takes as long as an update."""
-        self._ensure_shadow(model)
         if self._pairs is None or self._pairs[0] is not model:
             self._pairs = (model, *pair_by_name(self.ema_model, model))
         _, ema, weights = self._pairs
@@ -202,6 +201,6 @@ class EMA(composers.EMA):
 
     def swap_weights(self, model: torch.nn.Module) -> None:
         """Swap the EMA weights and the raw weights by exchanging their storage, without a copy."""
-        for average, raw in zip(*pair_by_name(self.ema_model, model), strict=True):
+        for average, raw in zip(*self._paired(model), strict=True):
             average.data, raw.data = raw.data, average.data
         self.ema_weights_active = not self.ema_weights_active

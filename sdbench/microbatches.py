@@ -24,7 +24,7 @@ def changes_that_take_less(setup: Setup) -> dict[str, Setup]:
     changes['without --use_ema'] = {'use_ema': False}
     if half >= 64:
         changes[f'--image_size {half}'] = {'image_size': half}
-    changes['latents (encode.py)'] = {'latents': True}  # must be last: `run_as` cannot bring the VAE back
+    changes['latents (encode.py)'] = {'latents': True}
     changed = {change: replace(setup, **flags) for change, flags in changes.items()}
     return {change: other for change, other in changed.items() if other != setup}
 

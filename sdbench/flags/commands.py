@@ -18,9 +18,10 @@ from sdbench.flags.parser import (
     seed,
     whole_number,
 )
-from sdbench.flags.train import MOST_WORKERS, Encoders, Model, ModelName, Results, pixels, price
+from sdbench.flags.train import MOST_WORKERS, Encoders, Model, Results, pixels, price
 from sdbench.hub import CLIP_MODEL
 from sdbench.paths import EXPORTED, is_url
+from sdbench.process import launcher_variable
 
 REQUIRED = MISSING  # as the default of a flag
 TIMESTEPS = 1000  # of Stable Diffusion's noise schedule
@@ -44,6 +45,10 @@ class Cluster:
     ray: str | None = flag(os.environ.get('RAY_ADDRESS'), 'address of a Ray cluster on which to run, such as auto '
                            '(default: the environment variable RAY_ADDRESS, or else this machine)', metavar='ADDRESS')
 
+    def check(self) -> None:
+        if launcher_variable('LOCAL_RANK') is not None:
+            raise UserError('this command starts its own processes; start it with python instead of a launcher')
+
 
 @dataclass(frozen=True, kw_only=True)
 class Convert(Cluster):
@@ -54,16 +59,15 @@ class Convert(Cluster):
                                          'files')
     out: str = positional('new folder or object store (s3://, gs://, azure://) for the MDS shards')
     held_out: float | None = flag(None, 'fraction of the samples to hold out, such as 0.01; they go to OUT-held-out, '
-                                  'for --eval_remote of benchmark.py (default: none)', converter=fraction)
+                                  'for --eval_remote of benchmark.py', converter=fraction)
     seed: int = flag(17, 'seed for --held_out; whether an image is held out depends only on its bytes and this seed',
                      converter=seed)
     captions: str | None = flag(None, 'table of captions as CSV, JSON lines (.jsonl) or Parquet, with image paths '
                                 'relative to its folder, or the JSON of COCO; read in addition to captions.csv, '
                                 'metadata.csv, metadata.jsonl and metadata.parquet in the folders of SOURCE (default: '
                                 'only those)', metavar='FILE')
-    image_column: str | None = flag(None, 'column with the images in Parquet files (default: image), or with the '
-                                    'image paths in tables of captions (default: file_name or filename)',
-                                    metavar='NAME')
+    image_column: str | None = flag(None, 'column with the images in Parquet files (default: image), or with the image '
+                                    'paths in tables of captions (default: file_name or filename)', metavar='NAME')
     caption_column: tuple[str, ...] = flag((), 'caption columns in Parquet files and tables, such as short long, or '
                                            'suffixes of caption files, such as .txt .caption (default for columns: '
                                            'text or caption; for caption files: the first one of an image)',
@@ -80,7 +84,7 @@ class Convert(Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(ModelName, Model, Encoders, Results, Cluster):
+class Encode(Model, Encoders, Results, Cluster):
     heading = 'latents'
 
     remote: str = flag(REQUIRED, 'folder or object store with MDS shards of images and captions from convert.py')
@@ -100,7 +104,8 @@ class Export:
 
     checkpoint: str = positional('checkpoint written by benchmark.py, or a folder or object store with checkpoints '
                                  '(the newest is used)')
-    out: str = positional('new folder for the pipeline, or with --single_file a new file')
+    out: str = positional('new folder for the pipeline, or with --single_file a new file; an earlier export of another '
+                          'checkpoint in that folder is first renamed to OUT-1')
     single_file: bool = flag(False, 'write one .safetensors file with the original tensor names of Stable Diffusion '
                              '1.5 or 2, for AUTOMATIC1111 and ComfyUI (default: off, which writes a diffusers folder)')
     raw_weights: bool = flag(False, 'export the raw (non-EMA) weights of the UNet (default: off, which exports EMA '
@@ -165,10 +170,9 @@ class Evaluate(Results):
 class Files:
     heading = 'files'
 
-    csv: str | None = flag(None, 'CSV file for all rows without rounding (default: none)',
-                           converter=file_ending('.csv'))
-    html: str | None = flag(None, 'HTML page with the whole output, to send to others; it works without a network '
-                            '(default: none)', converter=file_ending('.html'))
+    csv: str | None = flag(None, 'CSV file for all rows without rounding', converter=file_ending('.csv'))
+    html: str | None = flag(None, 'HTML page with the whole output, to send to others; it works without a network',
+                            converter=file_ending('.html'))
 
     def check(self) -> None:
         if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
@@ -186,8 +190,8 @@ class Report(Files):
     dollars_per_gpu_hour: Prices = flag((), 'price per GPU-hour in dollars, for every GPU or by GPU name, such as '
                                         'H100=2.5 H200=3.2 (default: the prices in each record, or else 2.0)',
                                         converter=price, metavar='PRICE')
-    extrapolate: tuple[int, ...] = flag((), 'GPU counts whose speed is predicted from the measured GPU counts '
-                                        '(default: none)', converter=count, metavar='GPUS')
+    extrapolate: tuple[int, ...] = flag((), 'GPU counts whose speed is predicted from the measured GPU counts',
+                                        converter=count, metavar='GPUS')
     compare: bool = flag(False, 'show one row per training, with its speed relative to the first training of the same '
                          'model and image size')
     figure: str | None = flag(None, 'file for a plot of days against GPU count (default: no plot)', converter=picture)

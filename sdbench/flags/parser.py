@@ -33,7 +33,8 @@ Settings = TypeVar('Settings')
 LIMITS = ('this program trains the whole UNet of Stable Diffusion 1 or 2, on centre squares, on a GPU with 24 GB or '
           "more; for LoRA, the text encoder, SDXL or newer models, use diffusers' examples or kohya-ss/sd-scripts")
 LIMITED = ('lora', 'text_encoder', 'xl')
-SHOWN_DEFAULTS = {'None': 'none', 'True': 'on', 'False': 'off'}  # how --help shows these defaults
+# How --help shows these defaults
+SHOWN_DEFAULTS = {'None': 'none', '()': 'none', '': 'none', 'True': 'on', 'False': 'off'}
 
 
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
@@ -75,10 +76,10 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
     parser = build_parser(cls, description, program)
     try:
         given = vars(parser.parse_args(argv))
-        resolve_needs(cls, given)
         for name, value in given.items():
             if isinstance(value, list):  # a frozen dataclass needs hashable values
                 given[name] = tuple(value) or cls.__dataclass_fields__[name].metadata['bare']
+        resolve_needs(cls, given)
         settings = cls(**given)
         for group in reversed(cls.__mro__):
             if 'check' in vars(group):

@@ -8,15 +8,12 @@ from sdbench.errors import UserError
 from sdbench.flags.commands import Files
 from sdbench.flags.parser import amount, count, flag, picture, positional, positive
 from sdbench.flags.times import LONGEST_INTERVAL, time_in
-from sdbench.flags.train import Machines, known_gpu, pixels, price
+from sdbench.flags.train import Machines, pixels, price
 
 GPUS = 8  # GPU count of a plan for which --gpu gives none
 SD2_SCHEDULE = ((550_000, 256), (850_000, 512))  # steps and image sizes, from the model card of Stable Diffusion 2
 SD2_IMAGES = (790_000_000, 300_000_000)  # different images in each phase of mosaicml/diffusion
 HOURS_BETWEEN_PREEMPTIONS = 6.0  # assumed for spot machines, because no cloud states a number
-# Amazon S3 Standard, the first 50 TB, and reading it within its region
-DOLLARS_PER_TB_MONTH = 23.0
-DOLLARS_PER_TB_READ = 0.0
 
 
 def gpus_wanted(text: str) -> tuple[int, str]:
@@ -24,7 +21,7 @@ def gpus_wanted(text: str) -> tuple[int, str]:
     found = re.fullmatch(r'\s*(?:([1-9][0-9]{0,5})\s*x?\s+)?(\S.*?)\s*', text)
     if found is None or found[2].isdecimal() and len(found[2]) < 4:  # such as the 8 of an unquoted 8 H100
         raise argparse.ArgumentTypeError(f"{text} is not a GPU count and a GPU name in quotes, such as '16 L40S'")
-    return int(found[1] or GPUS), known_gpu(found[2])
+    return int(found[1] or GPUS), found[2]
 
 
 def phase(text: str) -> tuple[int, int]:
@@ -53,8 +50,8 @@ class PlanFlags:
     figure: str | None = flag(None, 'file for a picture of the days and dollars of each plan with their ranges and '
                               'limits (default: no picture)', converter=picture)
     training_flags: str = flag('', "flags for benchmark.py, such as --training_flags='--no-compile' with the =, after "
-                               'those of recipes/fastest.txt and --use_ema; the search leaves them as they are '
-                               '(default: none)', metavar="'FLAGS'")
+                               'those of recipes/fastest.txt and --use_ema; the search leaves them as they are',
+                               metavar="'FLAGS'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +65,7 @@ class Money:
     prices: str | None = flag(None, 'CSV file of prices per GPU-hour; for each GPU the last row counts whose machine '
                               'has enough GPUs (default: recipes/prices.csv)', metavar='FILE')
     dollars_per_gpu_hour: Prices = flag((), 'your own price per GPU-hour in dollars, for every GPU or by GPU name, '
-                                        'which replaces the one in --prices, such as H100=2.5 4090=0 (default: none)',
+                                        'which replaces the one in --prices, such as H100=2.5 4090=0',
                                         converter=price, metavar='PRICE')
     spot: bool = flag(False, 'plan for spot machines: their prices, and preemptions')
     hours_between_preemptions: float | None = flag(None, 'mean hours between two preemptions of one machine (default: '
@@ -76,12 +73,10 @@ class Money:
                                                    converter=positive, metavar='HOURS')
     save_interval: str = flag(f'{LONGEST_INTERVAL}ba', 'steps between two checkpoints, such as 400ba; a preemption '
                               'repeats half of them', converter=time_in('ba'))
-    dollars_per_tb_month: float = flag(DOLLARS_PER_TB_MONTH, 'price of storing a TB for a month in dollars (default: '
-                                       f'{DOLLARS_PER_TB_MONTH:g}, Amazon S3 Standard)', converter=amount,
-                                       metavar='DOLLARS')
-    dollars_per_tb_read: float = flag(DOLLARS_PER_TB_READ, 'price of reading a TB from the store in dollars (default: '
-                                      f'{DOLLARS_PER_TB_READ:g}, as within one cloud; 50 to 90 from another cloud)',
-                                      converter=amount, metavar='DOLLARS')
+    dollars_per_tb_month: float = flag(23.0, 'price of storing a TB for a month in dollars (default: 23, as for the '
+                                       'first 50 TB in Amazon S3 Standard)', converter=amount, metavar='DOLLARS')
+    dollars_per_tb_read: float = flag(0.0, 'price of reading a TB from the store in dollars (default: 0, as within one '
+                                      'cloud; 50 to 90 from another cloud)', converter=amount, metavar='DOLLARS')
 
 
 @dataclass(frozen=True, kw_only=True)

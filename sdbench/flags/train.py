@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
-from sdbench.flags.parser import amount, below_1, count, flag, fraction, nonempty, positive, seed, whole_number
+from sdbench.flags.parser import amount, below_1, count, flag, fraction, positive, seed, whole_number
 from sdbench.flags.times import LONGEST_INTERVAL, time_in, to_batches
-from sdbench.gpus import cards_named
 from sdbench.process import launcher_variable
+from sdbench.records.status import FEWEST_BATCHES
 
 TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # its architecture is built in
@@ -42,30 +42,19 @@ def pixels(text: str) -> int:
 pixels.metavar = 'PIXELS'
 
 
-def known_gpu(name: str) -> str:
-    """Return the name unchanged if it is the name, or part of the name, of a known GPU."""
-    try:
-        cards_named((nonempty(name),))
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return name
-
-
 def price(text: str) -> tuple[str | None, float]:
     """Convert a price: dollars for every GPU, such as 2.5, or NAME=PRICE for GPUs with that name, such as H100=2.5."""
-    name, is_named, dollars = text.rpartition('=')
+    name, _, dollars = text.rpartition('=')
     if not re.match('[0-9]', dollars):
         raise argparse.ArgumentTypeError(f'{text} is not a price such as 2.5 or H100=2.5; write it without $, which '
                                          'the shell expands as a variable')
-    if not is_named:
-        return None, amount(text)
-    return name, amount(dollars)
+    return name or None, amount(dollars)
 
 
 def caption_weight(text: str) -> tuple[str, float]:
     """Convert the weight of a caption name, NAME=WEIGHT, such as long=3."""
-    name, is_named, weight = text.rpartition('=')
-    if not is_named:
+    name, _, weight = text.rpartition('=')
+    if not name:
         raise argparse.ArgumentTypeError(f'{text} is not NAME=WEIGHT, such as long=3')
     return name, amount(weight)
 
@@ -76,12 +65,12 @@ class TrainingData:
 
     remote: str | None = flag(None, 'folder or object store with MDS shards: images and captions from convert.py, or '
                               'latents and captions from encode.py (default: no shards)')
-    local: str | None = flag(None, 'with --remote: cache folder for shards from an object store (default: a temporary '
-                             'folder; a --remote folder is read in place); without --remote: the folder that holds '
-                             'the shards')
+    local: str | None = flag(None, 'cache folder for the shards of a --remote in an object store (default: a temporary '
+                             'folder; a --remote folder is read in place); without --remote, the folder that holds the '
+                             'shards')
     num_workers: int | None = flag(None, "data loader processes per device (default: the machine's CPU cores divided "
                                    f'by its devices, at most {MOST_WORKERS})', converter=whole_number)
-    cache_limit: str | None = flag(None, 'disk space limit for the cached shards of a dataset, such as 500gb '
+    cache_limit: str | None = flag(None, 'disk space limit for the cached shards of each dataset, such as 500gb '
                                    '(default: no limit)', metavar='SIZE')
     max_bad_samples: float = flag(0.01, 'fraction of unreadable samples above which the run stops', converter=fraction)
     tokenizer: str | None = flag(None, 'folder or Hugging Face Hub ID of the tokenizer (default: the one in the '
@@ -106,17 +95,11 @@ class TrainingSamples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelName:
+class Model:
     heading = 'model'
 
     model_name: str = flag(SD2_BASE, 'model: tiny (a small test model), a diffusers folder or a Hugging Face Hub ID '
                            f'(default: {SD2_BASE}, whose architecture is built in)')
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    heading = 'model'
-
     pretrained: bool = flag(False, 'load the trained weights of the VAE and the text encoder from --model_name; tiny '
                             'has trained weights for its VAE only (default: off; random weights are as fast, but no '
                             'model can generate images with them)')
@@ -191,8 +174,8 @@ class Measuring:
 
     warmup_batches: int = flag(3, 'batches to run before the measurement starts', converter=count)
     measure_batches: int | None = flag(None, 'batches to measure after the warm-up (default: all batches if '
-                                       '--max_duration is given, or else 20, or more if the data loader prefetches '
-                                       'many batches)', converter=count)
+                                       f'--max_duration is given, or else {FEWEST_BATCHES}, or more if the data loader '
+                                       'prefetches many batches)', converter=count)
     loader_only: bool = flag(False, 'measure only the data loader, without a model')
     profile: str | None = flag(None, 'folder for a torch profiler trace of 3 batches after the warm-up; the speed of '
                                'a profiled run is not reliable (default: no profile)', metavar='DIR')
@@ -200,7 +183,7 @@ class Measuring:
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    heading = 'forecast and cost'
+    heading = 'machines'
 
     gpus_per_node: int | None = flag(None, 'GPUs per machine in a forecast (default: 8; 4 for GB200 and L40S; 1 for '
                                      'GH200)', converter=count, metavar='GPUS')
@@ -218,7 +201,7 @@ class Cost:
                                            '(default: off; without a count, as many GPUs as there are processes)',
                                            converter=count, metavar='GPUS', bare=(0,))
     gpu: tuple[str, ...] = flag((), 'GPUs to forecast, by name or part of a name, such as A100-40GB H200 (default: '
-                                'all known GPUs)', converter=known_gpu, metavar='NAME', needs='dry_run')
+                                'all known GPUs)', metavar='NAME', needs='dry_run')
     dollars_per_gpu_hour: Prices = flag((), 'price per GPU-hour in dollars, for every GPU or by GPU name, such as '
                                         f'H100=2.5 H200=3.2 (default: {DOLLARS_PER_GPU_HOUR} for every GPU)',
                                         converter=price, metavar='PRICE')
@@ -249,7 +232,7 @@ class Training:
     autoresume: bool = flag(False, 'resume from the newest complete checkpoint in --save_folder, if there is one',
                             needs='save_folder dry_run')
     dist_timeout: int = flag(1800, 'seconds that a process waits for the others before the run fails; must be longer '
-                             'than any compilation, save or image generation', converter=count)
+                             'than any compilation, save or image generation', converter=count, metavar='SECONDS')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,19 +277,19 @@ class EvaluationAndSamples:
                                    '--local and --cache_limit apply too (default: no evaluation)')
     eval_interval: str | None = flag(None, f'time between evaluations {INTERVAL_DEFAULT}; an evaluation is also run '
                                      'at the end', converter=time_in('ba ep'), needs='eval_remote dry_run')
-    sample_prompts: str | None = flag(None, 'text file with one prompt per line; images are generated from them '
-                                      'during the training, with the EMA weights if there are any; needs --pretrained '
-                                      '(default: none)', metavar='FILE', needs='pretrained')
+    sample_prompts: str | None = flag(None, 'text file with one prompt per line; images are generated from them during '
+                                      'the training, with the EMA weights if there are any; needs --pretrained',
+                                      metavar='FILE', needs='pretrained')
     sample_interval: str | None = flag(
         None, f'time between image generations from --sample_prompts {INTERVAL_DEFAULT}; images are also generated '
         'before the first batch and at the end', converter=time_in('ba ep'), needs='sample_prompts dry_run')
     wandb_name: str | None = flag(None, 'run name in Weights & Biases (default: W&B is not used)')
     wandb_project: str | None = flag(None, 'Weights & Biases project to log to (default: W&B is not used)')
-    tensorboard: str | None = flag(None, 'folder for TensorBoard files (default: none)', metavar='DIR')
+    tensorboard: str | None = flag(None, 'folder for TensorBoard files', metavar='DIR')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainingData, TrainingSamples, ModelName, Model, Encoders, Speed, Measuring, Results, Machines,
+class Train(TrainingData, TrainingSamples, Model, Encoders, Speed, Measuring, Results, Machines,
             Cost, Training, Optimizer, EvaluationAndSamples):
     """The flags of benchmark.py, as they were given. `sdbench/complete.py` makes a Run of them."""
 
@@ -375,8 +358,10 @@ class Run(Train):
 
 # Flags that take a time. complete.py converts each of them to batches.
 TIMES = ('max_duration', 'save_interval', 'eval_interval', 'sample_interval', 'lr_warmup', 'ema_half_life', 'ema_start')
-# The flags in these groups affect the training result, and a resumed run must have the same values.
-SAME_ON_RESUME = tuple(field for group in (TrainingSamples, Model, Optimizer) for field in fields(group))
+# The flags in these groups affect the training result, and a resumed run must have the same values. Only the folder of
+# the model may move; its configuration is compared.
+SAME_ON_RESUME = tuple(field for group in (TrainingSamples, Model, Optimizer) for field in fields(group)
+                       if field.name != 'model_name')
 # Flags in these groups that do not change the time of a step: measurements that differ only in them measure the same
 # speed. Add a new flag here only after checking that.
 NO_EFFECT_ON_SPEED = ('random_flip', 'caption_drop', 'caption_weights', 'pretrained', 'seed', 'snr_gamma',

@@ -110,16 +110,21 @@ def row_of(found: Forecast, first: Forecast, settings: Run, has_efficiency: bool
     `first` is the forecast for the fewest GPUs of the same card, whose speed per GPU is an efficiency of 100 %.
     """
     devices, speed = found.setup.num_devices, found.images_per_sec
+    each = speed / devices
+    days = days_to_train(speed, settings.training_images or math.nan)
+    hours = days * 24 * devices
+    dollars = hours * price_of(found.card.name, settings.dollars_per_gpu_hour)
     bounds = ' ({} to {})'.format(*map(rounded, found.images_per_sec_range)) if found.is_tested else ''
     cells = {'GPUs': f'{devices} x {found.card.name.removeprefix("NVIDIA ")}', 'microbatch': found.setup.microbatch,
              'GiB taken': f'{found.gib:.1f}', 'images/s': known(speed, rounded) + bounds}
     if has_efficiency:
-        efficiency = speed / devices / (first.images_per_sec / first.setup.num_devices)
-        cells['efficiency'] = known(efficiency, '{:.1%}'.format)
+        efficiency = each / (first.images_per_sec / first.setup.num_devices)
+        cells |= {'each': known(each, rounded), 'efficiency': known(efficiency, '{:.1%}'.format)}
     if settings.training_images:
-        days = days_to_train(speed, settings.training_images)
-        dollars = days * 24 * devices * price_of(found.card.name, settings.dollars_per_gpu_hour)
-        cells |= {'days': known(days, format_days), 'dollars': known(dollars, rounded)}
+        cells['days'] = known(days, format_days)
+        if has_efficiency:
+            cells['GPU-hours'] = known(hours, rounded)
+        cells['dollars'] = known(dollars, rounded)
     return cells
 
 

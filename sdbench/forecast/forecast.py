@@ -24,7 +24,7 @@ from sdbench.forecast.speed import (
 )
 from sdbench.forecast.step import Step
 from sdbench.forecast.stored import has_same_unet, step_of
-from sdbench.gpus import CARDS, GIB, NETWORK_SHARE, Card, peak_of
+from sdbench.gpus import GIB, NETWORK_SHARE, Card, peak_of
 from sdbench.microbatches import largest_that_fits
 from sdbench.setup import Setup
 
@@ -152,14 +152,11 @@ def network_sentence(setups: Iterable[Setup]) -> str:
     crossing = [setup for setup in setups if setup.needs_network]
     if not crossing:
         return ''
-    gpus = ' or '.join(map(str, sorted({setup.gpus_per_node or CARDS[setup.device].gpus_per_node
-                                        for setup in crossing})))
-    gbits = crossing[0].network_gbits
-    if gbits is None:
-        speed = 'is assumed to be as fast as the interconnect of its GPUs; give its speed with --network_gbits.'
-    else:
-        speed = f'has {gbits:g} Gbit/s, of which the forecast uses {100 * NETWORK_SHARE:.0f} %.'
-    return f'The network of each machine with {gpus} GPU{"" if gpus == "1" else "s"} {speed}'
+    if crossing[0].network_gbits is None:
+        return ('The network between machines is assumed to be as fast as the interconnect of their GPUs; give its '
+                'speed with --network_gbits.')
+    return (f'The network of each machine has {crossing[0].network_gbits:g} Gbit/s, of which the forecast uses '
+            f'{100 * NETWORK_SHARE:.0f} %.')
 
 
 def was_published(setup: Setup, card: Card, network: float) -> bool:

@@ -24,6 +24,7 @@ from sdbench.plan.verdict import (
     PROBABLY_WITHIN,
     WITHIN,
     Limit,
+    Verdict,
     and_list,
     distances,
     judge,
@@ -76,20 +77,16 @@ class Answer:
         return (f'Train {self.training.base.model_name} {ema}: {", then ".join(phases)}; batch '
                 f'{self.training.base.batch_size:,}.')
 
-    @property
-    def verdict(self) -> list[str]:
-        return judge(self.plans, self.limits).sentences
-
-    @property
-    def best(self) -> list[Plan]:
-        return judge(self.plans, self.limits).best
+    @cached_property
+    def verdict(self) -> Verdict:
+        return judge(self.plans, self.limits)
 
     def names(self, plans: Sequence[Plan]) -> str:
         """Return the names of some plans as text, or of the others if most plans are among them."""
         others = [plan.name for plan in self.plans if plan not in plans]
-        if not others:
-            return 'all plans' if len(plans) > 1 else plans[0].name
-        if len(others) < len(plans) / 3:
+        if not others and len(plans) > 1:
+            return 'all plans'
+        if others and len(others) < len(plans) / 3:
             return f'all except {", ".join(others)}'
         return ', '.join(plan.name for plan in plans)
 
@@ -181,34 +178,33 @@ class Answer:
     def first_steps(self) -> list[tuple[str, list[str]]]:
         """Return what to do first: sentences, each with commands: measure up to two plans, plan again, and train."""
         to_measure = []
-        for plan in [plan for plan in self.best if plan.unmeasured][:2]:
+        for plan in [plan for plan in self.verdict.best if plan.unmeasured][:2]:
             commands = tuple(measuring_command(plan, part) for part in plan.unmeasured)
             to_measure.append((commands, self.measuring_sentence(plan)))
-        steps = [(' '.join(sentences), list(commands)) for commands, sentences in grouped(to_measure).items()]
+        steps = [('\n'.join(sentences), list(commands)) for commands, sentences in grouped(to_measure).items()]
         if steps:
             records = [*self.records, *([] if 'results.jsonl' in self.records else ['results.jsonl'])]
             steps.append(('Then ask again with the measurements:',
                           [shlex.join(['python', 'plan.py', *records, *self.command])]))
-        if self.best and standing(self.best[0], self.limits) in (WITHIN, PROBABLY_WITHIN):
-            steps.append(whole_training(self.best[0]))
+        best = self.verdict.best
+        if best and standing(best[0], self.limits) in (WITHIN, PROBABLY_WITHIN):
+            steps.append(whole_training(best[0]))
         return steps
 
     def measuring_sentence(self, plan: Plan) -> str:
         """Return what to measure of a plan, where, how long it takes, what it costs, and the speed it needs."""
-        what = []
-        minutes = 0.0
-        for kind in dict.fromkeys(part.kind for part in plan.unmeasured):
-            what.append(f'{MEASURED_STEPS} steps of each phase' if kind == TRAIN else
-                        f'the encoding of {images_to_encode(plan):,} IMAGES from convert.py')
-        for part in plan.unmeasured:
-            images, speed = images_to_encode(plan), part.speed.images_per_sec / plan.machines
-            if part.kind == TRAIN:
-                images, speed = (MEASURED_STEPS + WARMUP_STEPS) * part.setup.batch_size, part.speed.images_per_sec
-            minutes += MINUTES_TO_START + images / speed / 60
+        on_one_machine = ENCODED_PER_GPU * plan.num_devices // plan.machines  # images
+        whats = {TRAIN: f'{MEASURED_STEPS} steps',
+                 ENCODE: f'the encoding of {on_one_machine:,} IMAGES from convert.py'}
+        what = and_list(dict.fromkeys(whats[part.kind] for part in plan.unmeasured))
+        sizes = and_list(dict.fromkeys(f'{part.setup.image_size} px' for part in plan.unmeasured))
+        images = {TRAIN: (MEASURED_STEPS + WARMUP_STEPS) * self.training.base.batch_size,
+                  ENCODE: ENCODED_PER_GPU * plan.num_devices}  # one machine takes as long for its part of them
+        minutes = sum(MINUTES_TO_START + images[part.kind] / part.speed.images_per_sec / 60 for part in plan.unmeasured)
         cost = f' and ${minutes / 60 * plan.num_devices * plan.price.dollars:,.2f}' if plan.price else ''
         is_listed = plan.price and plan.price.provider != YOUR_PRICE
         place = f'{plan.name} from {plan.price.provider}' if is_listed else plan.name
-        sentence = f'Measure {and_list(what)} on {place}: about {minutes:.0f} minutes{cost}.'
+        sentence = f'Measure {what}, at {sizes}, on {place}: about {minutes:.0f} minutes{cost}.'
         needed = lowest_speed(plan, self.limits)
         if needed is not None:
             speeds = ' or '.join(f'{rounded(part.speed.images_per_sec * needed)} images/s at {part.setup.image_size} px'
@@ -220,10 +216,11 @@ class Answer:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row of unrounded figures for each of the GPUs that were asked for."""
         rows = []
-        for outcome in [*self.plans, *(each for each in self.outcomes if isinstance(each, Impossible))]:
+        for outcome in self.outcomes:
             row = {'gpus': outcome.num_devices, 'gpu': outcome.card.name}
+            rows.append(row)
             if isinstance(outcome, Impossible):
-                rows.append(row | {'standing': 'impossible', 'reason': outcome.reason, 'remedy': outcome.remedy})
+                row |= {'standing': 'impossible', 'reason': outcome.reason, 'remedy': outcome.remedy}
                 continue
             row['standing'] = standing(outcome, self.limits) if self.limits else ''
             for figure in ('days', 'gpu_hours', 'gpu_dollars', 'storage_dollars', 'dollars'):
@@ -231,19 +228,17 @@ class Answer:
                 row |= {figure: value.likely, f'{figure}_least': value.least, f'{figure}_most': value.most}
             if outcome.price:
                 row |= {'dollars_per_gpu_hour': outcome.price.dollars, 'provider': outcome.price.provider,
-                        'price_date': outcome.price.date or '', 'price_is_old': outcome.price.is_old(self.today)}
+                        'price_date': outcome.price.date, 'price_is_old': outcome.price.is_old(self.today)}
             for number, part in enumerate(outcome.parts, start=1):
                 row |= {f'part_{number}': part.name, f'part_{number}_images': part.images,
-                        f'part_{number}_images_per_sec': part.speed.images_per_sec,
-                        f'part_{number}_days': part.days.likely, f'part_{number}_source': part.speed.source,
-                        f'part_{number}_range': part.speed.error}
-            rows.append(row)
+                        f'part_{number}_days': part.days.likely} | {
+                            f'part_{number}_{key}': value for key, value in vars(part.speed).items()}
         return rows
 
     @property
     def text(self) -> str:
         """Return the answer for a terminal."""
-        blocks = [filled([sentence]) for sentence in [*self.verdict, self.title]]
+        blocks = [filled([sentence]) for sentence in [*self.verdict.sentences, self.title]]
         for has_price in (True, False):
             rows = [self.cells(plan) for plan in self.plans if (plan.price is not None) == has_price]
             if rows:
@@ -270,13 +265,13 @@ def switches(part: Part) -> list[str]:
 
 def whole_training(plan: Plan) -> tuple[str, list[str]]:
     """Return a sentence and the command that trains a plan, where the recipe for one machine can train it."""
-    latents = {part.setup.latents for part in plan.training}
-    setups = {replace(part.setup, image_size=None, latents=None, model_name=SD2_BASE) for part in plan.training}
+    setups = {replace(part.setup, image_size=None, model_name=SD2_BASE) for part in plan.training}
     sizes = [part.setup.image_size for part in plan.training]
-    if plan.machines > 1 or len(latents) > 1 or len(setups) > 1 or sizes != [size for _, size in SD2_SCHEDULE]:
+    if plan.machines > 1 or len(setups) > 1 or sizes != [size for _, size in SD2_SCHEDULE]:
         return f'docs/two-phases.md says how to train {plan.name} with these flags.', []
-    variables = '' if latents == {True} else 'LATENTS= '
-    flags = flags_of(setups.pop())
+    [setup] = setups
+    variables = '' if setup.latents else 'LATENTS= '
+    flags = flags_of(setup)
     if flags:
         variables += f'PHASE_FLAGS={shlex.quote(" ".join(["@recipes/fastest.txt", *flags]))} '
     for number, (part, (steps, _)) in enumerate(zip(plan.training, SD2_SCHEDULE, strict=True), start=1):
@@ -284,23 +279,19 @@ def whole_training(plan: Plan) -> tuple[str, list[str]]:
             variables += f'STEPS_{number}={part.steps} '
     model = plan.training[0].setup.model_name
     model = 'FOLDER' if model == SD2_BASE else shlex.quote(model)
-    return (f'Train it on {plan.name}, with your images in the folder photos and the weights of the encoders in '
+    start = 'If the measurements agree, train' if plan.unmeasured else 'Train'
+    return (f'{start} it on {plan.name}, with your images in the folder photos and the weights of the encoders in '
             f'{model} (docs/two-phases.md):',
             [f'{variables}MODEL={model} SOURCE=photos sh recipes/stable-diffusion-2.sh'])
-
-
-def images_to_encode(plan: Plan) -> int:
-    """Return the number of images that measure the encoding on one machine of a plan."""
-    return ENCODED_PER_GPU * plan.num_devices // plan.machines
 
 
 def measuring_command(plan: Plan, part: Part) -> str:
     """Return the command that measures a part of a plan: a training on all of its machines, an encoding on one."""
     size = part.setup.image_size
     if part.kind == ENCODE:
+        mode = {True: ['--compile'], False: []}.get(part.setup.compile, [f'--compile {part.setup.compile}'])
         flags = [flag for flag in flags_of(part.setup) if flag.startswith(('--model_name', '--encoder_precision'))]
-        return ' '.join(['python encode.py --remote IMAGES --out', f'latents-{size} --image_size {size}', *flags,
-                         *(['--compile'] if part.setup.compile else [])])
+        return ' '.join([f'python encode.py --remote IMAGES --out latents-{size} --image_size {size}', *flags, *mode])
     launcher = 'composer'  # on all GPUs of a machine
     each = plan.num_devices // plan.machines
     if plan.machines == 1 and each != plan.card.gpus_per_node:
@@ -315,5 +306,6 @@ def measuring_command(plan: Plan, part: Part) -> str:
 def shell_lines(command: str) -> str:
     """Return a shell command in lines of at most WIDTH characters, none of which ends between quotes."""
     whole = re.sub(QUOTED, lambda quoted: quoted[0].replace(' ', '\0'), command)
-    lines = textwrap.wrap(whole, WIDTH - 6, break_on_hyphens=False, break_long_words=False)
-    return ' \\\n        '.join([f'    {lines[0]}', *lines[1:]]).replace('\0', ' ')
+    lines = textwrap.wrap(whole, WIDTH - 2, initial_indent=4 * ' ', subsequent_indent=8 * ' ', break_on_hyphens=False,
+                          break_long_words=False)
+    return ' \\\n'.join(lines).replace('\0', ' ')

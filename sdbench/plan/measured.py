@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
+from sdbench.errors import UserError
 from sdbench.forecast.forecast import forecast
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.stored import has_same_unet
@@ -50,8 +51,9 @@ def read_measurements(rows: Sequence[Row], model_name: str) -> tuple[list[Measur
         if row.status != RELIABLE or kind not in (TRAIN, ENCODE) or record['device'] not in CARDS:
             continue
         waited = record.get('data_wait_fraction') or 0
-        if not is_same_model(record.get('model_name', model_name), model_name):
-            why_not = f'its model is {record["model_name"]}'
+        name = str(record.get('model_name') or model_name)
+        if not is_same_model(name, model_name):
+            why_not = f'its model is {name}'
         elif waited > MUCH_WAITING_FOR_DATA:
             why_not = f'it waited for its data {100 * waited:.0f} % of the time'
         else:
@@ -66,7 +68,12 @@ def read_measurements(rows: Sequence[Row], model_name: str) -> tuple[list[Measur
 
 def is_same_model(name: str, other: str) -> bool:
     """Tell whether two models are the same for a forecast: a copy of one on this machine, under another name, is."""
-    return name == other or (name in BUILT_IN or os.path.isdir(name)) and has_same_unet(name, other)
+    if name == other or not (name in BUILT_IN or os.path.isdir(name)):
+        return name == other
+    try:
+        return has_same_unet(name, other)
+    except UserError:  # the folder does not contain a model
+        return False
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,14 @@ def write_sheet(answer: Answer, path: str) -> None:
         picture = ''
     # The table has the plans with a price, or all of them if none has one. The others are a line.
     in_table = [plan for plan in answer.plans if plan.price] or answer.plans
-    rows = [(answer.cells(plan), standing(plan, answer.limits) in (OUTSIDE, PROBABLY_OUTSIDE), plan in answer.best)
+    sentences, best = answer.verdict
+    rows = [(answer.cells(plan), standing(plan, answer.limits) in (OUTSIDE, PROBABLY_OUTSIDE), plan in best)
             for plan in in_table]
     unpriced = [answer.cells(plan) for plan in answer.plans if plan not in in_table]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(Path(__file__).with_name('sheet.html').read_text())
     page = template.render(
-        verdict=answer.verdict, title=answer.title, picture=picture, rows=rows, unpriced=unpriced,
+        verdict=sentences, title=answer.title, picture=picture, rows=rows, unpriced=unpriced,
         not_within=answer.not_within, first_steps=answer.first_steps, details=answer.details,
         date=answer.today.isoformat(), commit=git_commit(),
         omitted=max(0, len(answer.plans) - MOST_PLANS),

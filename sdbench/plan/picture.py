@@ -37,7 +37,7 @@ def draw_intervals(plans: Sequence[Plan], limits: Sequence[Limit]) -> Any:
 
 def draw_panel(axes: Any, figure: str, plans: Sequence[Plan], limits: Sequence[Limit]) -> None:
     """Draw the days or dollars of plans, the first at the top, and a line for the limit."""
-    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     for position, plan in enumerate(plans):
         value = getattr(plan, figure)
@@ -52,11 +52,9 @@ def draw_panel(axes: Any, figure: str, plans: Sequence[Plan], limits: Sequence[L
 
     # Plans differ by factors, so the axis is logarithmic, with ticks at 1, 2 and 5 times powers of ten.
     axes.set_xscale('log')
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
     axes.xaxis.set_major_formatter(StrMethodFormatter('{x:,.0f}'))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    low, high = axes.get_xlim()
-    ticks = [step * 10 ** power for power in range(-2, 8) for step in (1, 2, 5) if low <= step * 10 ** power <= high]
-    axes.set_xticks(ticks[::2] if len(ticks) > 5 else ticks)
     axes.tick_params(labelsize=FONT_SIZE)
     axes.set_yticks(range(len(plans)), [textwrap.fill(plan.name, NAME_CHARACTERS) for plan in plans])
     axes.set_ylim(len(plans) - 0.4, -0.6)

@@ -1,6 +1,6 @@
 """Compare plans with limits and with each other, but not more precisely than their ranges allow."""
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,13 +51,7 @@ def distances(plan: Plan, limits: Sequence[Limit]) -> str:
         share = limit.of(plan) * 100
         if math.isnan(share.likely):  # no price
             continue
-        # A lower price helps only if no other limit is exceeded.
-        remedy = ''
-        exceeded = [other for other in limits if other.of(plan).likely > 1]
-        affordable = (limit.most - plan.storage_dollars.likely) / plan.gpu_hours.likely
-        if limit.figure == 'dollars' and exceeded == [limit] and affordable > 0:
-            remedy = f'; ${affordable:.2f} per GPU-hour would be within'
-        texts.append(f'{share.likely:.0f} % of {limit.name} ({share.least:.0f} to {share.most:.0f} %{remedy})')
+        texts.append(f'{share.likely:.0f} % of {limit.name} ({share.least:.0f} to {share.most:.0f} %)')
     return ' and '.join(texts)
 
 
@@ -87,14 +81,9 @@ def lowest_speed(plan: Plan, limits: Sequence[Limit]) -> float | None:
 
 
 class Verdict(NamedTuple):
-    """What is said of some plans.
-
-    Attributes:
-        sentences: the answer first.
-        best: the best plan, and those that cannot be told apart from it; [] if no plan is possible.
-    """
-    sentences: list[str]
-    best: list[Plan]
+    """What is said of some plans."""
+    sentences: list[str]  # the answer first
+    best: list[Plan]  # the best plan, and those that cannot be told apart from it; [] if no plan is possible
 
 
 def judge(plans: Sequence[Plan], limits: Sequence[Limit]) -> Verdict:
@@ -118,10 +107,14 @@ def judge(plans: Sequence[Plan], limits: Sequence[Limit]) -> Verdict:
         return Verdict(sentences, [closest])
 
     # Name the plan that costs least, or those that cannot be told apart, and then the fastest.
-    has_price = any(plan.price for plan in inside)
-    ties = {figure: best_and_ties(inside, figure) for figure in (['dollars', 'days'] if has_price else ['days'])}
-    sentences = [comparison(tied, figure, f' within {within}' if limits and not number else '')
-                 for number, (figure, tied) in enumerate(ties.items())]
+    prices = [plan for plan in inside if plan.price]
+    ties = {figure: best_and_ties(inside, figure) for figure in (['dollars', 'days'] if prices else ['days'])}
+    sentences = []
+    for number, (figure, tied) in enumerate(ties.items()):
+        where = f' within {within}' if limits and number == 0 else ''
+        if figure == 'dollars' and len(prices) < len(inside):
+            where += ' (some GPUs have no price)'
+        sentences.append(comparison(tied, figure, where))
     unsure = [plan.name for plan in inside if standings[plan] == PROBABLY_WITHIN
               and any(plan in tied for tied in ties.values())]
     if unsure:
@@ -140,18 +133,13 @@ def comparison(tied: Sequence[Plan], figure: str, where: str) -> str:
     if len(tied) == 1:
         best = {'dollars': 'Cheapest', 'days': 'Fastest'}[figure]
         return f'{best}{where}: {tied[0].name}, {tied[0].text_of(figure)}.'
-    to_measure = [plan.name for plan in tied if plan.unmeasured]
-    if not to_measure:
-        advice = 'their measurements differ by less than their ranges'
-    elif len(to_measure) < len(tied):
-        advice = f'measure {and_list(to_measure)}'
-    else:
-        advice = 'measure both of them' if len(tied) == 2 else 'measure two of them'
+    to_measure = [plan.name for plan in tied if plan.unmeasured][:2]
+    advice = f'measure {and_list(to_measure)}' if to_measure else 'their measurements differ by less than their ranges'
     by = {'dollars': 'by cost', 'days': 'by days'}[figure]
     return f'{and_list([plan.name for plan in tied])} cannot be told apart {by}{where}: {advice}.'
 
 
-def and_list(names: Sequence[str]) -> str:
+def and_list(names: Iterable[str]) -> str:
     """Return names as a list in words: 'A', 'A and B', 'A, B and C'."""
     *first, last = names
     return f'{", ".join(first)} and {last}' if first else last

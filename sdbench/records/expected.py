@@ -12,7 +12,7 @@ NEEDED = {'train': ('num_devices', 'image_size', 'batch_size', 'microbatch', 'la
                     'use_ema', 'gradient_checkpointing', 'half_precision_norms'),
           'encode': ('num_devices', 'image_size', 'compile', 'encoder_precision')}
 # What forecast() raises for a run that does not fit, and for values that no flag has, in a record by hand.
-NO_FORECAST = (DoesNotFit, UserError, ValueError, TypeError, KeyError)
+NO_FORECAST = (DoesNotFit, UserError, ValueError, TypeError, LookupError)
 
 
 class Expected(NamedTuple):

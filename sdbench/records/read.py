@@ -20,6 +20,8 @@ from sdbench.records.settings import EVALUATION_SETTINGS, comparable, has_traini
 from sdbench.records.status import COMPLETE, UNMEASURED, why_unreliable
 
 OLDER_WEIGHTS = {'live': 'raw', 'averaged': 'EMA'}  # names in records of older versions
+# The other numbers of a record that a report calculates with
+NUMBERS = ('batch_size', 'first_batch', 'trained_batches', 'gpu_hours', 'dollars', 'num_nodes', 'gpus_per_node')
 RESULT_METRICS = ('eval_loss', 'eval_batch', 'eval_samples', 'loss', 'trained_batches')  # of a training as a whole
 
 # The status of a row says where its metrics come from. A run without a speed has the status of its record, such as
@@ -53,6 +55,8 @@ class Row:
         status: where the metrics come from, or why there are none.
         notes: what to know about the metrics.
         date: start of the run in UTC, as text that sorts by time; '' if the record states none.
+        prices: the prices that the record was given, in the form of --dollars_per_gpu_hour.
+        evaluations: images that the training had seen at each evaluation, and the loss; None where it was not finite.
         training: running number of the training that the row belongs to.
         setting: equal for rows whose settings are compared over GPU counts.
     """
@@ -62,6 +66,8 @@ class Row:
     status: str = MEASURED
     notes: str = ''
     date: str = ''
+    prices: Prices = ()
+    evaluations: Sequence[tuple[float, float | None]] = ()
     training: int | None = None
     setting: tuple = ()
 
@@ -76,14 +82,6 @@ class Row:
     @property
     def on_cpu(self) -> bool:
         return self.record.get('device_type') == 'cpu'
-
-    @property
-    def prices(self) -> Prices:
-        """Return the prices that the record was given, in the form of --dollars_per_gpu_hour."""
-        given = self.record.get('dollars_per_gpu_hour', ())
-        if isinstance(given, (int, float)):  # one price for all GPUs, in a CSV file
-            return ((None, float(given)),)
-        return tuple((name, float(dollars)) for name, dollars in given)
 
     @cached_property
     def identity(self) -> str:
@@ -194,7 +192,7 @@ def speed_row(record: dict) -> Row:
 
     Raises UserError if a number that the report needs is missing or not positive.
     """
-    # Check the numbers that a report calculates with. A failed run may have no speed.
+    # Check what a report calculates with. A failed run may have no speed.
     speed = 'loader_images_per_sec' if record['stage'] == 'loader' else 'images_per_sec'
     needed = ['device', 'num_devices', 'image_size']
     if record['status'] == COMPLETE:
@@ -204,6 +202,8 @@ def speed_row(record: dict) -> Row:
             raise UserError(f'no {key}; a record needs {", ".join(needed)}')
         if key != 'device' and finite_numbers(record, [key])[key] <= 0:
             raise UserError(f'{key} {record[key]!r} is not a positive number')
+
+    finite_numbers(record, NUMBERS)
 
     # Date, commit and folder identify a run, but are no settings: runs that differ in them have the same setup.
     settings = settings_of(record)
@@ -227,7 +227,12 @@ def speed_row(record: dict) -> Row:
     if found_by_search:  # a microbatch that was given is a setting
         metrics['microbatch'] = finite_numbers(record, ['device_train_microbatch_size']).popitem()[1]
     status, notes = status_and_notes(record)
-    return Row(record=record, settings=settings, metrics=metrics, status=status, notes=notes, date=date)
+    prices = record.get('dollars_per_gpu_hour', ())
+    if isinstance(prices, (int, float)):  # one price for all GPUs, in a CSV file
+        prices = ((None, prices),)
+    return Row(record=record, settings=settings, metrics=metrics, status=status, notes=notes, date=date,
+               prices=tuple((name, float(dollars)) for name, dollars in prices),
+               evaluations=[(float(images), loss and float(loss)) for images, loss in record.get('evaluations', ())])
 
 
 def status_and_notes(record: dict) -> tuple[str, str]:

@@ -52,7 +52,7 @@ def known_value(value: Any) -> Any:
 
 def comparable(value: Any) -> Any:
     """Return the value of a setting in a form that can be compared, with lists as text; None if it is not known."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, dict)):
         return str([*value]) if value else None
     return known_value(value)
 

@@ -9,7 +9,7 @@ from sdbench.errors import plural
 from sdbench.flags.times import to_batches
 from sdbench.flags.train import Run
 from sdbench.paths import sibling_path
-from sdbench.records.metrics import EVALUATION_LINES, LINES, TRAINING_LINES, rounded, summary_lines, text_table
+from sdbench.records.metrics import EVALUATION_LINES, LINES, TRAINING_LINES, format_metric, summary_lines, text_table
 from sdbench.records.status import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
@@ -73,12 +73,8 @@ def evaluation_summary(record: dict) -> str:
         notes['generated_by'] += f', {record["weights"]} weights after {record["trained_batches"]:,} batches'
     table = []
     if record['inception'] or record['clip']:
-        rows = []
-        for score in record['scores']:
-            row = {'guidance': f'{score["guidance"]:g}'}
-            for heading, key in (('FID', 'fid'), ('CLIP score', 'clip_score')):
-                row[heading] = '' if score[key] is None else rounded(score[key], 2)
-            rows.append(row)
+        rows = [{'guidance': f'{score["guidance"]:g}', 'FID': format_metric('fid', score['fid']),
+                 'CLIP score': format_metric('clip_score', score['clip_score'])} for score in record['scores']]
         table.append(text_table(rows))
     else:
         notes['not_scored'] = ('run the same command with --inception for FID, and with --clip for the CLIP score; it '

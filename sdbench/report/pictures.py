@@ -2,8 +2,11 @@
 
 matplotlib is imported only when there is something to draw. A function that finds nothing to draw raises UserError.
 """
+import contextlib
 import io
+import itertools
 import json
+import math
 import textwrap
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
@@ -19,9 +22,10 @@ from sdbench.flags.train import SD2_BASE, Train
 from sdbench.forecast.forecast import forecast
 from sdbench.gpus import CARDS, short_name
 from sdbench.records.expected import NO_FORECAST
-from sdbench.records.metrics import COLUMNS, format_days, format_metric, rounded
-from sdbench.records.read import MEASURED, WITH_SPEED, Row
+from sdbench.records.metrics import COLUMNS, format_metric
+from sdbench.records.read import EXTRAPOLATED, WITH_SPEED, Row
 from sdbench.records.settings import EVAL_DATA, EVALUATION_SETTINGS, LOSS_SETTINGS, SETTINGS
+from sdbench.records.status import FORECAST
 from sdbench.report.speeds import gpu_count, one_row_per_gpu_count, setting_of
 from sdbench.report.tables import Table, describe_differences, describe_gpus, line_labels, recipe_flags, shared_settings
 from sdbench.report.trainings import grouped
@@ -32,40 +36,42 @@ MARKERS = 'os^Dv<>ph*P'
 PANEL_INCHES = 4.8
 LINE_INCHES = 0.2  # height of a line of text
 PANEL_CHARACTERS = 60  # in a line of text above or below a panel
+AXES = {'num_devices': 'GPUs', 'cost_usd': 'dollars'}  # titles of axes that are not headings of tables
 SVG = 'http://www.w3.org/2000/svg'
 FORECAST_GPUS = ('NVIDIA A100-SXM4-80GB', 'NVIDIA H100 80GB HBM3', 'NVIDIA H200', 'NVIDIA B200')
 
 
 class Point(NamedTuple):
-    """A point of a line, with the text that a page shows over it.
-
-    A point that was not measured is hollow, and a red cross is on a doubtful one.
-    """
+    """A point of a line, with the text that a page shows over it. A point that was not measured is hollow."""
     x: float
     y: float
     tooltip: str
     is_measured: bool = True
-    is_doubtful: bool = False
 
 
 class Line(NamedTuple):
     """A line of a panel. Lines with the same color have different markers."""
     label: str
     points: list[Point]
-    color: str = ''
+    color: str
 
 
 class Panel(NamedTuple):
-    """A panel: its title, the titles of its axes, and its lines.
+    """A panel.
 
-    With `ideal_scaling` both axes are logarithmic, the horizontal axis has GPU counts, and a dashed line begins at the
-    first point of each line and halves for twice the GPUs.
+    Attributes:
+        title: text above it.
+        across: the metric of its horizontal axis, a key of COLUMNS.
+        up: the metric of its vertical axis.
+        lines: its lines. With GPU counts across, both axes are logarithmic, and a dashed line begins at the first point
+            of each line and halves for twice the GPUs.
+        crosses: points that get a red cross.
     """
     title: str
     across: str
     up: str
     lines: list[Line]
-    ideal_scaling: bool = False
+    crosses: Sequence[Point] = ()
 
 
 def save(figure: Any, path: str) -> None:
@@ -110,10 +116,30 @@ def svg_of(figure: Any) -> str:
     return ElementTree.tostring(root, encoding='unicode')
 
 
+def lines_of(groups: Sequence[Sequence[Row]], names: Sequence[str], across: str, up: str,
+             told: Sequence[str] = ()) -> list[Line]:
+    """Return a line over two metrics for each group of rows. Its tooltips also have the metrics `told`."""
+    lines = []
+    for rows, name in zip(groups, names, strict=True):
+        points = [Point(row.metrics[across], row.metrics[up], tooltip(row, name, (across, up, *told)),
+                        row.status not in (EXTRAPOLATED, FORECAST)) for row in rows]
+        lines.append(Line(name, points, rows[0].device if across == 'num_devices' else name))
+    return lines
+
+
+def tooltip(row: Row, name: str, keys: Sequence[str]) -> str:
+    """Return the GPUs of a run or the evaluated model, the name of its line, metrics, status, notes and date."""
+    source = describe_gpus(row) if 'num_devices' in row.metrics else str(row.settings['model'])
+    metrics = [f'{AXES.get(key, COLUMNS[key].heading)} {format_metric(key, row.metrics[key])}' for key in keys
+               if key in row.metrics and key != 'num_devices']
+    return '\n'.join(filter(None, [source, name, *metrics, row.status, row.notes, row.date[:10]]))
+
+
 def draw_days(table: Table, training_images: int | None) -> Any:
     """Draw days over GPU counts, with a line for each setting, next to forecasts for recipes/fastest.txt.
 
-    Each GPU model has one color. Points that were extrapolated or forecast are hollow.
+    Each GPU model has one color. Points that were extrapolated or forecast are hollow. A red cross marks a GPU count on
+    which a run of the line failed or was not reliable.
 
     Args:
         table: the table of speeds.
@@ -125,56 +151,51 @@ def draw_days(table: Table, training_images: int | None) -> Any:
     rows = [row for row in table.rows if 'days' in row.metrics]
     if not rows:
         raise UserError('no training in these records has days; for the tiny model, --training_images adds them')
-    settings = grouped(rows, setting_of)
-    firsts = [runs[0] for runs in settings]
-    lines = []
-    for runs, name in zip(settings, describe_differences(firsts, SETTINGS, ['device']), strict=True):
-        gpu, program = short_name(runs[0].device), runs[0].settings['program'] or ''
-        label = ', '.join(filter(None, [gpu, '' if program in name else program, name]))
-        doubts = {gpu_count(row): row.notes for row in table.rows
-                  if row.setting == runs[0].setting and row.status not in WITH_SPEED}
-        points = []
-        for row in one_row_per_gpu_count(runs):
-            days = days_to_train(row.metrics['images_per_sec'], training_images)
-            text = tooltip(describe_gpus(row), name, f'{rounded(row.metrics["images_per_sec"], 1)} images/s',
-                           format_days(days, ' days'), format_metric('cost_usd', row.metrics.get('cost_usd')),
-                           row.status, row.date[:10], doubts.get(gpu_count(row)))
-            points.append(Point(gpu_count(row), days, text, row.status == MEASURED, gpu_count(row) in doubts))
-        lines.append(Line(label, points, gpu))
-    lines += forecast_lines(rows, training_images)
+    groups = [one_row_per_gpu_count(runs) for runs in grouped(rows, setting_of)]
+    for row in itertools.chain(*groups):
+        row.metrics['days'] = days_to_train(row.metrics['images_per_sec'], training_images)  # of the median
+    firsts = [runs[0] for runs in groups]
+    names = []
+    for first, name in zip(firsts, describe_differences(firsts, SETTINGS, ['device']), strict=True):
+        program = first.settings['program'] or ''
+        names.append(', '.join(filter(None, [short_name(first.device), '' if program in name else program, name])))
+    forecasts = forecast_rows(firsts[0], sorted({*map(gpu_count, rows)}), training_images)
+    names += [f'{short_name(points[0].device)}, fastest.txt, forecast' for points in forecasts]
+    lines = lines_of(groups + forecasts, names, 'num_devices', 'days', ('images_per_sec', 'cost_usd'))
     lines.sort(key=lambda line: -line.points[0].y)  # as the lines are in the figure
-    panel = Panel('', 'GPUs', f'days for {training_images:,} images', lines, ideal_scaling=True)
-    marks = ('Filled: measured. Hollow: extrapolated or forecast. Red cross: a run failed or was not reliable. Dashed: '
-             'twice the GPUs, half the days.')
-    return draw_panels([panel], [marks, *shared_settings(firsts, SETTINGS)])
+
+    # Mark bad news, also where a prediction is in the place of a run.
+    days_at = {(row.setting, gpu_count(row)): row.metrics['days'] for row in itertools.chain(*groups)}
+    crosses = [Point(gpu_count(row), days_at[row.setting, gpu_count(row)], tooltip(row, '', ()))
+               for row in table.rows if row.status not in WITH_SPEED and (row.setting, gpu_count(row)) in days_at]
+    note = (f'Days for training on {training_images:,} images. Filled: measured. Hollow: extrapolated or forecast. '
+            'Dashed: twice the GPUs, half the days.')
+    return draw_panels([Panel('', 'num_devices', 'days', lines, crosses)], [note, *shared_settings(firsts, SETTINGS)])
 
 
-def forecast_lines(rows: Sequence[Row], training_images: int) -> list[Line]:
-    """Return lines with forecasts for recipes/fastest.txt, on FORECAST_GPUS and on the GPU counts of the rows.
+def forecast_rows(first: Row, counts: Sequence[int], training_images: int) -> list[list[Row]]:
+    """Return rows with forecasts for recipes/fastest.txt on some GPU counts, for each of FORECAST_GPUS.
 
-    Image size, batch, input and EMA are those of the first row. There are no lines if it does not state its batch, or
-    if it is not of Stable Diffusion 2.
+    Image size, batch, input and EMA are those of the first row. There are no forecasts if it does not state its batch,
+    or if it is not of Stable Diffusion 2.
     """
-    own = setup_of_record(rows[0].record)
+    own = setup_of_record(first.record)
     if own.batch_size is None or own.model_name not in (None, SD2_BASE):
         return []
     recipe = replace(setup_of_settings(Train(**recipe_flags('fastest.txt'))), image_size=own.image_size,
                      batch_size=own.batch_size, latents=own.latents, use_ema=own.use_ema)
-    lines = []
+    found = []
     for device in FORECAST_GPUS:
-        points = []
-        for count in sorted({gpu_count(row) for row in rows}):
-            try:
+        rows = []
+        for count in (count for count in counts if count <= own.batch_size):
+            with contextlib.suppress(*NO_FORECAST):
                 speed = forecast(replace(recipe, device=device, num_devices=count), CARDS[device]).images_per_sec
-            except NO_FORECAST:
-                continue
-            days = days_to_train(speed, training_images)
-            text = tooltip(f'{count} x {short_name(device)}', 'fastest.txt', f'{rounded(speed, 1)} images/s',
-                           format_days(days, ' days'), 'forecast')
-            points.append(Point(count, days, text, is_measured=False))
-        if points:
-            lines.append(Line(f'{short_name(device)}, fastest.txt, forecast', points, short_name(device)))
-    return lines
+                metrics = {'num_devices': count, 'images_per_sec': speed, 'days': days_to_train(speed, training_images)}
+                rows.append(Row(record={}, settings=first.settings | {'device': device}, metrics=metrics,
+                                status=FORECAST))
+        if rows:
+            found.append(rows)
+    return found
 
 
 def draw_learned(rows: Sequence[Row], prices: Prices) -> Any:
@@ -189,32 +210,33 @@ def draw_learned(rows: Sequence[Row], prices: Prices) -> Any:
 
     Raises UserError if no training has evaluations.
     """
-    # A training that ran in several setups has several rows with the same evaluations.
-    curves = grouped([row for row in rows if row.record.get('evaluations')],
-                     lambda row: (row.training, *(row.settings[key] for key in EVAL_DATA)))
-    if not curves:
+    # Make a row for each loss. A training that ran in several setups has several rows with the same evaluations.
+    losses = {}
+    for row in rows:
+        dollars = dollars_per_image(row, prices)
+        evaluations = []
+        for images, loss in row.evaluations:
+            if loss is not None:
+                cost = {} if dollars is None else {'cost_usd': images * dollars}
+                metrics = {'num_devices': gpu_count(row), 'images_seen': images, 'eval_loss': loss} | cost
+                evaluations.append(replace(row, metrics=metrics, status='', notes=''))
+        if evaluations:
+            losses.setdefault((row.training, *(row.settings[key] for key in EVAL_DATA)), evaluations)
+    if not losses:
         raise UserError('no training in these records was evaluated; --eval_remote evaluates one')
-    trainings = grouped([same[0] for same in curves], lambda row: tuple(row.settings[key] for key in LOSS_SETTINGS))
-    titles = line_labels([comparable[0] for comparable in trainings], LOSS_SETTINGS)
+
+    # Losses that can be compared are in a panel over images, and in one over dollars.
+    comparable = {}
+    for curve in losses.values():
+        comparable.setdefault(tuple(curve[0].settings[key] for key in LOSS_SETTINGS), []).append(curve)
+    titles = line_labels([curves[0][0] for curves in comparable.values()], LOSS_SETTINGS)
     panels = []
-    for comparable, title in zip(trainings, titles, strict=True):
-        names = line_labels(comparable, [*SETTINGS, 'save_folder'])
-        for across in ('images seen', 'dollars'):
-            lines = []
-            for row, name in zip(comparable, names, strict=True):
-                dollars = dollars_per_image(row, prices)
-                points = []
-                for images, loss in row.record['evaluations']:
-                    if loss is None or across == 'dollars' and dollars is None:
-                        continue
-                    spent = '' if dollars is None else f'dollars {rounded(images * dollars, 2)}'
-                    text = tooltip(describe_gpus(row), name, f'images seen {rounded(images)}',
-                                   f'eval loss {rounded(loss, 4)}', spent, row.date[:10])
-                    points.append(Point(images if across == 'images seen' else images * dollars, loss, text))
-                if points:
-                    lines.append(Line(name, points))
-            if lines:
-                panels.append(Panel(title, across, 'eval loss', lines))
+    for curves, title in zip(comparable.values(), titles, strict=True):
+        for across, told in (('images_seen', ['cost_usd']), ('cost_usd', ['images_seen'])):
+            shown = [curve for curve in curves if across in curve[0].metrics]
+            names = line_labels([curve[0] for curve in shown], [*SETTINGS, 'save_folder'])
+            if shown:
+                panels.append(Panel(title, across, 'eval_loss', lines_of(shown, names, across, 'eval_loss', told)))
     return draw_panels(panels)
 
 
@@ -231,7 +253,7 @@ def dollars_per_image(row: Row, prices: Prices) -> float | None:
     dollars = record['gpu_hours'] * price_of(row.device, prices or row.prices)
     if not prices:
         dollars = record.get('dollars', dollars)
-    return dollars / (record['trained_batches'] * record['batch_size'])
+    return None if math.isnan(dollars) else dollars / (record['trained_batches'] * record['batch_size'])
 
 
 def draw_quality(table: Table) -> Any:
@@ -244,30 +266,19 @@ def draw_quality(table: Table) -> Any:
     for across, up, key in (('clip_score', 'fid', 'trained_batches'), ('images_seen', 'fid', 'guidance'),
                             ('images_seen', 'clip_score', 'guidance')):
         keys = [*EVALUATION_SETTINGS, key]
-        models = grouped([row for row in table.rows if {across, up} <= row.metrics.keys()],
+        groups = grouped([row for row in table.rows if {across, up} <= row.metrics.keys()],
                          lambda row, keys=keys: tuple(row.settings[key] for key in keys))
-        lines = []
-        for rows, name in zip(models, line_labels([rows[0] for rows in models], keys), strict=True):
-            points = []
-            for row in rows:
-                values = [f'{COLUMNS[each].heading} {format_metric(each, row.metrics.get(each))}'
-                          for each in ('guidance', across, up)]
-                points.append(Point(row.metrics[across], row.metrics[up],
-                                    tooltip(str(row.settings['model']), name, *values)))
-            if key == 'trained_batches':
+        names = line_labels([rows[0] for rows in groups], keys)
+        if key == 'trained_batches':
+            for number, rows in enumerate(groups):
                 scales = ', '.join(f'{row.settings["guidance"]:g}' for row in rows)
-                name = ', '.join(filter(None, [name, f'guidance {scales}']))
-            lines.append(Line(name, points))
-        if lines:
-            panels.append(Panel('', COLUMNS[across].heading, COLUMNS[up].heading, lines))
+                names[number] = ', '.join(filter(None, [names[number], f'guidance {scales}']))
+        if groups:
+            panels.append(Panel('', across, up, lines_of(groups, names, across, up, ['guidance'])))
     if not panels:
         raise UserError('no evaluation has both scores, or the number of images of its training')
     notes = {row.notes: None for row in table.rows if row.notes}
     return draw_panels(panels, [*table.sentences, *notes])
-
-
-def tooltip(*lines: str) -> str:
-    return '\n'.join(filter(None, lines))
 
 
 def draw_panels(panels: Sequence[Panel], caption: Sequence[str] = ()) -> Any:
@@ -279,7 +290,8 @@ def draw_panels(panels: Sequence[Panel], caption: Sequence[str] = ()) -> Any:
     figure.supxlabel(wrapped('\n'.join(caption), PANEL_CHARACTERS * panels_wide), x=0.01, ha='left', fontsize=9)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw_panel(axes, panel)
-        axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)
     longest_legend = max(sum(line.label.count('\n') + 1 for line in panel.lines) for panel in panels)
     figure.set_size_inches(PANEL_INCHES * panels_wide, PANEL_INCHES + LINE_INCHES * longest_legend)
     return figure
@@ -290,15 +302,14 @@ def draw_panel(axes: Any, panel: Panel) -> None:
     from matplotlib import colormaps
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 
-    names = [*dict.fromkeys(line.color or line.label for line in panel.lines)]
+    names = [*dict.fromkeys(line.color for line in panel.lines)]
     colors = COLORS if len(names) <= len(COLORS) else colormaps['turbo'](np.linspace(0.05, 0.95, len(names)))
-    markers = {}  # how many lines have each color so far
+    markers = {name: iter(itertools.cycle(MARKERS)) for name in names}
+    is_scaling = panel.across == 'num_devices'
     for line in panel.lines:
-        name = line.color or line.label
-        color = colors[names.index(name)]
-        marker = MARKERS[markers.get(name, 0) % len(MARKERS)]
-        markers[name] = markers.get(name, 0) + 1
-        if panel.ideal_scaling:
+        color = colors[names.index(line.color)]
+        marker = next(markers[line.color])
+        if is_scaling:
             first, last = line.points[0], line.points[-1]
             axes.plot([first.x, last.x], [first.y, first.y * first.x / last.x], '--', color=color, linewidth=0.8)
 
@@ -306,17 +317,14 @@ def draw_panel(axes: Any, panel: Panel) -> None:
         hollow = [point for point in line.points if not point.is_measured]
         face = 'white' if len(hollow) == len(line.points) else color
         draw_points(axes, line.points, f'{marker}-', color, face, wrapped(line.label, PANEL_CHARACTERS))
-        if hollow:
-            draw_points(axes, hollow, marker, color, 'white')
-        doubtful = [point for point in line.points if point.is_doubtful]
-        if doubtful:
-            draw_points(axes, doubtful, 'x', 'red')
+        draw_points(axes, hollow, marker, color, 'white')
+    draw_points(axes, panel.crosses, 'x', 'red', label='a run here failed or was not reliable')
 
     axes.set_title(wrapped(panel.title, PANEL_CHARACTERS), fontsize=9)
-    axes.set_xlabel(panel.across)
-    axes.set_ylabel(panel.up)
+    axes.set_xlabel(AXES.get(panel.across, COLUMNS[panel.across].heading))
+    axes.set_ylabel(COLUMNS[panel.up].heading)
     axes.spines[['top', 'right']].set_visible(False)
-    if panel.ideal_scaling:
+    if is_scaling:
         counts = sorted({point.x for line in panel.lines for point in line.points})
         axes.set(xscale='log', yscale='log')
         axes.set_xticks(counts, counts)
@@ -327,13 +335,14 @@ def draw_panel(axes: Any, panel: Panel) -> None:
         axes.grid(alpha=0.3)
     else:
         axes.locator_params(axis='x', nbins=5)  # more ticks may overlap
-        if panel.across == 'images seen':
-            axes.xaxis.set_major_formatter(EngFormatter())
+        axes.xaxis.set_major_formatter(EngFormatter())
 
 
 def draw_points(axes: Any, points: Sequence[Point], style: str, color: Any, face: Any = None,
                 label: str = '_') -> None:
     """Draw points with their tooltips. A label that begins with an underscore is not in the legend."""
+    if not points:
+        return
     [artist] = axes.plot([point.x for point in points], [point.y for point in points], style, color=color,
                          markerfacecolor=face, linewidth=1.2, label=label)
     set_tooltips(artist, [point.tooltip for point in points])

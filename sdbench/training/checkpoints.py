@@ -29,6 +29,7 @@ from sdbench.files import atomic_write, locked
 from sdbench.models.names import use_installed_names
 from sdbench.paths import is_url
 from sdbench.stores import addresses_in, download, upload
+from sdbench.stores.addresses import QUICK
 from sdbench.training.compatibility import Mismatch, add_missing_networks
 from sdbench.training.ranks import on_every_rank, on_rank_0
 from sdbench.training.resuming import kept_in, require_same_flags
@@ -60,24 +61,22 @@ def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
     Raises UserError on all ranks if another run holds the lock, or if the folder has files that this run does not
     resume from.
     """
+    def lock() -> None:
+        refuse_other_files(folder, autoresume)
+        if is_url(folder):
+            return
+        at_the_end.enter_context(locked(Path(folder, LOCK_FILE), f'--save_folder {folder}', SECONDS_FOR_LOCK))
+        refuse_other_files(folder, autoresume)  # again, because the run that held the lock before may have saved
+
+        # Remove the unfinished checkpoints of runs that were killed. Because of the lock no process writes here now.
+        for name in os.listdir(folder):
+            if UNFINISHED.fullmatch(name):
+                os.remove(os.path.join(folder, name))
+
     with contextlib.ExitStack() as at_the_end:
         if folder is not None:
-            on_rank_0(partial(lock_save_folder, folder, autoresume, at_the_end))
+            on_rank_0(lock)
         yield
-
-
-def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
-    """Lock a --save_folder until `at_the_end` is closed. Raises UserError as `locked_save_folder` does."""
-    refuse_other_files(folder, autoresume)
-    if is_url(folder):
-        return
-    at_the_end.enter_context(locked(Path(folder, LOCK_FILE), f'--save_folder {folder}', SECONDS_FOR_LOCK))
-    refuse_other_files(folder, autoresume)  # again, because the run that held the lock before may have saved
-
-    # Remove the unfinished checkpoints of runs that were killed. No running process writes here, because of the lock.
-    for name in os.listdir(folder):
-        if UNFINISHED.fullmatch(name):
-            os.remove(os.path.join(folder, name))
 
 
 def refuse_other_files(folder: str, autoresume: bool) -> None:
@@ -171,22 +170,21 @@ def newest_complete(folder: str, flag: str) -> str | None:
 
 # Load a checkpoint
 
-def load_checkpoint(path: str | os.PathLike, map_location: str = 'cpu', label: str | None = None) -> dict:
-    """Load a checkpoint without running code that the file may hold.
+def load_checkpoint(path: str | os.PathLike, label: str | None = None) -> dict:
+    """Load a checkpoint to the CPU, without running code that the file may hold.
 
     The file is memory-mapped: a tensor is read when it is used, and the ranks of a host share the pages. The tensors of
     the text encoder get the names of the installed version of transformers, whichever version has saved them.
 
     Args:
         path: path of the file on this machine.
-        map_location: device for the tensors.
         label: name of the file in error messages, if the user knows it by another name than `path`.
 
     Raises UserError if it holds more than tensors and plain types, and KeyError or TypeError if it holds no model.
     """
     try:
         with safe_globals(PLAIN_TYPES):
-            checkpoint = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+            checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
     except pickle.UnpicklingError:
         raise UserError(f'{label or path} is not a checkpoint with tensors and plain types alone, and could run code; '
                         'do not use it') from None
@@ -233,21 +231,20 @@ def load_training(state: State, logger: Logger, path: str, label: str, folder: s
         folder: the --save_folder, for error messages.
         flags: the flags of this run, from `facts_to_keep`.
 
-    Raises UserError if the checkpoint is from another run or model. Other errors are passed on unchanged.
+    Raises UserError if the checkpoint is from another run or model.
     """
     checkpoint = load_checkpoint(path, label=label)['state']
     model = getattr(state.model, 'module', state.model)  # without DDP's wrapper
     add_missing_networks(model, checkpoint['model'])  # with DDP torch checks the names before its hooks
     try:
         require_same_flags(kept_in(checkpoint).get('flags', flags), flags)
-        state.load_state_dict(checkpoint, logger, strict=True)
-    except (RuntimeError, Mismatch) as error:
-        is_mismatch = isinstance(error, Mismatch) or 'loading state_dict' in str(error)  # raised by torch
-        if not is_mismatch:
-            raise
+        state.load_model_state(checkpoint, logger, strict=True)
+    except (Mismatch, RuntimeError) as error:  # torch lists missing and unexpected keys, and different shapes
         raise UserError(f'--save_folder {folder}: {label} does not fit this run ({one_line(error, 200)}); resume it '
                         f'as it was made, or give a new --save_folder; to start there from these weights, add '
                         f'--load_weights {label}') from None
+    del checkpoint['model']
+    state.load_state_dict(checkpoint, logger)
 
 
 # Save checkpoints
@@ -284,7 +281,7 @@ class CheckpointSaver:
         os.makedirs(self.folder, exist_ok=True)
 
         def try_to_write() -> None:
-            upload(io.BytesIO(), f'{folder.rstrip("/")}/{WRITE_TEST}', f'--save_folder {folder}')
+            upload(io.BytesIO(), f'{folder.rstrip("/")}/{WRITE_TEST}', f'--save_folder {folder}', QUICK)
         if self.is_store:
             on_rank_0(try_to_write)
 

@@ -1,20 +1,69 @@
 """Measure, decide, evaluate, generate images and save, in this order, between two batches of a training."""
-from collections.abc import Callable
+import math
+import time
 
+import torch
 from composer import Callback, Trainer
 from composer.core import State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from sdbench.flags.times import is_due
+from sdbench.costs import price_of
+from sdbench.errors import UserError
+from sdbench.flags.times import is_due, to_batches
 from sdbench.flags.train import Run
 from sdbench.measuring.clock import Measurement
 from sdbench.process import progress_bar
-from sdbench.training.checkpoints import CheckpointSaver
+from sdbench.training.checkpoints import CheckpointSaver, load_training
 from sdbench.training.progress import HeldOutLoss
 from sdbench.training.ranks import GracefulStop
+from sdbench.training.resuming import DATA
 from sdbench.training.sampling import Sampling
-from sdbench.training.spending import Spending
+
+
+class Spending:
+    """Counts the GPU-hours of a training, including the runs that it resumes, and tells when --budget is spent.
+
+    Counting starts when the object is created. Hours and dollars are kept in the checkpoints, so the time between a
+    killed run's last checkpoint and its end is lost. If earlier hours had no price, they cost today's price.
+
+    Args:
+        settings: the settings of the run.
+        before: what the checkpoint to resume from has kept, from `kept_in`.
+
+    Raises UserError if there is a budget but no price for this device, or if the resumed runs have spent it.
+    """
+
+    def __init__(self, settings: Run, before: dict):
+        self.budget = settings.budget
+        self.device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
+        price = price_of(self.device, settings.dollars_per_gpu_hour) if settings.dollars_per_gpu_hour else math.nan
+        self.price = None if math.isnan(price) else price  # dollars per hour and device
+        if self.budget is not None and self.price is None:
+            raise UserError(f'--budget {self.budget:g} needs a price for {self.device}; give it as '
+                            f'--dollars_per_gpu_hour "{self.device}=2.5"')
+        self._hours_before = before.get('gpu_hours', 0.0)
+        self._dollars_before = before.get('dollars')  # perhaps on another GPU
+        if self._dollars_before is None:
+            self._dollars_before = self._hours_before * (self.price or 0)
+        self._start = time.monotonic()
+        # A cluster may restart the command again and again, and must not pay for more batches.
+        is_unfinished = before.get('batch', math.inf) < to_batches(settings.max_duration)
+        if is_unfinished and self.budget is not None and self._dollars_before >= self.budget:
+            raise UserError(f'--budget {self.budget:g} is spent: this training has cost ${self._dollars_before:,.2f} '
+                            f'after batch {before["batch"]}; give a larger --budget')
+
+    def so_far(self) -> dict[str, float | None]:
+        """Return the `gpu_hours` of all devices so far, and their cost in `dollars`, or None without a price."""
+        hours = (time.monotonic() - self._start) / 3600 * dist.get_world_size()  # GPU-hours of this run
+        dollars = None
+        if self.price is not None:
+            dollars = self._dollars_before + hours * self.price
+        return {'gpu_hours': self._hours_before + hours, 'dollars': dollars}
+
+    def is_spent(self) -> bool:
+        """Tell whether the budget is spent."""
+        return self.budget is not None and self.so_far()['dollars'] >= self.budget
 
 
 class EndOfBatch(Callback):
@@ -29,28 +78,27 @@ class EndOfBatch(Callback):
     Args:
         settings: the settings of the run.
         kept: what its checkpoints keep, from `facts_to_keep`.
-        loss: the last loss of the resumed run.
+        before: what the checkpoint to resume from has kept, from `kept_in`; empty for a new training.
+        checkpoint: the path or URI of that checkpoint, and its path on this machine; None for a new training.
         spending: counts the cost.
         stop: ends the training after a signal, or when the budget is spent.
-        held_out: keeps the evaluations.
-        sampling: generates images; None without --sample_prompts.
-        saver: saves checkpoints; None without --save_folder.
-        load: loads the checkpoint to resume from; None starts a training.
     """
     trainer: Trainer  # set once it is built
 
-    def __init__(self, settings: Run, kept: dict, loss: float | None, spending: Spending, stop: GracefulStop,
-                 held_out: HeldOutLoss, sampling: Sampling | None, saver: CheckpointSaver | None,
-                 load: Callable[[State, Logger], None] | None):
+    def __init__(self, settings: Run, kept: dict, before: dict, checkpoint: tuple[str, str] | None,
+                 spending: Spending, stop: GracefulStop):
         self.settings = settings
         self.kept = kept
-        self.measurement = Measurement(settings.warmup_batches, settings.measure_batches, loss)
+        self.checkpoint = checkpoint
         self.spending = spending
         self.stop = stop
-        self.held_out = held_out
-        self.sampling = sampling
-        self.saver = saver
-        self.load = load
+        self.measurement = Measurement(settings.warmup_batches, settings.measure_batches, before.get('loss'))
+        self.held_out = HeldOutLoss(settings.eval_remote, kept['flags'][DATA])
+        self.sampling: Sampling | None = None  # set with --sample_prompts
+        self.saver = None
+        if settings.save_folder:
+            self.saver = CheckpointSaver(settings.save_folder, settings.save_num_checkpoints_to_keep,
+                                         before.get('saved', ()))
         self.bar = None
 
     def state_dict(self) -> dict:
@@ -60,8 +108,9 @@ class EndOfBatch(Callback):
                                                      'loss': self.measurement.loss}
 
     def before_load(self, state: State, logger: Logger) -> None:
-        if self.load is not None:
-            self.load(state, logger)
+        if self.checkpoint is not None:
+            name, path = self.checkpoint
+            load_training(state, logger, path, name, self.settings.save_folder, self.kept['flags'])
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.bar = progress_bar(state.max_duration.value * self.settings.batch_size, ' images',

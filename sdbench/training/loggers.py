@@ -1,10 +1,20 @@
-"""Log the curves of a run with Composer's own loggers."""
+"""Log the curves of a run with Composer's own loggers, and record a trace with torch's profiler."""
+import os
+
+import torch
+from composer import Callback
 from composer.callbacks import SpeedMonitor
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
+from composer.utils import dist
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from sdbench.errors import DataError, one_line
 from sdbench.flags.train import Run
+from sdbench.gpus import peak_of
+
+TRACE_WARMUP = 1   # batches for the warm-up of the profiler itself
+TRACED_BATCHES = 3
 
 
 def build_loggers(settings: Run, name: str) -> list[LoggerDestination]:
@@ -47,10 +57,37 @@ class WandB(WandBLogger):
 
 
 class Throughput(SpeedMonitor):
-    """Composer's curves of speed, for a training that evaluates inside of a callback.
+    """Composer's curves of speed and time, with the peak of the GPU, because Composer does not know every GPU.
 
-    Composer counts the time of such an evaluation in the time of the batch, and must not add it to the total again.
+    `EndOfBatch` evaluates within a batch, whose time Composer then counts, and must not add to the total again.
     """
+
+    def __init__(self, settings: Run):
+        peak = peak_of(torch.cuda.get_device_name(), settings.precision) if torch.cuda.is_available() else None
+        super().__init__(min(10, settings.measure_batches or 10), (peak or 0) * 1e12)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Do not count the evaluation."""
+
+
+class Trace(Callback):
+    """Traces TRACED_BATCHES batches of a run on each rank with torch's profiler, which records CPU and GPU activity.
+
+    They follow the warm-up of the run and TRACE_WARMUP batches of the profiler's own warm-up. The file is called
+    `rankN.TIME.pt.trace.json`, so no run overwrites the trace of another.
+    """
+
+    def __init__(self, folder: str, warmup_batches: int):
+        os.makedirs(folder, exist_ok=True)  # now, because an error would otherwise come only after the warm-up
+        steps = schedule(skip_first=warmup_batches, wait=0, warmup=TRACE_WARMUP, active=TRACED_BATCHES, repeat=1)
+        self.profiler = profile(schedule=steps, profile_memory=True, with_flops=True,
+                                on_trace_ready=tensorboard_trace_handler(folder, f'rank{dist.get_global_rank()}'))
+
+    def fit_start(self, state: State, logger) -> None:
+        self.profiler.start()
+
+    def batch_end(self, state: State, logger) -> None:
+        self.profiler.step()
+
+    def fit_end(self, state: State, logger) -> None:
+        self.profiler.stop()

@@ -8,7 +8,6 @@ import dataclasses
 import gc
 import re
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from composer import ComposerModel
@@ -19,8 +18,8 @@ from sdbench.errors import UserError, is_out_of_memory, plural
 from sdbench.flags.train import Run, divisors
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
-from sdbench.microbatches import changes_that_take_less, largest_that_fits, memory_advice
-from sdbench.setup import Setup, setup_of_settings
+from sdbench.microbatches import changes_that_take_less, largest_that_fits
+from sdbench.setup import setup_of_settings
 from sdbench.training.ranks import print_on_rank_0
 
 RESERVED_FRACTION = 1 / 32  # of GPU memory, kept free for the fragmentation of a long run and for NCCL's channels
@@ -49,39 +48,26 @@ def with_found_microbatch(settings: Run, model: ComposerModel,
     if settings.device_train_microbatch_size != 'auto':
         return settings
     get_device().module_to_device(model)
+    copies = int(settings.use_ema) + int(settings.num_devices > 1)  # the EMA weights, and the buckets of DDP
 
-    def fits_on_all(use_ema: bool, size: int) -> bool:
-        copies = int(use_ema) + int(settings.num_devices > 1)  # the EMA weights, and the buckets of DDP
-        fits_here = fits(model, size, settings.precision, copies, build_optimizer)
-        return all(dist.all_gather_object(fits_here))
+    def fits_on_all(size: int) -> bool:
+        return all(dist.all_gather_object(fits(model, size, settings.precision, copies, build_optimizer)))
 
     with torch.compiler.set_stance('force_eager'):
-        largest = largest_that_fits(divisors(settings.device_batch_size), partial(fits_on_all, settings.use_ema))
-        if largest is None:
-            # Find out which changes would help. They may alter the model, because the run ends here.
-            fits_with = {}
-            for change, changed in changes_that_take_less(setup_of_settings(settings)).items():
-                run_as(model, changed)
-                fits_with[change] = fits_on_all(changed.use_ema, 1)
-            raise UserError(f'not even one image of --image_size {settings.image_size} fits into the memory of this '
-                            f'device; {memory_advice(fits_with)}')
+        largest = largest_that_fits(divisors(settings.device_batch_size), fits_on_all)
+    if largest is None:
+        raise UserError(f'not even one image of --image_size {settings.image_size} fits into the memory of this '
+                        f'device; {less_memory(settings)}')
     print_on_rank_0(f'microbatch: {plural(largest, "image")}, the largest that fits in GPU memory')
     return dataclasses.replace(settings, device_train_microbatch_size=largest)
 
 
-def run_as(model: ComposerModel, setup: Setup) -> None:
-    """Change a model to the image size, the gradient checkpointing and the latents of a setup.
-
-    This cannot be undone: on latents the model loses its VAE.
-    """
-    model.latent_size = model.latent_size * setup.image_size // model.image_size
-    model.image_size = setup.image_size
-    if setup.gradient_checkpointing:
-        model.unet.enable_gradient_checkpointing()
-    else:
-        model.unet.disable_gradient_checkpointing()
-    if setup.latents:
-        model.vae = None
+def less_memory(settings: Run) -> str:
+    """Return advice for a training that ran out of memory. It skips changes that the user has already made."""
+    changes = changes_that_take_less(setup_of_settings(settings))
+    if not changes:
+        return 'use a GPU with more memory'
+    return f'use {", or ".join(changes)}; --dry_run with the same flags says which of these fit'
 
 
 def fits(model: ComposerModel, size: int, precision: str, copies: int,
@@ -89,24 +75,21 @@ def fits(model: ComposerModel, size: int, precision: str, copies: int,
     """Tell whether a microbatch of `size` images fits into the memory of this rank, and free the memory of the trial.
 
     During the trial, `copies` more tensors of the size of the weights (EMA, DDP buckets) are allocated.
+
+    Raises RuntimeError if the trial fails for another reason than its size.
     """
     try:
         train_twice(model, size, precision, copies, build_optimizer)
         return True
     except RuntimeError as error:
-        if not is_too_large(error, size):
-            raise
-        return False
+        if is_out_of_memory(error) or (size > 1 and re.search(TOO_LARGE, str(error))):
+            return False
+        raise
     finally:  # by now the error and its traceback, which held tensors, are gone
         model.zero_grad(set_to_none=True)
         gc.collect()  # an error from a library can hold its traceback in a reference cycle
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def is_too_large(error: RuntimeError, size: int) -> bool:
-    """Tell whether a smaller microbatch may avoid an error: memory ran out, or an index exceeds 32 bits."""
-    return is_out_of_memory(error) or (size > 1 and re.search(TOO_LARGE, str(error)) is not None)
 
 
 def train_twice(model: ComposerModel, size: int, precision: str, copies: int,

@@ -16,12 +16,10 @@ SCHEDULES = {  # each without and with a warm-up
 
 
 def build_schedule(name: str, warmup: str | None, final: float = 0.0) -> optim.ComposerScheduler:
-    """Build the learning rate schedule, as multiples of --learning_rate.
+    """Build the learning rate schedule of this name, as multiples of --learning_rate.
 
-    Args:
-        name: a key of SCHEDULES.
-        warmup: length of the linear warm-up, such as 10000ba; None or empty for no warm-up.
-        final: the final multiple of the schedules cosine and linear.
+    `warmup` is the length of the linear warm-up, such as 10000ba, or None. `final` is the last multiple of cosine and
+    linear.
     """
     plain, with_warmup = SCHEDULES[name]
     end = {'alpha_f': final} if final else {}  # the constant schedules do not take this argument

@@ -1,4 +1,4 @@
-"""Start, synchronize and end the ranks of a run, including the end after Ctrl-C or SIGTERM."""
+"""Start, synchronize and end the ranks of a run, including the end after Ctrl-C, SIGTERM or SIGHUP."""
 import os
 import signal
 import sys
@@ -12,9 +12,9 @@ from composer.loggers import Logger
 from composer.utils import dist, get_device
 
 from sdbench.errors import DataError, UserError, one_line
-from sdbench.process import cpu_cores
+from sdbench.process import cpu_cores, handle_signals
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one comes when a terminal closes
 ENDING = (b'\na signal came: the run ends after this batch; a launcher kills it after 30 seconds, and a second Ctrl-C '
           b'kills it now\n')
 
@@ -44,9 +44,8 @@ def join_ranks(timeout: int) -> None:
         return
 
     # Join the process group. On a CPU, ranks that each use all cores are 10 times slower.
-    if dist.get_local_world_size() > 1 and 'OMP_NUM_THREADS' not in os.environ:
-        cores = cpu_cores() // dist.get_local_world_size()
-        torch.set_num_threads(max(1, cores))
+    if 'OMP_NUM_THREADS' not in os.environ:
+        torch.set_num_threads(max(1, cpu_cores() // processes))
     try:
         dist.initialize_dist(device, timeout)
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
@@ -136,7 +135,7 @@ class GracefulStop(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if not self._handlers_before:
-            self._handlers_before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._handlers_before = handle_signals(SIGNALS, self._note)
         self.batch_end(state, logger)  # a program may call `fit` once more after the signal
 
     def _note(self, number: int, frame) -> None:

@@ -39,10 +39,11 @@ def kept_in(state: dict) -> dict[str, Any]:
     """Return what benchmark.py keeps in a checkpoint besides weights and moments.
 
     The keys are `training_id`, `beginning`, `load_weights` and `flags`, as in `facts_to_keep`; `gpu_hours`, `dollars`
-    and `device`; `saved`, the names of checkpoints; `loss`; and `batch`, the batches trained. Earlier versions did not
-    keep all of them, and other programs keep none.
+    and `device`; `saved`, the names of checkpoints; `loss`; and the `batch`, `sample` and `epoch` that the training has
+    reached. Earlier versions did not keep all of them, and other programs keep only the last three.
     """
-    kept = {'batch': state.get('timestamp', {}).get('Timestamp', {}).get('batch')}
+    timestamp = state.get('timestamp', {}).get('Timestamp', {})
+    kept = {unit: timestamp.get(unit) for unit in ('batch', 'sample', 'epoch')}
     for keeper in KEEPERS:
         kept |= dict(state.get('callbacks', ())).get(keeper, {})
     if 'all_saved_checkpoints_to_timestamp' in kept:  # an earlier form of `saved`, with whole paths

@@ -19,16 +19,15 @@ from sdbench.flags.times import to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Run
 from sdbench.flags.training_command import caution_about_steps
 from sdbench.inputs.captions import CAPTIONS
-from sdbench.measuring.profiler import TRACE_WARMUP, TRACED_BATCHES
-from sdbench.microbatches import changes_that_take_less
 from sdbench.models.loading import weight_files
 from sdbench.process import launcher_variable
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
-from sdbench.setup import setup_of_settings
 from sdbench.training.checkpoints import RECORD, paths_in, write_text_in
 from sdbench.training.end_of_batch import EndOfBatch
+from sdbench.training.loggers import TRACE_WARMUP, TRACED_BATCHES
+from sdbench.training.microbatch import less_memory
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
 
 # Composer warns about a smaller last batch of an evaluation and about a resume at the end of an epoch. Both are normal.
@@ -38,33 +37,24 @@ COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained'
 def announce_build(settings: Run) -> None:
     """Print on rank 0 that the model is being built, because this and the first batch can take minutes.
 
-    Raises UserError as `require_memory_of_cpu` does.
-    """
-    if settings.model_name == SD2_BASE and not torch.cuda.is_available():
-        require_memory_of_cpu(settings)
-    devices = plural(dist.get_world_size(), 'device')
-    print_on_rank_0(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
-                    f'{settings.batch_size:,} a batch, on {devices}')
-
-
-def require_memory_of_cpu(settings: Run) -> None:
-    """Warn on rank 0 that Stable Diffusion 2 is slow on a CPU. Raises UserError if the machine has too little memory.
-
+    On a CPU it warns that Stable Diffusion 2 is slow, and raises UserError if the machine has too little memory.
     Otherwise a newcomer's first command would run for hours, or fill the memory of a laptop until the system stalls.
     """
-    # GB of weights, gradients, moments and encoders; of EMA weights; and of activations for the backward pass
-    microbatch = settings.device_train_microbatch_size
-    ema = 3.5 if settings.use_ema else 0
-    needed = math.ceil(14.5 + ema + 2 * microbatch * (settings.image_size / 512) ** 2)
-    available = int(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9)
-
-    smaller = 'a smaller --device_train_microbatch_size, or ' if microbatch > 1 else ''
-    needs = (f'this machine has no GPU and {available} GB of memory; on a CPU, Stable Diffusion 2 needs {needed:,} GB '
-             f'for a microbatch of {plural(microbatch, "image")}')
-    if needed > available:
-        raise UserError(f'{needs}; give {smaller}the tiny model: {TINY_COMMAND}')
-    print_on_rank_0(f'warning: {needs}, and several seconds for each of the {settings.batch_size:,} images of a batch; '
-                    f'the tiny model is faster: {TINY_COMMAND}')
+    if settings.model_name == SD2_BASE and not torch.cuda.is_available():
+        # GB of weights, gradients, moments and encoders; of EMA weights; and of activations for the backward pass
+        microbatch = settings.device_train_microbatch_size
+        ema = 3.5 if settings.use_ema else 0
+        needed = math.ceil(14.5 + ema + 2 * microbatch * (settings.image_size / 512) ** 2)
+        available = int(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9)
+        needs = (f'this machine has no GPU and {available} GB of memory; on a CPU, Stable Diffusion 2 needs '
+                 f'{needed:,} GB for a microbatch of {plural(microbatch, "image")}')
+        if needed > available:
+            smaller = 'a smaller --device_train_microbatch_size, or ' if microbatch > 1 else ''
+            raise UserError(f'{needs}; give {smaller}the tiny model: {TINY_COMMAND}')
+        print_on_rank_0(f'warning: {needs}, and several seconds for each of the {settings.batch_size:,} images of a '
+                        f'batch; the tiny model is faster: {TINY_COMMAND}')
+    print_on_rank_0(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
+                    f'{settings.batch_size:,} a batch, on {plural(dist.get_world_size(), "device")}')
 
 
 def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
@@ -121,15 +111,6 @@ def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint:
               '--pretrained', file=sys.stderr)
 
 
-def less_memory(settings: Run) -> str:
-    """Return advice for a training that ran out of memory. It skips changes that the user has already made."""
-    advice = 'use a GPU with more memory'
-    changes = changes_that_take_less(setup_of_settings(settings))
-    if changes:
-        advice = f'use {", or ".join(changes)}; --dry_run with the same flags says which of these fit'
-    return f'--device_train_microbatch_size {settings.device_train_microbatch_size} is too large; {advice}'
-
-
 def fit(settings: Run, trainer: Trainer, end_of_batch: EndOfBatch) -> dict[str, Any]:
     """Train to the end, and return the outcome for the record.
 
@@ -150,7 +131,8 @@ def fit(settings: Run, trainer: Trainer, end_of_batch: EndOfBatch) -> dict[str, 
         # Nothing from here on may wait for the other ranks, which may be gone. Closing the engine inside of `except`
         # lets W&B mark the run as failed. An error without a known reason is a bug, and keeps its traceback.
         trainer.engine.close()
-        reason = known_reason(error, less_memory(settings))
+        reason = known_reason(error, f'--device_train_microbatch_size {settings.device_train_microbatch_size} is too '
+                                     f'large; {less_memory(settings)}')
         if reason is None:
             traceback.print_exception(error)
             reason = f'{type(error).__name__}: {one_line(error, 500)}'

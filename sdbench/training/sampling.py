@@ -8,7 +8,6 @@ from composer.core import State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 
@@ -37,8 +36,8 @@ def read_prompts(path: str | None) -> list[str]:
 class Sampling:
     """Generates one image per prompt, and saves and logs them as a grid.
 
-    Below each image are its prompt and the batch. Rank 0 generates between two batches, with the EMA weights if there
-    are any, and from the same noise each time, while the other ranks wait.
+    Below each image are its prompt, the batch and the kind of weights. Rank 0 generates between two batches, with the
+    EMA weights if there are any, and from the same noise each time, while the other ranks wait.
 
     The training result does not change by a single bit: nothing here uses torch's global random state, and the
     compiled model of the training is neither run nor compiled again.
@@ -62,39 +61,30 @@ class Sampling:
                 self._vae = build_vae(files, settings.encoder_precision)
 
     def generate_or_warn(self, state: State, logger: Logger) -> None:
-        """Generate and save images on rank 0, while the other ranks wait.
+        """Generate images on rank 0, and save their grid as a PNG and with the loggers, while the other ranks wait.
 
         Whatever fails, a full disk or too little memory, is a warning, because it must not end weeks of training.
         """
+        batch = state.timestamp.batch.value
         if dist.get_global_rank() == 0:
             try:
-                self._generate_and_save(state, logger)
+                # Use the EMA weights if the EMA has started, or else the raw weights.
+                unet, weights = self.model.unet, 'raw'
+                for algorithm in state.algorithms:
+                    if getattr(algorithm, 'ema_started', False):  # of EMA
+                        unet, weights = algorithm.get_ema_model(self.model).unet, 'EMA'
+                images = self.generate(unet, state.device_train_microbatch_size)
+                captions = [f'{prompt} (batch {batch}, {weights} weights)' for prompt in self.prompts]
+                grid = captioned_grid(images, captions)
+                folder = Path(self.settings.sample_folder)
+                folder.mkdir(parents=True, exist_ok=True)
+                with atomic_write(folder / f'ba{batch}.png') as file:
+                    grid.save(file, 'PNG')
+                logger.log_images(pil_to_tensor(grid).numpy(), 'samples', use_table=False)
             except Exception as error:
-                tqdm.write(f'warning: no images were generated at batch {state.timestamp.batch.value} '
-                           f'({type(error).__name__}: {one_line(error, 200)}); the training continues', file=sys.stderr)
+                tqdm.write(f'warning: no images were generated at batch {batch} ({type(error).__name__}: '
+                           f'{one_line(error, 200)}); the training continues', file=sys.stderr)
         dist.barrier()
-
-    def _generate_and_save(self, state: State, logger: Logger) -> None:
-        """Generate images with the current weights, and save their grid as a PNG and with the loggers."""
-        # Use the EMA weights if the EMA has started, or else the raw weights.
-        unet, weights = self.model.unet, 'raw'
-        for algorithm in state.algorithms:
-            if getattr(algorithm, 'ema_started', False):  # of EMA
-                unet, weights = algorithm.get_ema_model(self.model).unet, 'EMA'
-
-        images = self.generate(unet, state.device_train_microbatch_size)
-        captions = [f'{prompt} (batch {state.timestamp.batch.value})' for prompt in self.prompts]
-        grid = captioned_grid(images, captions)
-
-        # Write the prompts and the kind of weights into the PNG, because the file may be copied elsewhere.
-        text = PngInfo()
-        text.add_itxt('prompts', '\n'.join(self.prompts))
-        text.add_itxt('weights', weights)
-        folder = Path(self.settings.sample_folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(folder / f'ba{state.timestamp.batch.value}.png') as file:
-            grid.save(file, 'PNG', pnginfo=text)
-        logger.log_images(pil_to_tensor(grid).numpy(), 'samples', use_table=False)
 
     def generate(self, unet: torch.nn.Module, microbatch: int) -> list[Image.Image]:
         """Generate one image per prompt, in batches that need less memory than a microbatch of the training."""

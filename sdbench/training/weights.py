@@ -1,12 +1,10 @@
 """Read the weights of a checkpoint, start a training from them, and make a diffusers pipeline of them."""
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from composer import ComposerModel
 from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
@@ -45,26 +43,28 @@ class TrainedModel:
     """The model in a checkpoint.
 
     Attributes:
-        batch: batches that it was trained on; None if unknown.
-        samples: images that it was trained on; None if unknown.
-        flags: the flags of the training; empty if benchmark.py has not saved the checkpoint.
-        spent: the `gpu_hours` and `dollars` of the training, and its `device`; empty if unknown.
-        facts: facts about the model, from `facts_of_model`; empty if this program has not saved the checkpoint.
+        kept: what benchmark.py keeps in the checkpoint, from `kept_in`.
         model: the state of the model as the checkpoint holds it: raw (non-EMA) weights, frozen networks that are not in
             the model's folder, and the facts.
         ema: the UNet's EMA weights by name; None if the training has no EMA.
         young_half_life: the half-life of an EMA that is still near the initial weights; None for any other EMA.
         ema_state: the state of the EMA algorithm, for its `load_state_dict`; None if the training has no EMA.
     """
-    batch: int | None
-    samples: int | None
-    flags: dict
-    spent: dict
-    facts: dict
+    kept: dict[str, Any]
     model: dict[str, Any]
     ema: dict[str, torch.Tensor] | None
     young_half_life: str | None
     ema_state: dict | None
+
+    @property
+    def flags(self) -> dict:
+        """Return the flags of the training; empty if benchmark.py has not saved the checkpoint."""
+        return self.kept.get('flags', {})
+
+    @property
+    def facts(self) -> dict:
+        """Return `facts_of_model` of the training; empty if this program has not saved the checkpoint."""
+        return self.model.get(EXTRA_STATE, {})
 
 
 def read_trained_model(source: str, flag: str) -> TrainedModel:
@@ -97,8 +97,6 @@ def read_trained_model(source: str, flag: str) -> TrainedModel:
 def trained_model_of(state: dict) -> TrainedModel:
     """Return the model in the state of a checkpoint. Raises KeyError, TypeError or the like if there is none."""
     kept = kept_in(state)
-    spent = {key: kept[key] for key in ('gpu_hours', 'dollars', 'device') if key in kept}
-    timestamp = state.get('timestamp', {}).get('Timestamp', {})
 
     # The EMA weights, if the EMA has started.
     model = dict(state['model'])
@@ -121,18 +119,17 @@ def trained_model_of(state: dict) -> TrainedModel:
         # first versions of ours do not save these two.
         half_life = saved.get('half_life')
         if half_life and saved.get('from_start'):
-            passed = timestamp['batch' if half_life.endswith('ba') else 'epoch']
-            if 4 * int(half_life[:-2]) > passed:
+            if 4 * int(half_life[:-2]) > kept['batch' if half_life.endswith('ba') else 'epoch']:
                 young_half_life = half_life
-    return TrainedModel(kept['batch'], timestamp.get('sample'), kept.get('flags', {}), spent,
-                        model.get(EXTRA_STATE, {}), model, ema, young_half_life, ema_state)
+    return TrainedModel(kept, model, ema, young_half_life, ema_state)
 
 
 def about_training(trained: TrainedModel, raw_weights: bool = False) -> dict:
     """Return the keys of a record that describe the weights of a training: EMA weights, or raw weights without EMA."""
     weights = 'raw' if raw_weights or trained.ema is None else 'EMA'
-    return {'weights': weights, 'trained_batches': trained.batch, 'images_seen': trained.samples,
-            'training': trained.flags | trained.spent}
+    spent = {key: trained.kept[key] for key in ('gpu_hours', 'dollars', 'device') if key in trained.kept}
+    return {'weights': weights, 'trained_batches': trained.kept['batch'], 'images_seen': trained.kept['sample'],
+            'training': trained.flags | spent}
 
 
 def read_exported(folder: str) -> dict:
@@ -232,12 +229,14 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
         unet_weights = trained.ema
         if trained.young_half_life is not None:
             print_on_rank_0('warning: the EMA weights are still near the initial weights, because their half-life is '
-                            f'{trained.young_half_life} and {label} is from batch {trained.batch:,}; export.py '
+                            f'{trained.young_half_life} and {label} is from batch {trained.kept["batch"]:,}; export.py '
                             '--raw_weights uses the raw weights')
     vae = build_vae(files, 'fp32')
     text_encoder = build_text_encoder(files, 'fp32')
     try:
-        unet = with_weights(partial(UNet2DConditionModel.from_config, unet_config), unet_weights)
+        with torch.device('meta'):  # without memory for weights, which the trained ones replace
+            unet = UNet2DConditionModel.from_config(unet_config)
+        unet.load_state_dict({name: tensor.float() for name, tensor in unet_weights.items()}, assign=True)
         for part, network in (('vae', vae), ('text_encoder', text_encoder)):
             if is_in_checkpoint(part, trained.facts):
                 network.load_state_dict(with_prefix_removed(trained.model, f'{part}.'))
@@ -254,6 +253,7 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
                         f'was trained as --model_name ({trained.facts.get("model_name")} then), with its configuration '
                         'and weights as they were')
     tokenizer = pipeline_tokenizer(trained_tokenizer(trained, files, tokenizer, label))
+    unet.requires_grad_(False).eval()
     return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)
 
 
@@ -298,14 +298,3 @@ def trained_tokenizer(trained: TrainedModel, files: ModelFiles, given: str | Non
                         'differ; give the tokenizer of the training as --tokenizer of export.py; to generate images '
                         'with another tokenizer, put it into the exported pipeline')
     return name
-
-
-def with_weights(make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """Build a module without allocating its weights, and use `weights` in float32 as its parameters.
-
-    Raises RuntimeError if the weights do not fit.
-    """
-    with init_empty_weights(include_buffers=False):  # buffers, such as position ids, are not among the weights
-        module = make()
-    module.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    return module.requires_grad_(False).eval()

@@ -1,8 +1,6 @@
 """The flags of a command: what they take, what --help says, and how soon a mistake is answered."""
 import ast
 import json
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -12,7 +10,6 @@ import pytest
 
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import build_parser, parse
-from sdbench.flags.plan import PlanSettings
 from sdbench.flags.train import Train
 from tests.runs import COMMANDS, ROOT
 
@@ -30,6 +27,7 @@ def test_each_kind_of_flag_takes_what_its_type_says():
     assert (given.batch_size, given.use_ema, given.compile, given.learning_rate) == (8, True, True, 3e-5)
     assert train('--use_synth_data', '--compile', 'max-autotune-no-cudagraphs').compile == 'max-autotune-no-cudagraphs'
     assert train('--use_synth_data', '--use_ema', '--no-use_ema', '--compile', '--no-compile') == plain
+    assert train('--dry_run', '--gpu', 'H100').dry_run == (0,)
     report = parse(Report, '', ['a.jsonl', 'b.jsonl', '--extrapolate', '64', '128'])
     assert (report.records, report.extrapolate) == (('a.jsonl', 'b.jsonl'), (64, 128))
 
@@ -50,11 +48,10 @@ def test_a_flag_that_is_turned_off_turns_off_what_needs_it():
     assert train('--use_synth_data', '--use_ema', '--ema_half_life', '5ba', '--no-use_ema') == plain
     assert train('--use_synth_data', '--no-use_ema', '--ema_half_life', '5ba') == plain
     assert train('--use_synth_data', '--compile', 'reduce-overhead', '--no-compile_blocks', '--no-compile') == plain
-    recipe = f'@{ROOT / "recipes/phase-1.txt"}'
-    without = train(recipe, '--no-use_ema', '--use_synth_data', '--save_folder', 'kept')
+    recipe = [f'@{ROOT / "recipes/phase-1.txt"}', '--use_synth_data', '--save_folder', 'kept']
+    without = train(*recipe, '--no-use_ema')
     assert (without.use_ema, without.ema_half_life, without.batch_size) == (False, None, 2048)
-    again = train(recipe, '--no-use_ema', '--use_ema', '--use_synth_data', '--save_folder', 'kept')
-    assert again == train(recipe, '--use_synth_data', '--save_folder', 'kept')
+    assert train(*recipe, '--no-use_ema', '--use_ema') == train(*recipe)
 
 
 @pytest.mark.parametrize('program', COMMANDS)
@@ -93,17 +90,3 @@ for argv in {ANSWERED_EARLY!r}:
     assert answers == [[0, []]] + [[2, []]] * (len(ANSWERED_EARLY) - 1)  # status, and what was imported
     for (program, *_), line in zip(ANSWERED_EARLY[1:], run.stderr.splitlines(), strict=True):
         assert line.startswith(f'{program}: error: ')
-
-
-def test_whoever_waits_at_a_terminal_is_told_at_once_that_a_command_has_begun():
-    code = "from sdbench.flags import commands, parser; parser.answer_early(commands.Report, '')"
-    terminal, end = pty.openpty()
-    subprocess.run([sys.executable, '-c', code, 'results.jsonl'], cwd=ROOT, stderr=end, check=True)
-    os.close(end)
-    assert os.read(terminal, 100) == b'loading the libraries\r\n'
-
-
-def test_a_file_in_flags_for_another_command_is_read_by_that_command(tmp_path):
-    (tmp_path / 'flags.txt').write_text('--batch_size 1024')
-    given = f'@{tmp_path}/flags.txt'
-    assert parse(PlanSettings, '', [f'--training_flags={given}'], 'plan.py').training_flags == given

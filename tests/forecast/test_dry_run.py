@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import benchmark
 from ema import ShadowModel, compute_ema
 from sdbench.forecast.forecast import bytes_needed, forecast, gib_taken, network_rate
-from sdbench.forecast.trace import build_on_meta, ema_update, trace, trace_step, work_of_update
+from sdbench.forecast.trace import build_on_meta, ema_update, trace_step, work_of_update
 from sdbench.gpus import CARDS, GIB
 from sdbench.setup import Setup, setup_of_settings
 from tests.runs import SMALLEST, refusal, settings_of
@@ -36,25 +35,22 @@ def test_an_index_is_enough_and_one_screen_has_every_card_the_cheapest_first(sha
                                 'A100', '--dollars_per_gpu_hour', '3', 'A100-40GB=1'])
     assert [path.name for path in tmp_path.iterdir()] == ['index.json']  # nothing is stored
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 120
-    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 120 and len(lines) <= 40
 
     start = lines.index('') + 1
-    assert start <= 5  # after the description of the run and of the forecast
     assert lines[start].split() == ['GPUs', 'microbatch', 'GiB', 'taken', 'images/s', 'days', 'dollars']
-    by_name = {forecast.card.name: forecast for forecast in forecasts}
+    assert len(forecasts) == 4
     costs = []
-    for line in lines[start + 1:start + 5]:
+    for line, found in zip(lines[start + 1:start + 5], forecasts, strict=True):
         name, microbatch, taken, speed, days, dollars = re.split('  +', line)
-        forecast = by_name[CARDS.get(f'NVIDIA {name.removeprefix("8 x ")}').name]
-        assert int(microbatch) == forecast.setup.microbatch == 8
-        assert float(taken) == pytest.approx(forecast.gib, abs=0.05)
-        assert number(speed) == pytest.approx(forecast.images_per_sec, rel=0.01)
-        assert number(days) == pytest.approx(1e8 / forecast.images_per_sec, rel=0.01)
+        assert found.card.name == f'NVIDIA {name.removeprefix("8 x ")}'
+        assert int(microbatch) == found.setup.microbatch == 8
+        assert float(taken) == pytest.approx(found.gib, abs=0.05)
+        assert number(speed) == pytest.approx(found.images_per_sec, rel=0.01)
+        assert number(days) == pytest.approx(1e8 / found.images_per_sec, rel=0.01)
         price = 1 if '40GB' in name else 3
         assert number(dollars) == pytest.approx(number(days) * 8 * 24 * price, rel=0.01)
         costs.append(number(dollars))
-    assert len(costs) == len(forecasts) == 4
     assert costs == sorted(costs)
     text = ' '.join(lines)
     for price in ('A100 40GB $1', 'A100 PCIE 40GB $1', 'A100 80GB $3', 'A100 80GB PCIe $3'):
@@ -62,12 +58,8 @@ def test_an_index_is_enough_and_one_screen_has_every_card_the_cheapest_first(sha
     [epochs] = re.findall(r'8,640,000,000,000 images \(([\d,]+) epochs\)', text)
     samples = sum(shard['samples'] for shard in json.loads(Path('index.json').read_text())['shards'])
     assert number(epochs) * max(1, samples // 64) == 8_640_000_000_000 / 64
-
-    # The speed of encoding all images once comes last.
-    [line] = [line for line in lines if line.startswith('Encoding all images once')]
-    fastest = max(forecast.encode_images_per_sec for forecast in forecasts)
-    assert number(line.split()[-2]) <= fastest * 1.01
-    assert all(forecast.encode_images_per_sec > forecast.images_per_sec for forecast in forecasts)
+    [speed] = re.findall('Encoding all images once, for a training on latents: ([0-9,]+) images/s', text)
+    assert number(speed) == pytest.approx(forecasts[0].encode_images_per_sec, rel=0.01)
 
 
 def number(text: str) -> float:
@@ -124,7 +116,8 @@ def test_several_gpu_counts_have_a_row_for_each_card_and_count_with_its_efficien
     lines = capfd.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
     [start] = [number for number, line in enumerate(lines) if line.startswith('GPUs')]
-    assert lines[start].split() == ['GPUs', 'microbatch', 'GiB', 'taken', 'images/s', 'efficiency', 'days', 'dollars']
+    assert lines[start].split() == ['GPUs', 'microbatch', 'GiB', 'taken', 'images/s', 'each', 'efficiency', 'days',
+                                    'GPU-hours', 'dollars']
     for name, device in (('H100 80GB HBM3', H100.name), ('B200', 'NVIDIA B200')):
         records = [found for found in forecasts if found.card.name == device]
         assert [record.setup.num_devices for record in records] == [2, 16, 64]
@@ -132,27 +125,16 @@ def test_several_gpu_counts_have_a_row_for_each_card_and_count_with_its_efficien
         assert machines == [(1, 10), (2, 10), (8, 10)]
         shown = [line for line in lines if line.split('  ')[0].endswith(f' x {name}')]
         for record, line in zip(records, shown, strict=True):
-            count, microbatch, _, speed, efficiency, days, dollars = re.split('  +', line)
+            count, microbatch, _, speed, each, efficiency, days, hours, dollars = re.split('  +', line)
             assert count == f'{record.setup.num_devices} x {name}'
             assert number(speed) == pytest.approx(record.images_per_sec, rel=0.01)
-            expected = record.images_per_sec / record.setup.num_devices / (records[0].images_per_sec / 2)
+            assert number(each) == pytest.approx(record.images_per_sec / record.setup.num_devices, rel=0.01)
+            expected = number(each) / (records[0].images_per_sec / 2)
             assert number(efficiency.rstrip('%')) / 100 == pytest.approx(expected, rel=0.02)
             assert number(days) == pytest.approx(1e8 / record.images_per_sec, rel=0.01)
-            hours = 24 * 1e8 / record.images_per_sec * record.setup.num_devices
-            assert number(dollars) == pytest.approx(2 * hours, rel=0.01)
+            assert number(hours) == pytest.approx(number(days) * 24 * record.setup.num_devices, rel=0.02)
+            assert number(dollars) == pytest.approx(2 * number(hours), rel=0.01)
             assert int(microbatch) == 64 // record.setup.num_devices
-
-
-def test_memory_and_work_of_an_update_are_those_of_the_optimizer_that_the_program_builds(smallest_model):
-    def build_sgd(model, settings):
-        return torch.optim.SGD(model.unet.parameters(), lr=0.1, momentum=0.9)
-
-    setup = setup_of('1', *SMALL, '--model_name', smallest_model)
-    adamw, sgd = (trace(setup, benchmark.build_model, build) for build in (benchmark.build_optimizer, build_sgd))
-    (adamw_work, adamw_state), (sgd_work, sgd_state) = adamw.updates[True], sgd.updates[True]
-    assert sgd_state == sgd.nbytes['unet']  # one moment, where AdamW has two
-    assert adamw_state == pytest.approx(2 * adamw.nbytes['unet'], rel=0.01)
-    assert sgd_work['optimizer'][2] < adamw_work['optimizer'][2]
 
 
 def test_the_work_of_an_ema_update_agrees_with_a_trace_of_the_real_one(smallest_model):
@@ -179,11 +161,6 @@ def test_a_card_without_a_known_peak_has_a_forecast_of_its_memory_alone(smallest
     assert 'Tesla T4: the peak in ' in printed
     [largest] = [line for line in printed.splitlines() if line.startswith('the largest microbatch')]
     assert largest.split()[3] == '64'
-
-
-def test_without_gpu_every_known_card_has_a_forecast(smallest_model):
-    forecasts = benchmark.main(['--dry_run', '1', *SMALL, '--model_name', smallest_model, '--precision', 'amp_fp16'])
-    assert {found.card.name for found in forecasts} == set(CARDS)
 
 
 def test_a_run_too_large_for_every_card_is_refused_with_the_changes_that_would_help(capfd):

@@ -59,9 +59,10 @@ def test_the_first_hour_in_the_readme_is_what_the_plan_says_to_do_first():
     pattern = ('about ([0-9]+) minutes.* slower than ([0-9,]+) images/s at 256 px or ([0-9,]+) images/s at 512 px, '
                '([0-9.]+) of the forecast')
     minutes, first, second, needed = re.search(pattern, sentences(text)).groups()
-    stop = f'stop if the training is slower than {first} images/s at 256 pixels or {second} at 512.'
+    stop = (f'stop if the training is slower than {first} images/s at 256 pixels or {second} at 512, which is {needed} '
+            'of the forecast.')
     assert stop in sentences(README)
-    assert f'about {minutes} minutes. With a budget of $18,000 you need at least {needed} of' in sentences(README)
+    assert f'The first four commands take about {minutes} minutes' in sentences(README)
     commands = README.partition('In your first hour')[2].partition('python plan.py')[0]
     for measuring in re.findall('^(?:composer|python) .*$', commands, re.MULTILINE):
         assert measuring in text
@@ -89,6 +90,12 @@ def test_plans_without_the_compiler_agree_with_the_pages():
     of_h100 = f'{h100.days.likely:.2f} days and ${h100.gpu_dollars.likely:,.0f}'
     assert (f'8 H100 take {of_h100}, and 8 A100 80GB take {a100.days.likely:.2f} days, of which training takes '
             f'{trained:.2f}.') in sentences(PAGE)
+
+
+def test_one_gpu_with_little_memory_recomputes_activations_in_blocks_that_are_compiled_alone():
+    plans, _ = answer_to("python plan.py --gpu '1 4090'")
+    for part in plans['1 x RTX 4090'].training:
+        assert part.setup.gradient_checkpointing and part.setup.compile_blocks
 
 
 def test_the_table_of_networks_agrees_with_forecasts():

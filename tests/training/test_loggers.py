@@ -35,17 +35,6 @@ def test_tensorboard_has_the_curves_of_a_run_and_its_resume_without_repeated_bat
     assert flops / images == pytest.approx(1e12 * record['tflops_per_image'])
 
 
-def test_a_new_training_in_the_same_folder_has_separate_curves(tmp_path):
-    argv = ['--use_synth_data', *TINY, '--save_folder', str(tmp_path / 'kept'), '--tensorboard',
-            str(tmp_path / 'board'), '--max_duration', '2ba']
-    first = main(argv)
-    for file in (tmp_path / 'kept').glob('*.pt'):  # as if it had been killed before its first checkpoint
-        file.unlink()
-    second = main([*argv, '--learning_rate', '0.01'])
-    assert first['training_id'] != second['training_id']
-    assert len(list((tmp_path / 'board').iterdir())) == 2
-
-
 def test_a_logger_that_cannot_start_is_a_one_line_error(capfd, monkeypatch):
     import wandb
     asked_for = []

@@ -85,10 +85,6 @@ def test_generating_images_and_resuming_do_not_change_the_training_by_a_bit(tmp_
     assert (repeated.step, image.step) == (3, 6)  # the resume generates the images of the checkpoint's batch again
     assert (image.width, image.height) == Image.open(folder_of_images / 'ba6.png').size
 
-    text = Image.open(folder_of_images / 'ba6.png').text
-    assert text['prompts'].splitlines() == PROMPTS
-    assert text['weights'] == 'EMA'
-
     # The images equal what diffusers' pipeline generates with the EMA weights, and not with the raw weights.
     for flags in ([], ['--raw_weights']):
         out = tmp_path / f'out{len(flags)}'
@@ -104,7 +100,6 @@ def test_a_run_on_latents_decodes_images_with_the_vae_of_the_model_folder(tmp_pa
     assert record['encoders'] == 'text_in_loop'
     [latents] = Path('kept-latents-samples').iterdir()
     assert sorted(path.name for path in latents.iterdir()) == ['ba0.png', 'ba3.png']
-    assert Image.open(latents / 'ba0.png').text['weights'] == 'raw'
     export(['kept-latents', 'out'])
     for ours, theirs in zip(images_in(latents / 'ba3.png'), generated_by_diffusers(tmp_path / 'out'), strict=True):
         assert np.abs(ours - theirs).max() <= 1
@@ -137,7 +132,7 @@ def test_a_new_training_in_the_same_folder_keeps_the_images_of_the_one_before_it
     os.utime(grids[1], (1, 1))
     for checkpoint in kept_in.glob('*.pt'):  # as if it had been killed before its first checkpoint
         checkpoint.unlink()
-    main(argv)
+    assert main(argv)['training_id'] != record['training_id']
     assert grids[1].stat().st_mtime == 1
     assert len(list(Path(f'{kept_in}-samples').iterdir())) == 2
 

@@ -1,7 +1,10 @@
 """Ctrl-C and SIGTERM end a run after its batch on all ranks, with a record and a checkpoint to resume from."""
+import fcntl
 import json
 import os
+import pty
 import signal
+import termios
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,6 +115,31 @@ def test_a_second_ctrl_c_kills_the_process_and_a_second_sigterm_does_not(server,
     process.join(600)
     assert process.exitcode == -signal.SIGINT
     assert (tmp_path / 'goes on').exists()
+
+
+def close_terminal(note: Path, is_ignored: bool) -> None:
+    os.setsid()
+    terminal, process_side = pty.openpty()
+    fcntl.ioctl(process_side, termios.TIOCSCTTY, 0)  # SIGHUP comes when this terminal closes
+    for stream in (1, 2):
+        os.dup2(process_side, stream)
+    if is_ignored:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with GracefulStop() as stop:
+        stop.fit_start(SimpleNamespace(device=DeviceCPU()), None)
+        os.close(terminal)
+        stop.batch_end(SimpleNamespace(device=DeviceCPU(), stop_training=lambda: None), None)
+        if not is_ignored:
+            os.write(1, b'a terminal that has closed refuses this')
+        note.write_text(str(stop.interrupted))
+
+
+@pytest.mark.parametrize('is_ignored', [True, False])
+def test_a_closed_terminal_ends_a_run_as_sigterm_does_unless_nohup_ignores_it(server, tmp_path, is_ignored):
+    process = server.Process(target=close_terminal, args=(tmp_path / 'note', is_ignored), daemon=True)
+    process.start()
+    process.join(600)
+    assert (tmp_path / 'note').read_text() == str(not is_ignored)
 
 
 @pytest.mark.long
