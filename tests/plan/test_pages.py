@@ -84,9 +84,15 @@ def test_the_first_sentence_and_the_example_of_the_page_on_planning_are_up_to_da
 
 
 def test_a_plan_without_the_compiler_agrees_with_the_page():
-    plans, _ = answer_to(COSTS, "--training_flags=--no-compile")
+    plans, _ = answer_to(COSTS, '--training_flags=--no-compile')
     trained = sum(part.days.likely for part in plans['8 x A100 80GB'].parts if part.kind == TRAIN)
     assert f'a plan has {trained:.2f} days of training.' in sentences(PAGE)
+
+
+def test_one_gpu_with_little_memory_recomputes_activations_in_blocks_that_are_compiled_alone():
+    plans, _ = answer_to("python plan.py --gpu '1 4090'")
+    for part in plans['1 x RTX 4090'].training:
+        assert part.setup.gradient_checkpointing and part.setup.compile_blocks
 
 
 def test_the_table_of_networks_agrees_with_forecasts():
