@@ -30,7 +30,7 @@ from sdbench.inputs.shards import MOMENTS, hash_of_images, number_of_samples, re
 from sdbench.inputs.stream import VerifiedDataset, VerifiedStream
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer, token_ids
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
-from sdbench.stores.addresses import RETRY, Retry
+from sdbench.stores.addresses import PATIENT, Retry
 
 DIFFERENT_SAMPLES = 16  # different synthetic samples, for a loader that collates samples itself
 EVALUATION_SEED = 17  # does not depend on --seed, because the losses of trainings with different seeds must compare
@@ -124,8 +124,8 @@ class StreamingLAIONDataset(VerifiedDataset):
     """
     def __init__(self, remote: str | None = None, local: str | None = None, split: str | None = None,
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
-                 predownload: int | None = None, download_retry: int = RETRY.tries,
-                 download_timeout: float = RETRY.timeout, batch_size: int | None = None, *, image_size: int = 512,
+                 predownload: int | None = None, download_retry: int = PATIENT.tries,
+                 download_timeout: float = PATIENT.timeout, batch_size: int | None = None, *, image_size: int = 512,
                  index: dict | None = None, cache_limit: int | str | None = None,
                  caption_weights: Mapping[str, float] | None = None, caption_drop: float = 0.0,
                  random_flip: bool = False, **kwargs):

@@ -270,7 +270,8 @@ def evaluate(settings: Evaluate) -> dict:
     scheduler = {key: value for key, value in config if not key.startswith('_')}  # without the version of diffusers
     made_of = {'program': PROGRAM, 'model_sha256': about_model['model_sha256'], 'data_sha256': index_hash(index),
                'image_size': image_size, 'steps': settings.steps, 'seed': settings.seed,
-               'precision': settings.precision, 'caption': settings.caption, 'scheduler': scheduler}
+               'precision': settings.precision, 'caption': settings.caption, 'scheduler': scheduler,
+               'tokenizer_sha256': hashlib.sha256(pipeline.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()}
     with contextlib.ExitStack() as stack:
         begun = OutputFolder(settings.out, '--out').begun(made_of)
         on_rank_0(lambda: stack.enter_context(begun))

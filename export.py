@@ -6,8 +6,9 @@
     python export.py checkpoints my-model.safetensors --single_file
 
 OUT holds the UNet with its EMA weights if there are any, the VAE, the text encoder, the tokenizer and the scheduler,
-all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` loads it. With --single_file OUT is a file,
-which holds the weights alone.
+all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` loads it. If OUT already holds the export of
+another checkpoint, that folder is first renamed to OUT-1. With --single_file OUT is a new file, which holds the
+weights alone.
 """
 from sdbench.flags.commands import Export
 from sdbench.flags.parser import answer_early, parse
@@ -18,6 +19,7 @@ PROGRAM = 'export.py'
 if __name__ == '__main__':
     answer_early(Export, __doc__)
 
+import itertools
 import json
 import os
 import shutil
@@ -29,7 +31,7 @@ from diffusers import StableDiffusionPipeline
 from safetensors.torch import save_file
 from transformers.utils.logging import disable_progress_bar
 
-from sdbench.errors import UserError, plural, redacted
+from sdbench.errors import plural, redacted
 from sdbench.models.loading import RANDOM, hash_of_weights
 from sdbench.models.single_file import original_tensors
 from sdbench.paths import EXPORTED
@@ -54,8 +56,6 @@ def export(settings: Export) -> None:
                'model_sha256': hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)}
     if read_exported(settings.out).get('model_sha256') == made_of['model_sha256']:
         print(f'done already: OUT {settings.out} has the weights of this checkpoint')
-    elif os.path.exists(settings.out):
-        raise UserError(f'OUT {settings.out} holds the export of another checkpoint; give a new folder')
     else:
         write(settings, pipeline, made_of)
 
@@ -74,7 +74,7 @@ def export(settings: Export) -> None:
 
 
 def write(settings: Export, pipeline: StableDiffusionPipeline, made_of: dict) -> None:
-    """Write a pipeline to OUT, which appears only when it is complete.
+    """Write a pipeline to OUT, which appears only when it is complete. An earlier export in OUT is moved to OUT-1.
 
     `made_of` becomes OUT/export.json, or an entry of the same name in the metadata of a single file.
 
@@ -101,6 +101,12 @@ def write(settings: Export, pipeline: StableDiffusionPipeline, made_of: dict) ->
         for path in Path(around).rglob('*.safetensors'):
             shutil.copymode(usual, path)
 
+        # Move it to OUT. An earlier export is renamed and not removed, because the user may have changed it.
+        if os.path.exists(out):
+            names = (f'{out.rstrip("/")}-{number}' for number in itertools.count(1))
+            kept = next(name for name in names if not os.path.lexists(name))
+            os.rename(out, kept)
+            print(f'OUT {out} held the export of another checkpoint, which is in {kept} now')
         os.rename(new, out)
 
 

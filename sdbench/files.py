@@ -20,11 +20,14 @@ def read_text(path: str, label: str) -> str:
     Raises UserError, which begins with `label`, if the file cannot be read or has another encoding.
     """
     try:
-        return Path(path).read_text(encoding='utf-8-sig')
+        text = Path(path).read_text(encoding='utf-8-sig')
     except OSError as error:
         raise UserError(f'{label} cannot be read ({error.strerror})') from None
     except UnicodeDecodeError:
-        raise UserError(f'{label} is not UTF-8 text; save it as UTF-8, or convert it with iconv') from None
+        text = '\0'
+    if '\0' in text:  # UTF-16 without a byte order mark contains many NULs, and is valid UTF-8
+        raise UserError(f'{label} is not UTF-8 text; save it as UTF-8, or convert it with iconv')
+    return text
 
 
 @contextlib.contextmanager

@@ -148,8 +148,20 @@ def short_name(device: str) -> str:
     return device.replace('-', ' ')
 
 
+# Memory in GB of GPUs that people ask for and that are not in CARDS
+OTHER_GPUS = {'A10G': 24, 'A2': 16, 'A16': 16, 'P100': 16, 'RTX 2080 Ti': 11, 'RTX 3060': 12, 'RTX 3070': 8,
+              'RTX 3080': 10, 'RTX 3080 Ti': 12, 'RTX 3090 Ti': 24, 'RTX 4060': 8, 'RTX 4060 Ti': 16, 'RTX 4070': 12,
+              'RTX 5070': 12, 'RTX 5070 Ti': 16, 'RTX 5080': 16, 'RTX A4000': 16, 'RTX A5000': 24}
+
+
 def unknown_gpu(words: str) -> str:
-    """Return an error message for a GPU name that is not known, with similar names."""
+    """Return an error message for a GPU name that is not known, with the nearest known GPUs by memory or by name."""
+    asked = [word for word in name_words(words) if word not in ('NVIDIA', 'GEFORCE', 'TESLA')]
+    for name, gigabytes in OTHER_GPUS.items():
+        if ''.join(asked) in (''.join(name_words(name)), ''.join(name_words(name.removeprefix('RTX ')))):
+            cards = sorted(CARDS.values(), key=lambda card: abs(card.gib * GIB / 1e9 - gigabytes))[:3]
+            nearest = ', '.join(short_name(card.name) for card in cards)
+            return f'{words} is not a known GPU; with memory nearest to its {gigabytes} GB, there are {nearest}'
     known = [short_name(name) for name in CARDS]
     nearest = difflib.get_close_matches(words.upper(), known)
     remedy = f'did you mean {" or ".join(nearest)}?' if nearest else f'known GPUs are {", ".join(known)}'

@@ -20,12 +20,16 @@ def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
         raise UserError(f'{flag} {name} is not a folder here; to download a model into it, see "Get the weights" in '
                         'docs/training.md')
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # wrong names, missing or gated repositories, a network or a disk that fails
         if isinstance(error, LocalEntryNotFoundError) and error.__cause__:  # only its cause says what failed
             error = error.__cause__
+        remedy = 'check the name and the network'
+        if isinstance(error, GatedRepoError):
+            remedy = 'accept its terms on its page there, and log in: hf auth login'
+        elif isinstance(error, OSError) and error.filename:  # a file of the cache
+            remedy = 'free some of the disk, or set HF_HOME to a folder that can be written to'
         raise UserError(f'{flag} {name} is not a folder here, and cannot be downloaded from the hub '
-                        f'({one_line(error, 300)}); check the name, the network and the disk, and log in if the model '
-                        'needs it: hf auth login') from None
+                        f'({one_line(error, 300)}); {remedy}') from None

@@ -5,23 +5,33 @@ import io
 import math
 import os
 import signal
+import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sdbench.errors import UserError, known_reason, one_line, redacted
 
 GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # device files of the NVIDIA driver and the AMD driver
 
+# Job scripts often set these from other variables, as in WORLD_SIZE=$SLURM_NTASKS. If SLURM_NTASKS is unset, that gives
+# an empty text.
+EMPTY_IS_UNSET = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT',
+                  'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
 SECONDS_BETWEEN_LINES = 60  # between progress lines in a log; shorter work prints none
 LINE = '{desc}{n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}'  # tqdm's bar_format
 
 
 def begin() -> None:
     """Prepare the process of a command. Call it before torch is imported, because torch reads the environment then."""
+    # Remove empty variables, because the libraries read these variables, too, and fail on an empty text.
+    for name in EMPTY_IS_UNSET:
+        if name in os.environ and not os.environ[name].strip():
+            del os.environ[name]
+
     # Print a character that the terminal or log cannot encode as an escape such as \u732b. By default such a character
     # in a path or a caption would end the command with a UnicodeEncodeError.
     for stream in (sys.stdout, sys.stderr):
@@ -44,6 +54,10 @@ def begin() -> None:
     if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # the second name is new in torch 2.9
         os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'
 
+    # If the launcher of this rank is killed, send the rank SIGTERM, so it saves a checkpoint and does not run on alone.
+    if os.environ.get('LOCAL_RANK'):
+        end_with_parent(signal.SIGTERM)
+
 
 def cpu_cores(cgroups: str = '/sys/fs/cgroup') -> int:
     """Return how many CPU cores this process may use: its CPU affinity or its container's quota, whichever is less.
@@ -57,19 +71,25 @@ def cpu_cores(cgroups: str = '/sys/fs/cgroup') -> int:
     return cores
 
 
-def end_with_parent() -> None:
-    """Start a thread that kills this process when the process that started it through multiprocessing has ended.
+def end_with_parent(signal_number: int) -> None:
+    """Start a thread that sends this process a signal when the process that started it has ended.
 
-    The parent that multiprocessing reports is the right one even if a fork server did the fork. Linux's
-    PR_SET_PDEATHSIG is no alternative, because it watches the fork server, which lives as long as the processes that
-    it forked.
+    If multiprocessing started this process, the thread waits for the parent that multiprocessing reports, which is the
+    right one even if a fork server did the fork. In any other process, such as a rank under a launcher, the thread
+    checks once per second whether the parent process id has changed. Linux's PR_SET_PDEATHSIG is no alternative,
+    because it watches the fork server, which lives as long as the processes that it forked.
     """
     import multiprocessing  # here, because --help starts faster without it
     parent = multiprocessing.parent_process()
+    parent_id = os.getppid()
 
     def wait_for_parent() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
+        if parent is not None:
+            parent.join()
+        else:
+            while os.getppid() == parent_id:
+                time.sleep(1)
+        os.kill(os.getpid(), signal_number)
     threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
@@ -102,17 +122,38 @@ def exit_with_error(program: str, status: int, message: str) -> NoReturn:
     sys.exit(status)
 
 
+def handle_signals(numbers: Sequence[int], handler: Callable) -> dict[int, Any]:
+    """Set the handler of several signals, and return the handlers before, by signal.
+
+    If SIGHUP is ignored, as `nohup` does, it stays ignored. Otherwise it means that the terminal has closed. Writing to
+    a closed terminal is an error, so what is printed from then on is dropped.
+    """
+    def handle(number: int, frame: Any) -> None:
+        for stream in (1, 2):
+            if number == signal.SIGHUP and stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        handler(number, frame)
+
+    before = {}
+    for number in numbers:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, handle)
+    return before
+
+
 @contextlib.contextmanager
 def one_line_errors(program: str, how_to_continue: str = '') -> Iterator[None]:
     """End the process with one line if code in this context raises an error that a user can fix.
 
     The exit status is 2 if the command line or a file named there is wrong (UserError), 1 for errors of data, a disk or
-    a package (DataError, OSError, ImportError), and 130 after Ctrl-C or SIGTERM. Any other error keeps its traceback.
+    a package (DataError, OSError, ImportError), and 130 after Ctrl-C, SIGTERM or SIGHUP. Any other error keeps its
+    traceback.
 
     `how_to_continue` follows an error with status 1 or 130: it says which results are kept, and how to continue.
     """
     suffix = how_to_continue and f'; {how_to_continue}'
-    handler_before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C
+    # These signals raise KeyboardInterrupt, as Ctrl-C does.
+    handlers_before = handle_signals((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler)
     try:
         yield
     except UserError as error:
@@ -125,7 +166,8 @@ def one_line_errors(program: str, how_to_continue: str = '') -> Iterator[None]:
     except KeyboardInterrupt:
         exit_with_error(program, 130, f'interrupted{suffix}')
     finally:
-        signal.signal(signal.SIGTERM, handler_before)
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)
 
 
 class LogLines:

@@ -155,8 +155,15 @@ def test_an_out_with_another_seed_other_data_or_another_model_is_refused(
     by_scheduler = shutil.copytree(pipeline, tmp_path / 'scheduler')
     config = by_scheduler / 'scheduler/scheduler_config.json'
     config.write_text(config.read_text().replace('v_prediction', 'epsilon'))
+    by_tokenizer = shutil.copytree(pipeline, tmp_path / 'tokenizer')
+    file = by_tokenizer / 'tokenizer/tokenizer.json'
+    content = json.loads(file.read_text())
+    vocabulary = content['model']['vocab']
+    vocabulary['a'], vocabulary['b'] = vocabulary['b'], vocabulary['a']
+    file.write_text(json.dumps(content))
     for model, data, seed, key in ((pipeline, shards, 18, 'seed 17, and this command has 18'),
-                                   (pipeline, others, 17, 'data_sha256'), (by_scheduler, shards, 17, 'scheduler')):
+                                   (pipeline, others, 17, 'data_sha256'), (by_scheduler, shards, 17, 'scheduler'),
+                                   (by_tokenizer, shards, 17, 'tokenizer_sha256')):
         line = refusal(capfd, run, model, data, evaluated.out, *clip, *TWO_SCALES, '--seed', seed)
         assert f'out was begun with {key}' in line
     assert files_of(evaluated.out) == before

@@ -16,7 +16,7 @@ from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import build_vae, find_model
 from sdbench.training.checkpoints import load_checkpoint
-from tests.runs import SMALLEST, TINY, files_of, one_error_line
+from tests.runs import SMALLEST, TINY, one_error_line
 
 CAPTIONS = ['a cat', '', '!', "Wow! it's 2024", '!!! ???', '!§ !x', 'naïve café 中文 🎉 naÃ¯ve', 'word ' * 100,
             'the end <|endoftext|> is not here', 'a\x00b \u200b c']
@@ -183,15 +183,20 @@ def test_exports_of_a_young_ema_and_of_random_encoders_print_warnings(capfd):
     assert errors.count('was trained without --pretrained') == 4
 
 
-def test_an_export_is_done_once_and_never_replaces_that_of_another_checkpoint(checkpoints, tmp_path, capfd):
+def test_an_export_into_an_existing_one_does_nothing_or_renames_the_older_one(checkpoints, tmp_path, capfd):
     first, second = (f'{checkpoints}/ep0-ba{batch}-rank0.pt' for batch in (2, 4))
-    for words in ('holds the pipeline after 2 batches', 'done already: OUT out'):
-        export([first, 'out'])
+    exports = ((first, 'holds the pipeline after 2 batches'), (first, 'done already: OUT out'),
+               (second, 'held the export of another checkpoint, which is in out-1 now'))
+    for number, (source, words) in enumerate(exports):
+        export([source, 'out'])
         assert words in capfd.readouterr().out
-        (tmp_path / 'out/mine').touch()
-    before = files_of(tmp_path / 'out')
-    assert 'holds the export of another checkpoint; give' in one_error_line([second, 'out'], capfd, export)
-    assert files_of(tmp_path / 'out') == before
+        (tmp_path / 'out' / f'mine-{number}').touch()
+    assert sorted(path.name for path in tmp_path.glob('*/mine-*')) == ['mine-0', 'mine-1', 'mine-2']
+    assert (tmp_path / 'out-1' / 'mine-1').exists()
+    for out, source in (('out-1', first), ('out', second)):
+        state = load_checkpoint(source)['state']
+        average = dict(state['algorithms'])['EMA']['ema_model']['named_parameters_dict']['unet.conv_in.weight']
+        assert torch.equal(loaded(out, 'vae', 'text_encoder', 'tokenizer').unet.conv_in.weight, average)
 
 
 def test_the_permissions_of_every_exported_file_follow_the_umask(checkpoints, tmp_path):

@@ -14,15 +14,17 @@ NOT_IN_THE_CACHE = LocalEntryNotFoundError('we cannot find the snapshot folder')
 NOT_IN_THE_CACHE.__cause__ = ConnectionError('Connection refused')
 
 
-@pytest.mark.parametrize('error, reason', [
-    (GatedRepoError('Access to model me/x is restricted', response=ANSWER), 'Access to model me/x is restricted'),
-    (NOT_IN_THE_CACHE, 'Connection refused'),
-    (OSError(errno.ENOSPC, 'No space left on device', '/cache/blob'), '/cache/blob: No space left on device')])
-def test_a_failure_at_the_hub_is_reported_with_its_reason_and_the_fix(error, reason, monkeypatch):
+@pytest.mark.parametrize('error, reason, fix', [
+    (GatedRepoError('Access to model me/x is restricted', response=ANSWER), 'Access to model me/x is restricted',
+     'accept its terms on its page there, and log in: hf auth login'),
+    (NOT_IN_THE_CACHE, 'Connection refused', 'check the name and the network'),
+    (OSError(errno.ENOSPC, 'No space left on device', '/cache/blob'), '/cache/blob: No space left on device',
+     'free some of the disk, or set HF_HOME')])
+def test_a_failure_at_the_hub_is_reported_with_its_reason_and_the_fix(error, reason, fix, monkeypatch):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', fail)
-    with pytest.raises(UserError, match='^--model_name me/x is not a folder here, and .*hf auth login') as refused:
+    with pytest.raises(UserError, match='^--model_name me/x is not a folder here, and') as refused:
         find_or_download('--model_name', 'me/x', [])
-    assert f'({reason})' in str(refused.value)
+    assert f'({reason}); {fix}' in str(refused.value)

@@ -3,8 +3,9 @@
 A row is a command (behind variables of its environment, if any), its flags and the words that its line must hold. It is
 run in a folder that has `shards` (24 samples), `pipeline` (of the tiny model), `prompts.txt` (one caption),
 `no-prompt.txt`, `utf-16.txt`, `quote.txt` and `itself.txt` (flags), `records.csv` (a record with a comma too many),
-`notes` (a folder with a file of the user's), `empty` (a folder), `photo.jpg` and `whole.safetensors`; nothing listens
-at S3_ENDPOINT_URL. Refusals that need other files are tested next to the code that makes them.
+`notes` (a folder with a file of the user's), `empty` (a folder), `photo.jpg`, `whole.safetensors`, and a LoRA in
+`lora.safetensors` and `lora`; nothing listens at S3_ENDPOINT_URL. Refusals that need other files are tested next to the
+code that makes them.
 """
 import importlib
 import shlex
@@ -31,8 +32,9 @@ ROWS = [
     ('benchmark.py', '@itself.txt', '@itself.txt names itself (@itself.txt @itself.txt)'),
     ('benchmark.py', '@quote.txt', '@quote.txt, line 2: no closing quotation'),
     ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'variable WORLD_SIZE is 4(x2), which is not a number'),
-    ('benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect with --lr_schedule constant'),
-    ('convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a glob that matches files'),
+    ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect with '
+     '--lr_schedule constant'),
+    ('WORLD_SIZE= LOCAL_RANK= convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a glob'),
     ('convert.py', "'' out", 'SOURCE: the value is empty; is a shell variable unset?'),
 
     # A training
@@ -41,6 +43,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --batch_size 6 --device_train_microbatch_size 4', '--device_train_microbatch_size 4 '
      'does not divide the per-device batch of 6 images (--batch_size 6); use 3'),
     ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu RTX4091 is not a known GPU; did you mean RTX 4090 or'),
+    ('benchmark.py', '--dry_run 8 --gpu A10G', '--gpu A10G is not a known GPU; with memory nearest to its 24 GB'),
     ('benchmark.py', '--dry_run 8 7', '--batch_size 2048 is not divisible by 7 devices; use 2044'),
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size: 100 is not a multiple of 8; use 96'),
     ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a fraction between 0 and 1'),
@@ -112,12 +115,16 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes does not exist, or holds no complete checkpoint'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts no-prompt.txt', 'no-prompt.txt holds no prompt'),
     ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, but the training'),
-    ('benchmark.py', f'{SYNTHETIC} --load_weights whole.safetensors', '--load_weights whole.safetensors is a file, '
-     'and not a model folder in the layout of diffusers; convert a single file of a Stable Diffusion: python -c'),
+    ('benchmark.py', f'{SYNTHETIC} --load_weights whole.safetensors', '--load_weights whole.safetensors is a single '
+     'file, and not a model folder in the layout of diffusers; if it holds the weights of a Stable Diffusion, '
+     'convert it: python -c'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --model_name whole.safetensors', '--model_name whole.safetensors is a '
-     'file'),
-    ('export.py', 'photo.jpg out', 'CHECKPOINT photo.jpg is a file'),
-    ('evaluate.py', 'whole.safetensors shards --out out', 'MODEL whole.safetensors is a file'),
+     'single file'),
+    ('benchmark.py', f'{SYNTHETIC} --load_weights lora.safetensors', '--load_weights lora.safetensors is a LoRA'),
+    ('benchmark.py', f'{SYNTHETIC} --load_weights lora', '--load_weights lora is a LoRA, which changes a model and is '
+     'not a model itself; merge it into its model FOLDER: python -c'),
+    ('export.py', 'photo.jpg out', 'CHECKPOINT photo.jpg is a single file'),
+    ('evaluate.py', 'whole.safetensors shards --out out', 'MODEL whole.safetensors is a single file'),
     ('evaluate.py', 'pipeline shards --out out --samples 25', 'fewer than --samples 25'),
     ('WORLD_SIZE=5 evaluate.py', 'pipeline shards --out out --samples 4', '4 is fewer than the 5'),
     ('evaluate.py', 'pipeline shards --out out --samples 4 --caption long', '--caption long: DATA shards has no'),
@@ -144,6 +151,9 @@ def folder(tmp_path, monkeypatch, shards, pipeline):
     (tmp_path / 'notes/mine.txt').write_text('mine')
     (tmp_path / 'photo.jpg').write_bytes(shaded(1))
     save_file({'model.diffusion_model.out.2.bias': torch.zeros(4)}, tmp_path / 'whole.safetensors')
+    save_file({'lora_unet_mid_block.lora_up.weight': torch.zeros(4)}, tmp_path / 'lora.safetensors')
+    (tmp_path / 'lora').mkdir()
+    shutil.copy(tmp_path / 'lora.safetensors', tmp_path / 'lora/pytorch_lora_weights.safetensors')
     monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:1')
     make_client.cache_clear()
     shutil.copy(ROOT / 'published.csv', tmp_path)

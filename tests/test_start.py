@@ -3,7 +3,9 @@ import getpass
 import importlib.util
 import io
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from sdbench import process
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import answer_early
 from sdbench.training.run import announce_build
-from tests.runs import refusal, settings_of
+from tests.runs import ROOT, refusal, settings_of, wait_until
 
 
 def test_a_machine_without_gpu_warns_about_stable_diffusion_and_suggests_the_tiny_model(capsys, monkeypatch):
@@ -52,6 +54,26 @@ def test_an_ascii_terminal_does_not_end_a_command(monkeypatch):
     process.begin()
     print('converted 猫')
     assert log.getvalue() == b'converted \\u732b\n'
+
+
+RANK = """
+import os, signal, time
+os.environ['LOCAL_RANK'] = '0'
+signal.signal(signal.SIGTERM, lambda *_: (open('signalled', 'w').close(), os._exit(0)))
+from sdbench.process import begin
+begin()
+open('begun', 'w').close()
+time.sleep(600)
+"""
+LAUNCHER = 'import subprocess, sys; subprocess.run([sys.executable, "-c", sys.argv[1]])'
+
+
+def test_a_rank_gets_sigterm_when_its_launcher_is_killed(tmp_path):
+    launcher = subprocess.Popen([sys.executable, '-c', LAUNCHER, RANK], env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    wait_until(Path('begun').exists)
+    launcher.kill()
+    launcher.wait()
+    wait_until(Path('signalled').exists)
 
 
 @pytest.mark.parametrize('limit, cores', [

@@ -26,7 +26,7 @@ from sdbench.errors import DataError, UserError, plural, redacted
 from sdbench.files import atomic_write, locked, parse_json
 from sdbench.paths import CLAIM, INDEX, is_url
 from sdbench.stores import download, files_below, upload
-from sdbench.stores.addresses import parse_address
+from sdbench.stores.addresses import PATIENT, QUICK, Retry, parse_address
 
 LOCK = f'{CLAIM}.lock'  # held by the run that writes to a folder
 SKIPPED = 'skipped.jsonl'  # which samples and files were skipped, and why
@@ -56,7 +56,7 @@ class OutputFolder:
             self.key = parse_address(out, self.label).key
             print(f'reaching {redacted(self.label)}', file=sys.stderr, flush=True)
             try:
-                self.read(CLAIM)
+                self.read(CLAIM, QUICK)
             except OSError as error:
                 raise UserError(str(error)) from None
 
@@ -114,14 +114,14 @@ class OutputFolder:
         else:
             upload(content, f'{self.out}/{name}', self.label)
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, retry: Retry = PATIENT) -> bytes | None:
         """Return the content of a file of OUT, or None if it does not exist."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(self.out, name)
             try:
                 if not self.is_folder:
                     path = Path(folder, 'copy')
-                    download(f'{self.out}/{name}', str(path), self.label, in_threads=False)
+                    download(f'{self.out}/{name}', str(path), self.label, retry, in_threads=False)
                 return path.read_bytes()
             except FileNotFoundError:
                 return None
@@ -129,7 +129,8 @@ class OutputFolder:
     def names(self) -> list[str]:
         """Return the paths of all files in OUT, relative to OUT."""
         if not self.is_folder:
-            return [file.key.removeprefix(self.key).lstrip('/') for file in files_below(self.out, self.label)]
+            return [file.key.removeprefix(self.key).lstrip('/')
+                    for file in files_below(self.out, self.label, PATIENT)]
         return [os.path.relpath(os.path.join(folder, name), self.out)
                 for folder, _, names in os.walk(self.out) for name in names]
 

@@ -34,6 +34,7 @@ from sdbench.inputs.captions import Named
 from sdbench.inputs.images import decode_whole_image
 from sdbench.paths import is_url
 from sdbench.stores import download
+from sdbench.stores.addresses import PATIENT
 
 BUFFER_BYTES = 1 << 20  # read buffer of a file
 
@@ -135,7 +136,7 @@ def open_file(path: str) -> Iterator[BinaryIO]:
         if is_url(path):  # each seek in a tar or a Parquet file would be a request
             copy = os.path.join(folder, 'copy')
             try:
-                download(path, copy, path)
+                download(path, copy, path, PATIENT)
             except OSError as error:
                 raise DataError(str(error)) from None
         with open(copy, 'rb', BUFFER_BYTES) as file:

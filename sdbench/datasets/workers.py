@@ -145,8 +145,9 @@ def begin_process(environment: dict[str, str], numbers: SimpleQueue, use_gpu: Ca
     """
     os.environ.clear()
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal to all processes; the command handles it
-    end_with_parent()
+    for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal to all processes; the command handles them
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
     if use_gpu:
         # The loader starts new workers in each call. Let them be forked from a server that has imported everything,
         # because spawning takes seconds, and this process, which uses CUDA, must not be forked.

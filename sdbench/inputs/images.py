@@ -16,6 +16,7 @@ from sdbench.errors import BadSample, is_out_of_memory
 # Pillow's other formats are not safe for unknown files: DDS is decoded in Python and can take minutes for a few hundred
 # bytes, and EPS runs a program (Ghostscript).
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
+MOST_FRAMES = 10  # frames of an animation that are searched for one that is not fully transparent
 ROTATIONS = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
              5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
              8: Image.Transpose.ROTATE_90}  # by the EXIF orientation
@@ -94,10 +95,18 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
     if much_larger:
         image.draft(None, (image_size, image_size))  # JPEG decodes directly to 1/2, 1/4 or 1/8; other formats ignore it
     image.load()
+    if image.has_transparency_data and getattr(image, 'is_animated', False):
+        seek_visible_frame(image)
     if orientation(image) in ROTATIONS:
         image = image.transpose(ROTATIONS[orientation(image)])
-    if image.mode[0] in 'IF':  # more than 8 bits
+
+    # Reduce to 8 bits per channel. In a PNG with 16 bits per channel the transparent colour also has 16 bits, but
+    # Pillow reduces only the pixels to 8 bits.
+    if image.mode[0] in 'IF':
         image = to_eight_bits(image)
+    transparent = image.info.get('transparency')
+    if isinstance(transparent, tuple) and max(transparent) > 255:
+        image.info['transparency'] = tuple(value >> 8 for value in transparent)
 
     # Put transparent parts on white, then convert to sRGB, because a profile does not know about transparency.
     if image.has_transparency_data:
@@ -149,10 +158,15 @@ def to_eight_bits(image: Image.Image) -> Image.Image:
     Raises BadSample for floats, other depths and a TIFF that stores white as 0: their brightness would be a guess.
     """
     tags = getattr(image, 'tag_v2', {})
-    bits = tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,))
-    if not image.mode.startswith('I;16') or bits != (16,) or tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
+    has_16_bits = image.mode.startswith('I;16') and tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,)) == (16,)
+    is_ppm = image.format == 'PPM' and image.mode == 'I'  # Pillow scales it to 16 bits
+    if not (has_16_bits or is_ppm) or tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
         raise BadSample('its grey values are neither 8 nor 16 bits from black to white; save it with 8 bits')
-    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    values = np.asarray(image)  # (H, W)
+    grey = (values >> 8).astype(np.uint8)
+    if 'transparency' in image.info:  # a grey value of 16 bits in a PNG
+        grey[values == image.info['transparency']] = 255
+    return Image.fromarray(grey)
 
 
 def orientation(image: Image.Image) -> int:
@@ -163,6 +177,18 @@ def orientation(image: Image.Image) -> int:
         raise
     except Exception:  # unusual EXIF raises many types of errors
         return 1
+
+
+def seek_visible_frame(image: Image.Image) -> None:
+    """Go to the first frame that is not fully transparent, because many animations begin with an empty frame."""
+    for number in range(MOST_FRAMES):
+        try:
+            image.seek(number)
+        except EOFError:
+            break
+        if image.convert('RGBA').getextrema()[3][1] > 0:  # the largest alpha
+            return
+    image.seek(0)
 
 
 def resize(image: torch.Tensor, image_size: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Data loaders that measure how long training waits for batches and how many batches are prefetched; their workers."""
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import RawArray
@@ -20,7 +21,7 @@ def begin_worker(worker: int) -> None:
 
     # End with the parent. If all ranks are killed at the start of an epoch, Streaming's workers would otherwise wait
     # for one another forever.
-    end_with_parent()
+    end_with_parent(signal.SIGKILL)
 
 
 class CountedCollate:

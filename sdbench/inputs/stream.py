@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import secrets
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,12 +29,12 @@ from streaming.base.shared import SharedMemory
 from streaming.base.util import bytes_to_int
 from streaming.base.world import World
 
-from sdbench.errors import DataError, unreadable_shard
+from sdbench.errors import DataError, UserError, unreadable_shard
 from sdbench.files import atomic_write
 from sdbench.inputs.shards import index_hash
 from sdbench.paths import INDEX
 from sdbench.stores import download
-from sdbench.stores.addresses import RETRY, Retry
+from sdbench.stores.addresses import PATIENT, Retry
 
 # Numbers for the names of shared memory. Other programs with Streaming count from 0, and macOS limits the length.
 MEMORY_NUMBERS = range(10 ** 6, 2 ** 31)
@@ -55,7 +56,7 @@ class VerifiedStream(Stream):
     """
 
     def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,
-                 retry: Retry = RETRY):
+                 retry: Retry = PATIENT):
         # Read the shards in place if possible, else from a cache. Streaming downloads nothing if `remote` is None.
         if remote is None:
             remote, local = local, None
@@ -213,11 +214,17 @@ def cache_folder(parent: str | None, index: dict) -> str:
     The folder's name is a hash of index.json. Therefore a dataset that was made again never uses the old copies.
 
     If `parent` is None, the parent is mds-cache-UID in the system's folder for temporary files.
+
+    Raises UserError if `parent` is None and other users can write to mds-cache-UID.
     """
     # Make the default parent a folder where no other user can put shards.
     if parent is None:
         parent = os.path.join(tempfile.gettempdir(), f'mds-cache-{os.getuid()}')
         Path(parent).mkdir(mode=0o700, exist_ok=True)
+        status = os.lstat(parent)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise UserError(f'{parent}, for copies of shards, is not a folder that only you can write to; '
+                            'give --local a folder, or set TMPDIR')
 
     # Make the folder of this dataset. With its index.json it is a complete dataset when all shards are cached.
     folder = Path(parent, index_hash(index)[:16])

@@ -1,7 +1,9 @@
 """Find a model by its name (built in, a diffusers folder, or a repository of the hub) and build its networks."""
+import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,25 +11,32 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.errors import UserError, one_line
 from sdbench.flags.train import TINY_MODEL
 from sdbench.hub import find_or_download
-from sdbench.inputs.tokenizer import build_tokenizer
+from sdbench.inputs.tokenizer import CAPTION_LENGTH, build_tokenizer
 from sdbench.models.built_in import BUILT_IN, CONFIG_FILES
 from sdbench.models.names import OLDER_NAMES, save_older_names
 
-# Schedulers that can sample from a model trained with DDPM
-SAMPLERS = [*DDPMScheduler._compatibles, 'DDPMParallelScheduler', 'DDIMParallelScheduler']
+# Schedulers that can sample from a model trained with DDPM. EDMEulerScheduler has continuous timesteps.
+SAMPLERS = [name for name in DDPMScheduler._compatibles if name != 'EDMEulerScheduler']
+SAMPLERS += ['DDPMParallelScheduler', 'DDIMParallelScheduler']
 # Values in the configuration files of a Stable Diffusion. If a key is missing, it has the first one.
 STABLE_DIFFUSION = {
-    'unet': {'_class_name': ['UNet2DConditionModel'], 'in_channels': [4], 'addition_embed_type': [None, 'text']},
-    'vae': {'_class_name': ['AutoencoderKL'], 'latent_channels': [4]},
+    'unet': {'_class_name': ['UNet2DConditionModel'], 'in_channels': [4], 'out_channels': [4],
+             'class_embed_type': [None], 'num_class_embeds': [None], 'addition_embed_type': [None, 'text'],
+             'encoder_hid_dim': [None], 'encoder_hid_dim_type': [None]},
+    'vae': {'_class_name': ['AutoencoderKL'], 'in_channels': [3], 'out_channels': [3], 'latent_channels': [4],
+            'shift_factor': [None, 0], 'latents_mean': [None], 'latents_std': [None]},
     'text_encoder': {'model_type': ['clip_text_model']},
-    'scheduler': {'_class_name': SAMPLERS, 'prediction_type': ['epsilon', 'v_prediction']},
+    'scheduler': {'_class_name': SAMPLERS, 'prediction_type': ['epsilon', 'v_prediction'], 'use_flow_sigmas': [False],
+                  'timestep_type': ['discrete']},
 }
+LORA = 'pytorch_lora_weights.safetensors'  # diffusers' name of the file
 PRETRAINED_PARTS = ('vae', 'text_encoder')  # --pretrained loads the weights of these
 DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}  # for --encoder_precision
 AUTOCAST_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}  # for --precision; fp32 has no autocast
@@ -119,17 +128,27 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
 
 
 def require_no_single_file(path: str, label: str) -> None:
-    """Raise UserError, which begins with `label`, if `path` is a file where a model folder is expected."""
+    """Raise UserError, which begins with `label`, if `path` is a file or a LoRA where a model folder is expected."""
+    is_lora = os.path.exists(os.path.join(path, LORA))
+    if path.endswith('.safetensors') and os.path.isfile(path):
+        with contextlib.suppress(SafetensorError), safe_open(path, 'pt') as tensors:
+            is_lora = any('lora' in name for name in tensors.keys())
+    if is_lora:
+        raise UserError(f'{label} is a LoRA, which changes a model and is not a model itself; merge it into its model '
+                        f'FOLDER: python -c "from diffusers import StableDiffusionPipeline as P; p = P.from_pretrained('
+                        f"'FOLDER'); p.load_lora_weights('{path}'); p.fuse_lora(); p.unload_lora_weights(); "
+                        'p.save_pretrained(\'fused\')" and give fused')
     if os.path.isfile(path):
-        raise UserError(f'{label} is a file, and not a model folder in the layout of diffusers; convert a single file '
-                        'of a Stable Diffusion: python -c "from diffusers import StableDiffusionPipeline as P; '
-                        f"P.from_single_file('{path}').save_pretrained('model')\" and give model")
+        raise UserError(f'{label} is a single file, and not a model folder in the layout of diffusers; if it holds '
+                        'the weights of a Stable Diffusion, convert it: python -c "from diffusers import '
+                        f"StableDiffusionPipeline as P; P.from_single_file('{path}').save_pretrained('model')\" and "
+                        'give model')
 
 
 def read_configs(folder: Path, label: str) -> dict[str, dict]:
     """Return the contents of the configuration files in a folder of diffusers, keyed by subfolder.
 
-    Raises UserError, which names `label` and the file, if it is not a Stable Diffusion.
+    Raises UserError, which names `label` and the file, if it is not a Stable Diffusion that can be trained here.
     """
     configs = {}
     for part, file in CONFIG_FILES.items():
@@ -138,11 +157,34 @@ def read_configs(folder: Path, label: str) -> dict[str, dict]:
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f'{label} is not a diffusers model ({one_line(error, 300)}); it needs the '
                             'folders unet, vae, text_encoder and scheduler') from None
-        for key, allowed in STABLE_DIFFUSION[part].items():
-            value = configs[part].get(key, allowed[0])
-            if value not in allowed:
-                raise UserError(f'{label}: {part}/{file} has {key} {value}, but Stable Diffusion has '
-                                f'{" or ".join(map(str, allowed))}; give a model with that value')
+
+    # Refuse other architectures: other classes, other numbers of channels, or other conditions of the UNet.
+    def require(part: str, key: str, value: Any, allowed: Sequence) -> None:
+        if value not in allowed:
+            raise UserError(f'{label}: {part}/{CONFIG_FILES[part]} has {key} {value}, but Stable Diffusion has '
+                            f'{" or ".join(map(str, allowed))}; give a model with that value')
+    for part, keys in STABLE_DIFFUSION.items():
+        for key, allowed in keys.items():
+            require(part, key, configs[part].get(key, allowed[0]), allowed)
+    text_config = CLIPTextConfig(**configs['text_encoder'])
+    widths = configs['unet'].get('cross_attention_dim', 1280)  # a number, or a list with one for each block
+    for width in widths if isinstance(widths, list) else [widths]:
+        require('unet', 'cross_attention_dim', width, [text_config.hidden_size])
+    if text_config.max_position_embeddings < CAPTION_LENGTH:
+        require('text_encoder', 'max_position_embeddings', text_config.max_position_embeddings, [CAPTION_LENGTH])
+
+    # Refuse noise schedules that DDPM cannot train.
+    try:
+        scheduler = DDPMScheduler.from_config(configs['scheduler'])
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f'{label}: scheduler/{CONFIG_FILES["scheduler"]} has a noise schedule that DDPM cannot train '
+                        f'({one_line(error, 300)}); give another model') from None
+    require('scheduler', 'trained_betas of length', len(scheduler.betas), [len(scheduler)])
+    if scheduler.config.rescale_betas_zero_snr and scheduler.config.prediction_type == 'epsilon':
+        raise UserError(f'{label}: scheduler/{CONFIG_FILES["scheduler"]} has rescale_betas_zero_snr true and '
+                        'prediction_type epsilon: the last timestep is pure noise, so a prediction of the noise says '
+                        'nothing about the image, and samples would be NaN; use v_prediction, or '
+                        'rescale_betas_zero_snr false')
     return configs
 
 
@@ -199,8 +241,12 @@ def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
 
 
 def build_unet(files: ModelFiles) -> UNet2DConditionModel:
-    """Build the UNet with random weights."""
-    return UNet2DConditionModel.from_config(files.configs['unet'])
+    """Build the UNet with random weights. Raises UserError if diffusers cannot build it from its configuration."""
+    try:
+        return UNet2DConditionModel.from_config(files.configs['unet'])
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f'--model_name {files.name}: unet/{CONFIG_FILES["unet"]} does not describe a UNet '
+                        f'({one_line(error, 300)}); restore the original file') from None
 
 
 def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:

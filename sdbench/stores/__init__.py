@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from sdbench.errors import one_line
-from sdbench.stores.addresses import RETRY, SUPPORTED, Retry, StoredFile, parse_address
+from sdbench.stores.addresses import PATIENT, QUICK, SUPPORTED, Retry, StoredFile, parse_address
 
 # Environment variables that configure the clients and that are not secret. Ray passes them to other machines.
 SETTINGS = ('S3_ENDPOINT_URL', 'S3_CANNED_ACL', 'AWS_ENDPOINT_URL', 'AWS_ENDPOINT_URL_S3', 'AWS_REGION',
@@ -29,7 +29,7 @@ SETTINGS = ('S3_ENDPOINT_URL', 'S3_CANNED_ACL', 'AWS_ENDPOINT_URL', 'AWS_ENDPOIN
 
 
 @contextlib.contextmanager
-def opened(address: str, label: str, retry: Retry = RETRY) -> Iterator[Any]:
+def opened(address: str, label: str, retry: Retry = QUICK) -> Iterator[Any]:
     """Yield the client for the address of a file or a folder: an S3Store, a GoogleStore or an AzureStore.
 
     Raises UserError if the address is not supported. Any error of a client becomes a FileNotFoundError if there is no
@@ -75,7 +75,7 @@ def client_errors(label: str) -> Iterator[None]:
                       'S3_ENDPOINT_URL and the network') from None
 
 
-def download(address: str, path: str, label: str, retry: Retry = RETRY, in_threads: bool = True) -> None:
+def download(address: str, path: str, label: str, retry: Retry = QUICK, in_threads: bool = True) -> None:
     """Download a file from any store that Streaming knows, or copy a file of this machine.
 
     If the store speaks S3 and `in_threads` is True, parts of a large file are downloaded concurrently. Streaming's
@@ -93,19 +93,19 @@ def download(address: str, path: str, label: str, retry: Retry = RETRY, in_threa
         CloudDownloader.get(address).download(address, path, retry.timeout)
 
 
-def upload(file: BinaryIO, address: str, label: str) -> None:
+def upload(file: BinaryIO, address: str, label: str, retry: Retry = PATIENT) -> None:
     """Write the content of an open file to an address. Raises OSError or UserError as `download` does."""
-    with opened(address, label) as store:
+    with opened(address, label, retry) as store:
         store.upload(file)
 
 
-def files_below(address: str, label: str) -> list[StoredFile]:
+def files_below(address: str, label: str, retry: Retry = QUICK) -> list[StoredFile]:
     """Return all files below an address, or the file at that address if it is not a folder.
 
     Raises OSError or UserError as `download` does.
     """
     key = parse_address(address, label).key
-    with opened(address, label) as store:
+    with opened(address, label, retry) as store:
         below = list(store.files(f'{key}/' if key else ''))
         if below or not key:
             return below

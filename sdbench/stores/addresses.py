@@ -19,16 +19,16 @@ class Retry(NamedTuple):
     """How often a request is tried if its error may be temporary.
 
     Attributes:
-        tries: attempts per request. All pauses in between take about half a minute with 12 tries. boto3 waits a random
-            time of up to 0.05, 0.1, 0.2, ... and at most 20 seconds, or longer if the store asks for fewer requests.
+        tries: attempts per request, with pauses in between that get longer.
         timeout: seconds without a byte after which a request is tried again.
     """
     tries: int
     timeout: float
 
 
-RETRY = Retry(tries=12, timeout=60)
-CONNECT_SECONDS = 10  # after which a server that does not answer is tried again
+QUICK = Retry(tries=4, timeout=20)  # for the start of a command, when a wrong address or name must show soon
+PATIENT = Retry(tries=20, timeout=60)  # for work that has begun, which survives an outage of a few minutes
+CONNECT_SECONDS = 20  # after which a server that does not answer is tried again
 
 
 class StoredFile(NamedTuple):

@@ -34,6 +34,6 @@ def azure_service(host: str, retry: Retry, process: int) -> Any:
     # The default pauses are 18, 24 and 42 seconds, even if the connection is refused. Azure's client counts the
     # attempts for each kind of error separately.
     kinds = ('retry_total', 'retry_connect', 'retry_read', 'retry_status')
-    policy = LinearRetry(backoff=3, random_jitter_range=0, **dict.fromkeys(kinds, retry.tries - 1))
+    policy = LinearRetry(backoff=retry.tries / 2, random_jitter_range=0, **dict.fromkeys(kinds, retry.tries - 1))
     return BlobServiceClient(f'https://{host}', AzureDownloader().credential, connection_timeout=CONNECT_SECONDS,
                              read_timeout=retry.timeout, retry_policy=policy)

@@ -16,7 +16,7 @@ class GoogleStore:
         # The project that pays for reading a requester-pays bucket. GDAL reads the same variable.
         self.bucket = google_client(os.getpid()).bucket(place.bucket, os.environ.get('GS_USER_PROJECT'))
         # Google's client limits the seconds of all attempts, not their number. Allow as many as azure.py's pauses take.
-        policy = DEFAULT_RETRY.with_timeout(3 * retry.tries)
+        policy = DEFAULT_RETRY.with_timeout(retry.tries * (retry.tries - 1) / 2)
         self.options = {'retry': policy, 'timeout': (CONNECT_SECONDS, retry.timeout)}
 
     def download(self, path: str, in_threads: bool) -> None:

@@ -1,6 +1,7 @@
 """Stores that speak S3, through boto3: Amazon's, the server at S3_ENDPOINT_URL, and Google's with HMAC keys."""
 import functools
 import os
+import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -80,4 +81,12 @@ def make_client(endpoint: str | None, keys: tuple[str, str] | None, retry: Retry
     config = Config(signature_version=signature, read_timeout=retry.timeout, connect_timeout=CONNECT_SECONDS,
                     retries={'mode': 'standard', 'total_max_attempts': retry.tries}, max_pool_connections=CONNECTIONS,
                     **checksums)
-    return session.client('s3', endpoint_url=endpoint, config=config)
+    client = session.client('s3', endpoint_url=endpoint, config=config)
+    client.meta.events.register('after-call.s3', keep_error_page)
+    return client
+
+
+def keep_error_page(http_response: Any, parsed: dict, **_) -> None:
+    """Keep the text of an error answer that is not XML, which boto3 drops. boto3 calls this after every answer."""
+    if http_response.status_code >= 300 and not re.match(r'\s*<(\?xml|Error)', http_response.text):
+        parsed['Error']['Message'] = re.sub('<[^>]*>', ' ', http_response.text)  # without HTML tags

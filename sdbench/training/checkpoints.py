@@ -29,6 +29,7 @@ from sdbench.files import atomic_write, locked
 from sdbench.models.names import use_installed_names
 from sdbench.paths import is_url
 from sdbench.stores import addresses_in, download, upload
+from sdbench.stores.addresses import QUICK
 from sdbench.training.compatibility import Mismatch, add_missing_networks
 from sdbench.training.ranks import on_every_rank, on_rank_0
 from sdbench.training.resuming import kept_in, require_same_flags
@@ -280,7 +281,7 @@ class CheckpointSaver:
         os.makedirs(self.folder, exist_ok=True)
 
         def try_to_write() -> None:
-            upload(io.BytesIO(), f'{folder.rstrip("/")}/{WRITE_TEST}', f'--save_folder {folder}')
+            upload(io.BytesIO(), f'{folder.rstrip("/")}/{WRITE_TEST}', f'--save_folder {folder}', QUICK)
         if self.is_store:
             on_rank_0(try_to_write)
 

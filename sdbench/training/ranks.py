@@ -1,7 +1,6 @@
 """Start, synchronize and end the ranks of a run, including the end after Ctrl-C, SIGTERM or SIGHUP."""
 import os
 import signal
-import stat
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from composer.loggers import Logger
 from composer.utils import dist, get_device
 
 from sdbench.errors import DataError, UserError, one_line
-from sdbench.process import cpu_cores
+from sdbench.process import cpu_cores, handle_signals
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one comes when a terminal closes
 ENDING = (b'\na signal came: the run ends after this batch; a launcher kills it after 30 seconds, and a second Ctrl-C '
@@ -136,18 +135,13 @@ class GracefulStop(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if not self._handlers_before:
-            for number in SIGNALS:
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which `nohup` ignores
-                    self._handlers_before[number] = signal.signal(number, self._note)
+            self._handlers_before = handle_signals(SIGNALS, self._note)
         self.batch_end(state, logger)  # a program may call `fit` once more after the signal
 
     def _note(self, number: int, frame) -> None:
         """Handle a signal: remember it, and let the next Ctrl-C end the process."""
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
-        for stream in (1, 2):  # writing to a terminal that has closed is an error
-            if number == signal.SIGHUP and stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if not self._was_asked and dist.get_global_rank() == 0:
             os.write(2, ENDING)
         self._was_asked = True

@@ -1,6 +1,7 @@
 """Decoded pixels equal the pixels that Pillow alone decodes."""
 import re
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -130,6 +131,15 @@ def test_transparent_pixels_get_a_white_background(mode):
     assert (decoded[:, :, 0] == 255).all()
 
 
+@pytest.mark.parametrize('format', ['GIF', 'WEBP', 'PNG'])
+def test_an_animation_becomes_its_first_visible_frame(format):
+    clear, seen, later = (Image.new('RGBA', (32, 32), color) for color in ('#0000', '#f00f', '#00ff'))
+    for frames, colour in (([clear, clear, seen, later], [255, 0, 0]), ([seen, later], [255, 0, 0]),
+                           ([clear, clear], [255, 255, 255])):
+        data = encoded(frames[0], format, save_all=True, append_images=frames[1:], lossless=True)
+        assert decode_image(data)[:, 9, 9].tolist() == colour
+
+
 @pytest.mark.parametrize('format', ['JPEG', 'PNG'])
 @pytest.mark.parametrize('side', [100, 700])
 def test_larger_images_are_reduced_like_pillows_antialiased_filter(format, side):
@@ -177,7 +187,7 @@ def test_an_image_that_does_not_decode_is_an_error_of_one_line(data, words):
 GREY = np.asarray(picture(9).convert('L')).astype(np.uint16)  # (64, 64), 0 to 255
 
 
-@pytest.mark.parametrize('format', ['PNG', 'TIFF', 'JPEG2000'])
+@pytest.mark.parametrize('format', ['PNG', 'TIFF', 'JPEG2000', 'PPM'])
 @pytest.mark.parametrize('darker', [0, 2, 6])
 def test_a_grey_image_with_16_bits_keeps_its_brightness(format, darker):
     options = {'irreversible': False} if format == 'JPEG2000' else {}
@@ -192,3 +202,15 @@ def test_a_grey_image_with_16_bits_keeps_its_brightness(format, darker):
 def test_a_grey_image_whose_brightness_would_be_a_guess_is_refused(values, tags):
     with pytest.raises(ValueError, match='neither 8 nor 16 bits from black to white; save it with 8 bits'):
         decode_image(encoded(Image.fromarray(values), 'TIFF', tiffinfo=tags))
+
+
+@pytest.mark.parametrize('colour', [0, 2])  # PNG's colour types grey and RGB
+def test_the_transparent_colour_of_a_16_bit_png_becomes_white(colour):
+    values = np.repeat((GREY << 8)[..., None], colour + 1, axis=2)
+    rows = b''.join(b'\0' + row.astype('>u2').tobytes() for row in values)
+    chunks = {b'IHDR': struct.pack('>IIBBBBB', 64, 64, 16, colour, 0, 0, 0),
+              b'tRNS': values[0, 0].astype('>u2').tobytes(), b'IDAT': zlib.compress(rows), b'IEND': b''}
+    png = b'\x89PNG\r\n\x1a\n'
+    for name, content in chunks.items():
+        png += struct.pack('>I', len(content)) + name + content + struct.pack('>I', zlib.crc32(name + content))
+    np.testing.assert_array_equal(decode_image(png)[0], np.where(GREY == GREY[0, 0], 255, GREY))

@@ -113,7 +113,7 @@ def test_an_epoch_ends_with_an_error_if_a_shard_is_missing(tmp_path, remote, num
             loaded(dataset, num_workers)
 
 
-@pytest.mark.parametrize('status, code, tries', [(503, 'SlowDown', 12), (400, 'InvalidRequest', 2)])
+@pytest.mark.parametrize('status, code, tries', [(503, 'SlowDown', 20), (400, 'InvalidRequest', 2)])
 def test_a_request_for_a_shard_is_tried_again_if_the_error_may_be_temporary(tmp_path, remote, s3, status, code, tries):
     for path in remote.iterdir():
         s3.put(f'mds/{path.name}', path.read_bytes())
@@ -162,7 +162,11 @@ def test_compressed_shards_are_unpacked_into_a_cache_only_this_user_can_write_to
     assert captions(dataset) == CAPTIONS
     assert set(remote.iterdir()) == before
     assert {path.suffix for path in Path(dataset.streams[0].local).iterdir()} == {'.mds', '.json'}
-    assert (tmp_path / f'mds-cache-{os.getuid()}').stat().st_mode & 0o777 == 0o700
+    caches = tmp_path / f'mds-cache-{os.getuid()}'
+    assert caches.stat().st_mode & 0o777 == 0o700
+    caches.chmod(0o777)
+    with pytest.raises(ValueError, match='is not a folder that only you can write to; give --local a folder'):
+        open_text(remote)
 
 
 def test_a_dataset_that_was_made_again_gets_a_new_cache(tmp_path, remote):

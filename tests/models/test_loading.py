@@ -168,9 +168,16 @@ def test_a_folder_without_weights_or_with_a_broken_configuration_is_a_one_line_e
 
 
 @pytest.mark.parametrize('part, change', [
-    ('scheduler', {'_class_name': 'FlowMatchEulerDiscreteScheduler'}), ('scheduler', {'prediction_type': 'sample'}),
-    ('vae', {'_class_name': 'AutoencoderTiny'}), ('vae', {'latent_channels': 16}), ('unet', {'in_channels': 9}),
-    ('unet', {'addition_embed_type': 'text_time'}), ('text_encoder', {'model_type': 't5'})])
+    ('scheduler', {'_class_name': 'FlowMatchEulerDiscreteScheduler'}), ('scheduler', {'_class_name': 'LCMScheduler'}),
+    ('scheduler', {'_class_name': 'EDMEulerScheduler'}), ('scheduler', {'prediction_type': 'sample'}),
+    ('scheduler', {'_class_name': 'EulerDiscreteScheduler', 'timestep_type': 'continuous'}),
+    ('scheduler', {'_class_name': 'UniPCMultistepScheduler', 'use_flow_sigmas': True}),
+    ('scheduler', {'trained_betas': [0.01] * 10}), ('scheduler', {'beta_schedule': 'cosine'}),
+    ('scheduler', {'rescale_betas_zero_snr': True}),  # with prediction_type epsilon
+    ('vae', {'_class_name': 'AutoencoderTiny'}), ('vae', {'latent_channels': 16}), ('vae', {'shift_factor': 0.1}),
+    ('unet', {'in_channels': 9}), ('unet', {'out_channels': 8}), ('unet', {'addition_embed_type': 'text_time'}),
+    ('unet', {'class_embed_type': 'timestep'}), ('unet', {'cross_attention_dim': [16, 100]}),
+    ('text_encoder', {'model_type': 't5'}), ('text_encoder', {'max_position_embeddings': 64})])
 def test_another_architecture_is_refused_with_the_file_and_the_value(tmp_path, part, change):
     folder = shutil.copytree(SMALLEST, tmp_path / 'model')
     file = folder / part / ('scheduler_config.json' if part == 'scheduler' else 'config.json')
