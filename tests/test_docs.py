@@ -30,7 +30,7 @@ from tests.samples import good, write_parquet, write_photos
 
 PAGES = [ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md'))]
 PARSERS = {program: build_parser(kind, '', program) for program, kind in COMMANDS.items()}
-NAMES = {program: [field.name for field in fields(kind) if {'help', 'positional'} & {*field.metadata} == {'help'}]
+NAMES = {program: [field.name for field in fields(kind) if 'options' in field.metadata]
          for program, kind in COMMANDS.items()}  # of the flags
 FLAGS = {'--help', *(f'--{no}{name}' for names in NAMES.values() for name in names for no in ('', 'no-'))}
 FOLDERS = 'benchmarks|docs|recipes|sdbench|tests'  # whose files the pages name
