@@ -45,7 +45,6 @@ from torchmetrics import MeanSquaredError
 from data import build_data, build_evaluator, open_held_out
 from ema import EMA
 from sdbench.complete import complete, index_of_data
-from sdbench.gpus import peak_of
 from sdbench.inputs.batches import NOISE, TIMESTEP, normalize
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.loader import measure_loader
@@ -268,25 +267,6 @@ def build_algorithms(settings: Run, ema_state: dict | None = None) -> list[Algor
     return [ema]
 
 
-def build_callbacks(settings: Run, end_of_batch: EndOfBatch, more: Sequence[Callback] = ()) -> list[Callback]:
-    """Build the callbacks of a run. `more` are callbacks of the caller."""
-    # SpeedMonitor gets the GPU's peak from here, because Composer does not know every GPU by its name.
-    window = min(10, settings.measure_batches or 10)  # batches
-    peak = peak_of(torch.cuda.get_device_name(), settings.precision) if torch.cuda.is_available() else None
-    callbacks = [
-        Throughput(window, (peak or 0) * 1e12),  # curves of speed
-        LRMonitor(),    # the curve of the learning rate
-        ExactResume(settings.seed),
-        FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
-        end_of_batch.held_out,
-        *more,
-        end_of_batch,   # measures, decides, evaluates, generates images and saves
-    ]
-    if settings.profile:
-        callbacks.insert(0, Trace(settings.profile, settings.warmup_batches))
-    return callbacks
-
-
 def build_initial_model(settings: Run, files: ModelFiles, latents: bool, is_resumed: bool
                         ) -> tuple[Run, StableDiffusion, dict | None, list[dict]]:
     """Build the model with the weights that a training starts from, and find its microbatch.
@@ -308,8 +288,20 @@ def build_initial_model(settings: Run, files: ModelFiles, latents: bool, is_resu
 
 
 def build_trainer(settings: Run, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
-                  algorithms: list[Algorithm], callbacks: list[Callback], name: str) -> Trainer:
-    """Build Composer's Trainer with the optimizer and the loggers, for a training with this `name`."""
+                  algorithms: list[Algorithm], end_of_batch: EndOfBatch, more: Sequence[Callback],
+                  name: str) -> Trainer:
+    """Build Composer's Trainer for a training with this `name`. `more` are callbacks of the caller."""
+    callbacks = [
+        Throughput(settings),
+        LRMonitor(),    # the curve of the learning rate
+        ExactResume(settings.seed),
+        FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
+        end_of_batch.held_out,
+        *more,
+        end_of_batch,   # measures, decides, evaluates, generates images and saves
+    ]
+    if settings.profile:
+        callbacks.insert(0, Trace(settings.profile, settings.warmup_batches))
     trainer = Trainer(
         model=model,
         train_dataloader=data,
@@ -327,6 +319,7 @@ def build_trainer(settings: Run, model: StableDiffusion, data: DataSpec, evaluat
         seed=settings.seed,
         dist_timeout=settings.dist_timeout,
     )
+    end_of_batch.trainer = trainer
     switch_allreduce(trainer.state.model, settings)
     return trainer
 
@@ -363,9 +356,7 @@ def train(settings: Run, files: ModelFiles, data: DataSpec, callbacks: Sequence[
             if prompts:
                 end_of_batch.sampling = Sampling(settings, prompts, model, files)
             trainer = build_trainer(settings, model, data, build_evaluator(settings, files, held_out),
-                                    build_algorithms(settings, ema_state),
-                                    build_callbacks(settings, end_of_batch, callbacks), name)
-            end_of_batch.trainer = trainer
+                                    build_algorithms(settings, ema_state), end_of_batch, callbacks, name)
 
         # Train, and report how it ended.
         begin_run(settings, model, trainer, checkpoint)

@@ -10,7 +10,7 @@ tiny model, which shows that the installation works.
 
 A step's output is in FOLDER/logs, and its result is appended to FOLDER/results.jsonl when it ends, together with the
 record of its training. The same command continues with the steps that have not succeeded yet on this machine with this
-commit and these libraries. At the end it prints all results, and writes the page FOLDER/results.html.
+commit and these libraries. At the end it writes the page FOLDER/results.html.
 """
 import argparse
 import json
@@ -88,7 +88,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def prove(folder: Path, machine: Machine, minutes: float) -> bool:
-    """Run the first steps and, until `minutes` have passed, the others. Print all results, and write the page.
+    """Run the first steps and, until `minutes` have passed, the others. Print their results, and write the page.
 
     Returns whether all steps that ran succeeded. Steps that have succeeded before are not repeated.
     """
@@ -100,6 +100,7 @@ def prove(folder: Path, machine: Machine, minutes: float) -> bool:
     for record in read_lines(path):
         if record['stage'] == 'proof' and record['here'] == here and record['holds']:
             results[record['step']] = record
+            print(result_line(record))
 
     # Run one step after another. A result is written after its step, so an interrupted step runs again next time.
     start = time.monotonic()
@@ -116,33 +117,32 @@ def prove(folder: Path, machine: Machine, minutes: float) -> bool:
         results[name] = {'stage': 'proof', 'step': name, 'holds': holds, 'result': text,
                          'seconds': round(time.monotonic() - began, 1), 'here': here}
         append_line(json.dumps(results[name]), str(path))
-        print(result_line(results[name]), f'({len(missing)} to go)', file=sys.stderr, flush=True)
+        print(result_line(results[name]), flush=True)
 
-    print_results(results, missing, machine)
-    page = path.with_suffix('.html')
-    report = [sys.executable, 'report.py', str(path), '--html', str(page)]
-    if subprocess.run(report, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0:
-        print(f'As a page: {page}')
+    # Say what the results mean, and where they are.
+    first_results = [results[name]['result'] for name in first_steps(machine) if name in results]
+    speeds = [re.match(r'images/s ([\d.,]+)', result) for result in first_results]
+    if len(speeds) == 2 and all(speeds):
+        original, fastest = (float(speed[1].replace(',', '')) for speed in speeds)
+        print(f'recipes/fastest.txt is {fastest / original:.2f} times as fast as recipes/original.txt')
+    failed = [name for name, result in results.items() if not result['holds']]
+    if failed:
+        print(f'Failed: {", ".join(failed)}')
+    if missing and minutes:  # without any minutes, only the first steps are asked for
+        print(f'Not run yet: {", ".join(missing)}')
+    write_page(path)
     if machine.gpus:
         print(f'A plan of a whole training, corrected by these speeds: python plan.py {path}')
     print(f'Written: {path}, {logs}')
-    return all(result['holds'] for result in results.values())
+    return not failed
 
 
-def print_results(results: dict[str, dict], missing: list[str], machine: Machine) -> None:
-    """Print a line for each step, the failed ones last, because the end of the output is seen first."""
-    for result in sorted(results.values(), key=lambda result: not result['holds']):
-        print(result_line(result))
-    speeds = {}
-    for name in first_steps(machine):
-        found = name in results and re.match(r'images/s ([\d.,]+)', results[name]['result'])
-        if found:
-            speeds[name] = float(found[1].replace(',', ''))
-    if len(speeds) == 2:
-        print(f'recipes/fastest.txt is {speeds["fastest"] / speeds["original"]:.2f} times as fast as '
-              'recipes/original.txt')
-    if missing:
-        print(f'Not run yet: {", ".join(missing)}')
+def write_page(results: Path) -> None:
+    """Write the page of the results next to them."""
+    page = results.with_suffix('.html')
+    report = [sys.executable, 'report.py', str(results), '--html', str(page)]
+    if subprocess.run(report, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0:
+        print(f'As a page: {page}')
 
 
 def result_line(result: dict) -> str:

@@ -118,8 +118,8 @@ def all_steps(machine: Machine, results: str) -> dict[str, Step]:
 
     # Checks. Most train the tiny model, because they are about the program and not about its size.
     tiny = [*TINY, '--batch_size', str(4 * max(1, machine.gpus))]
-    steps['exactness'] = Step(('-m', 'benchmarks.proof.exactness'), '^thirty steps')
-    steps['resume'] = Step((*CHECK, 'resume', *tiny), '^after a kill')
+    steps['exactness'] = Step(('-m', 'benchmarks.proof.exactness'), '^differences from float32')
+    steps['resume'] = Step((*CHECK, 'resume', *tiny), '^resumed after')
     steps['NaN'] = refusing('not finite', *tiny, '--learning_rate', '1e38')
     if machine.gpus:
         too_large = ['--batch_size', str(512 * machine.gpus), '--device_train_microbatch_size', '512']

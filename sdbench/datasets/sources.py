@@ -270,13 +270,13 @@ class Search:
         for name in sorted(folder.named):
             path = os.path.join(folder.path, name)
             key, suffix = split_name(name)
-            if is_written_by_img2dataset(name, folder.present) or tables.path_of(path) in tables.read:
-                continue
             file = self.file_at(path)
             if file is None:
                 continue
             if is_hidden(name) and path not in self.sources:
                 self.skip(path, 'hidden')
+            elif is_written_by_img2dataset(name, folder.present) or tables.path_of(path) in tables.read:
+                continue
             elif is_shard(suffix):
                 yield file
             elif is_image(suffix) or is_caption(suffix):

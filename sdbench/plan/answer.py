@@ -120,7 +120,7 @@ class Answer:
         network = network_sentence(part.setup for plan in self.plans for part in plan.training)
         sentences = [*self.ranges(), *self.flags(), *self.arithmetic(), *self.corrections, self.storage(), network]
         preemptions = self.training.preemptions
-        if preemptions:
+        if math.isfinite(preemptions.hours):
             sentences.append(f'Each machine is preempted every {preemptions.hours:g} hours on average. Each time, '
                              f'{60 * RESTART_HOURS:.0f} minutes pass until the work goes on, and a training repeats '
                              f'half of a save interval of {preemptions.batches} steps.')
@@ -194,16 +194,17 @@ class Answer:
     def measuring_sentence(self, plan: Plan) -> str:
         """Return what to measure of a plan, where, how long it takes, what it costs, and the speed it needs."""
         on_one_machine = ENCODED_PER_GPU * plan.num_devices // plan.machines  # images
-        whats = {TRAIN: f'{MEASURED_STEPS} steps of each phase',
+        whats = {TRAIN: f'{MEASURED_STEPS} steps',
                  ENCODE: f'the encoding of {on_one_machine:,} IMAGES from convert.py'}
-        kinds = dict.fromkeys(part.kind for part in plan.unmeasured)
+        what = and_list(dict.fromkeys(whats[part.kind] for part in plan.unmeasured))
+        sizes = and_list(dict.fromkeys(f'{part.setup.image_size} px' for part in plan.unmeasured))
         images = {TRAIN: (MEASURED_STEPS + WARMUP_STEPS) * self.training.base.batch_size,
                   ENCODE: ENCODED_PER_GPU * plan.num_devices}  # one machine takes as long for its part of them
         minutes = sum(MINUTES_TO_START + images[part.kind] / part.speed.images_per_sec / 60 for part in plan.unmeasured)
         cost = f' and ${minutes / 60 * plan.num_devices * plan.price.dollars:,.2f}' if plan.price else ''
         is_listed = plan.price and plan.price.provider != YOUR_PRICE
         place = f'{plan.name} from {plan.price.provider}' if is_listed else plan.name
-        sentence = f'Measure {and_list([whats[kind] for kind in kinds])} on {place}: about {minutes:.0f} minutes{cost}.'
+        sentence = f'Measure {what}, at {sizes}, on {place}: about {minutes:.0f} minutes{cost}.'
         needed = lowest_speed(plan, self.limits)
         if needed is not None:
             speeds = ' or '.join(f'{rounded(part.speed.images_per_sec * needed)} images/s at {part.setup.image_size} px'
@@ -290,7 +291,8 @@ def measuring_command(plan: Plan, part: Part) -> str:
     if part.kind == ENCODE:
         mode = {True: ['--compile'], False: []}.get(part.setup.compile, [f'--compile {part.setup.compile}'])
         flags = [flag for flag in flags_of(part.setup) if flag.startswith(('--model_name', '--encoder_precision'))]
-        return ' '.join([f'python encode.py --remote IMAGES --out latents-{size} --image_size {size}', *flags, *mode])
+        return ' '.join(['python encode.py --remote IMAGES --out', f'trial-latents-{size} --image_size {size}', *flags,
+                         *mode])
     launcher = 'composer'  # on all GPUs of a machine
     each = plan.num_devices // plan.machines
     if plan.machines == 1 and each != plan.card.gpus_per_node:

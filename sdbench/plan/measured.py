@@ -51,8 +51,9 @@ def read_measurements(rows: Sequence[Row], model_name: str) -> tuple[list[Measur
         if row.status != RELIABLE or kind not in (TRAIN, ENCODE) or record['device'] not in CARDS:
             continue
         waited = record.get('data_wait_fraction') or 0
-        if not is_same_model(record.get('model_name', model_name), model_name):
-            why_not = f'its model is {record["model_name"]}'
+        name = str(record.get('model_name') or model_name)
+        if not is_same_model(name, model_name):
+            why_not = f'its model is {name}'
         elif waited > MUCH_WAITING_FOR_DATA:
             why_not = f'it waited for its data {100 * waited:.0f} % of the time'
         else:

@@ -1,6 +1,6 @@
 """Compare plans with limits and with each other, but not more precisely than their ranges allow."""
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -139,7 +139,7 @@ def comparison(tied: Sequence[Plan], figure: str, where: str) -> str:
     return f'{and_list([plan.name for plan in tied])} cannot be told apart {by}{where}: {advice}.'
 
 
-def and_list(names: Sequence[str]) -> str:
+def and_list(names: Iterable[str]) -> str:
     """Return names as a list in words: 'A', 'A and B', 'A, B and C'."""
     *first, last = names
     return f'{", ".join(first)} and {last}' if first else last

@@ -146,6 +146,7 @@ def parse_record(line: str | dict[str, str]) -> dict[str, Any]:
         value = parse_value(key, value)
         if value is not None and key not in COMPUTED:
             record[key] = value
+    record |= {key: str(record[key]) for key in ('stage', 'status')}
     if 'device' in record:
         record['device'] = full_name(str(record['device']))
 
@@ -226,19 +227,26 @@ def speed_row(record: dict) -> Row:
     found_by_search = 'device_train_microbatch_size' in record and settings['device_train_microbatch_size'] is None
     if found_by_search:  # a microbatch that was given is a setting
         metrics['microbatch'] = finite_numbers(record, ['device_train_microbatch_size']).popitem()[1]
-    status, notes = status_and_notes(record)
     prices = record.get('dollars_per_gpu_hour', ())
     if isinstance(prices, (int, float)):  # one price for all GPUs, in a CSV file
         prices = ((None, prices),)
+    for _, dollars in prices:
+        finite_numbers({'dollars_per_gpu_hour': dollars}, ['dollars_per_gpu_hour'])
+    evaluations = []
+    for images, loss in record.get('evaluations', ()):
+        is_known = loss is not None and math.isfinite(loss)
+        evaluations.append((finite_numbers({'evaluations': images}, ['evaluations'])['evaluations'],
+                            loss if is_known else None))
+    status, notes = status_and_notes(record)
     return Row(record=record, settings=settings, metrics=metrics, status=status, notes=notes, date=date,
-               prices=tuple((name, float(dollars)) for name, dollars in prices),
-               evaluations=[(float(images), loss and float(loss)) for images, loss in record.get('evaluations', ())])
+               prices=tuple((name and str(name), float(dollars)) for name, dollars in prices),
+               evaluations=evaluations)
 
 
 def status_and_notes(record: dict) -> tuple[str, str]:
     """Return the status of the row of a record of speed, and its note in the table."""
     # Only a complete run with a speed that has settled is a measurement.
-    status = str(record['status'])
+    status = record['status']
     if status != COMPLETE:
         reason = f'{status}: {record.get("error", "")}'
         return status, textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')

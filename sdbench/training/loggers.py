@@ -1,6 +1,7 @@
 """Log the curves of a run with Composer's own loggers, and record a trace with torch's profiler."""
 import os
 
+import torch
 from composer import Callback
 from composer.callbacks import SpeedMonitor
 from composer.core import State
@@ -10,6 +11,7 @@ from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from sdbench.errors import DataError, one_line
 from sdbench.flags.train import Run
+from sdbench.gpus import peak_of
 
 TRACE_WARMUP = 1   # batches for the warm-up of the profiler itself
 TRACED_BATCHES = 3
@@ -55,10 +57,14 @@ class WandB(WandBLogger):
 
 
 class Throughput(SpeedMonitor):
-    """Composer's curves of speed, for a training that evaluates inside of a callback.
+    """Composer's curves of speed and time, with the peak of the GPU, because Composer does not know every GPU.
 
-    Composer counts the time of such an evaluation in the time of the batch, and must not add it to the total again.
+    `EndOfBatch` evaluates within a batch, whose time Composer then counts, and must not add to the total again.
     """
+
+    def __init__(self, settings: Run):
+        peak = peak_of(torch.cuda.get_device_name(), settings.precision) if torch.cuda.is_available() else None
+        super().__init__(min(10, settings.measure_batches or 10), (peak or 0) * 1e12)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Do not count the evaluation."""

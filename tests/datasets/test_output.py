@@ -60,18 +60,6 @@ def test_an_out_with_other_files_is_refused_and_the_files_stay(output, tmp_path)
     assert output.read('one/index.json') == b'mine'
 
 
-def test_an_out_without_samples_accepts_other_settings_and_one_with_a_sample_does_not(output):
-    begin(output)
-    PartWriter(output, 'one', {'caption': 'str'}).finish()
-    begin(output, program='encode.py')
-    begin(output, seed=2)
-    part = PartWriter(output, 'two', {'caption': 'str'})
-    part.write({'caption': 'a'})
-    part.finish()
-    with pytest.raises(ValueError, match='was begun with seed 2, and this command has 3'):
-        begin(output, seed=3)
-
-
 @pytest.mark.parametrize('samples, model_name, pretrained, expected', [
     (7, 'sd', True, {'batch_size': 1, 'max_duration': '400ba', 'load_weights': 'sd', 'learning_rate': 5e-6,
                      'use_ema': False, 'compile': False}),

@@ -130,14 +130,6 @@ def test_a_file_without_rows_or_whose_columns_are_not_known_is_skipped_with_the_
     assert [line['reason'].partition(':')[0] for line in skipped(tmp_path / 'out')] == ['no row', 'unknown columns']
 
 
-def test_a_flag_chooses_a_caption_column_and_another_choice_needs_another_out(tmp_path, capsys):
-    path = write_parquet(tmp_path / 'x.parquet', {'image': IMAGES, 'text': CAPTIONS, 'caption': CAPTIONS})
-    argv = [str(path), 'out']
-    assert convert.main([*argv, '--caption_column', 'text']) == 0
-    words = "was begun with caption_column ['text'], and this command has ['caption']"
-    assert words in one_error_line([*argv, '--caption_column', 'caption'], capsys, convert.main)
-
-
 def test_parquet_in_a_store_is_read_and_a_failing_store_does_not_count_as_damage(tmp_path, s3):
     content = hub_file(tmp_path / 'x.parquet', rows_of_group=5).read_bytes()
     s3.put('data/x.parquet', content)

@@ -1,8 +1,12 @@
 """Every file in SOURCE is converted or skipped with a reason, despite links, odd names and missing permissions."""
 import os
+from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sdbench.datasets.sources import File, find_files, group_into_parts
 
@@ -63,6 +67,27 @@ def test_every_file_that_is_not_converted_has_a_reason(tmp_path, monkeypatch):
         'README': f'{other}a file without a suffix is not read', 'two.jpg': two, 'two.png': two, '._x.jpg': 'hidden',
         '.Trash': 'hidden', **dict.fromkeys(['closed', 'closed.tar'], 'cannot be opened: Permission denied'),
         'pipe.tar': 'not a regular file: a pipe, a socket or a device'}
+
+
+NAMES = st.builds('{}{}{}'.format, st.sampled_from(['', 'sub/', '.hidden/']), st.sampled_from(['a', 'b.c', '._d']),
+                  st.sampled_from(['.jpg', '.PNG', '.txt', '.JSON', '.caption', '.csv', '.tar', '_stats.json', '']))
+
+
+@given(st.sets(NAMES, min_size=1))
+def test_each_file_is_converted_once_or_has_a_reason(names):
+    with TemporaryDirectory() as folder:
+        found = find_files([str(make(Path(folder), *names))])
+        logged = reasons_of(found, folder)
+        taken = Counter(names_of(found, folder))
+        taken.update(os.path.join(os.path.dirname(os.path.relpath(file.name, folder)), caption)
+                     for file in found.files for caption in file.captions)
+    for name in names:
+        key = name.rpartition('.')[0]
+        of_two_images = {f'{key}.jpg', f'{key}.PNG'} <= logged.keys()  # whose captions need no line of their own
+        shard = name.removesuffix('_stats.json')
+        of_img2dataset = shard != name and {shard, f'{shard}.tar'} & names
+        is_logged = name in logged or os.path.dirname(name) in logged
+        assert taken[name] + is_logged == 1 or of_two_images or of_img2dataset, name
 
 
 def test_a_glob_takes_the_files_that_it_matches_and_their_captions(tmp_path):

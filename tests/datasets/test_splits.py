@@ -12,28 +12,23 @@ from tests.samples import encoded, picture, read_back, shaded, skipped, write_pa
 
 
 def write_splits(folder: Path, layout: str) -> Path:
-    """Write 3 training, 2 validation samples and 1 test sample, in one of the layouts that datasets have."""
+    """Write 3 training, 2 validation samples and 1 test sample, as Parquet files or as folders of images."""
     number = 0
     for split, count in (('train', 3), ('validation', 2), ('test', 1)):
-        samples = {f'{number + index:04}': shaded(number + index) for index in range(count)}
+        images = [shaded(number + index) for index in range(count)]
         number += count
         if layout == 'parquet':
-            write_parquet(folder / f'data/{split}-00000-of-00001.parquet',
-                          {'image': list(samples.values()), 'text': [split] * count})
+            write_parquet(folder / f'data/{split}-00000-of-00001.parquet', {'image': images, 'text': [split] * count})
             continue
-        files = {f'{key}.jpg': image for key, image in samples.items()}
-        files |= {f'{key}.txt': split.encode() for key in samples}
-        if layout == 'tars':
-            write_tar(folder / f'{split}/0.tar', files)
-            continue
-        for name, content in files.items():
-            path = folder / {'folders': f'images/{split.title()}/{name}', 'names': f'COCO_{split}2014_{name}'}[layout]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+        path = folder / 'images' / split.title()
+        path.mkdir(parents=True)
+        for index, image in enumerate(images):
+            (path / f'{index}.jpg').write_bytes(image)
+            (path / f'{index}.txt').write_text(split)
     return folder
 
 
-@pytest.mark.parametrize('layout', ['parquet', 'tars', 'folders', 'names'])
+@pytest.mark.parametrize('layout', ['parquet', 'folders'])
 def test_a_split_must_be_chosen_and_the_others_are_logged(tmp_path, capsys, layout):
     folder = write_splits(tmp_path / 'in', layout)
     line = one_error_line([folder, 'out'], capsys, convert.main)
