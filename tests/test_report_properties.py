@@ -21,7 +21,7 @@ DATA = [{}, {'eval_remote': 'held-out', 'eval_sha256': 'a' * 64}, {'eval_remote'
 DEVICES = ['NVIDIA H200', 'NVIDIA B200', 'NVIDIA L40S']
 FIGURES = ('GPUs', 'images/s', 'eval loss', 'batches')  # the same texts in Markdown and on a page
 # Without shrinking, which would make hundreds of reports.
-REPORTS = settings(max_examples=10, deadline=None, phases=[Phase.reuse, Phase.generate])
+REPORTS = settings(max_examples=6, deadline=None, phases=[Phase.reuse, Phase.generate])
 dates = some.datetimes().map(lambda date: f'{date:%Y-%m-%dT%H:%M:%S+00:00}' if date.year > 1000 else None)
 switches = some.fixed_dictionaries({
     'device': some.sampled_from(DEVICES), 'num_devices': some.sampled_from([8, 16]),
