@@ -74,7 +74,8 @@ ROWS = [
     ('benchmark.py', f'--remote shards {TINY} --batch_size 25', 'holds 24 samples, fewer than --batch_size 25'),
     ('convert.py', 'notes oci://bucket/a', 'OUT oci://bucket/a: only the stores s3://, gs:// and azure:// can be used; '
      'use an S3-compatible address with S3_ENDPOINT_URL'),
-    ('convert.py', "notes 's3://<my-bucket>/a'", 'Invalid bucket name "<my-bucket>"'),
+    ('convert.py', 'notes s3://', 'OUT s3://: "" cannot be the name of a bucket'),
+    ('convert.py', "notes 's3://<my-bucket>/a'", 'OUT s3://<my-bucket>/a: "<my-bucket>" cannot be the name'),
     ('S3_ENDPOINT_URL=http://<host>:9 benchmark.py', f'--remote s3://b/a {TINY}', '(ValueError: Invalid endpoint:)'),
     ('convert.py', 'notes nowhere://me:PASSWORD@bucket/out', 'OUT nowhere://***@bucket/out: only the stores s3://, gs://'),
     ('convert.py', 'photo.jpg notes', 'OUT notes already holds other files; give a new folder'),

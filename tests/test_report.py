@@ -244,7 +244,9 @@ def test_no_table_is_wider_than_120_characters_and_no_setting_or_note_is_lost(pr
 
 
 def test_markup_and_control_characters_in_a_record_stay_text_in_a_cell(printed, write):
-    text = printed(write({'device': 'H200 \x1b[31m| red'}, {'status': 'failed', 'error': 'a | b\x1b]0;c\x07'}))
+    path = write({'device': 'H200 \x1b[31m| red', 'versions': {'torch': '2\x1b[31m'}},
+                 {'status': 'failed', 'error': 'a | b\x1b]0;c\x07'})
+    text = printed(path)
     assert text.replace('\n', '').isprintable()
     assert r'H200 [31m\| red' in text and r'failed: a \| b ]0;c' in text
 

@@ -16,7 +16,14 @@ from sdbench.costs import Prices
 from sdbench.errors import UserError
 from sdbench.gpus import full_name
 from sdbench.records.metrics import RUN_METRICS
-from sdbench.records.settings import EVALUATION_SETTINGS, comparable, has_training_result, known_value, settings_of
+from sdbench.records.settings import (
+    EVALUATION_SETTINGS,
+    comparable,
+    has_training_result,
+    known_value,
+    one_line_of,
+    settings_of,
+)
 from sdbench.records.status import COMPLETE, UNMEASURED, why_unreliable
 
 OLDER_WEIGHTS = {'live': 'raw', 'averaged': 'EMA'}  # names in records of older versions
@@ -174,11 +181,6 @@ def parse_value(key: str, value: Any) -> Any:
     return str(value) if key in IDS and value is not None else value
 
 
-def one_line_of(text: str) -> str:
-    """Return a text of a record as one line without control characters, which a terminal would obey."""
-    return ' '.join(''.join(char if char.isprintable() else ' ' for char in text).split())
-
-
 def finite_numbers(record: dict, keys: Iterable[str]) -> dict[str, float]:
     """Return those of some numbers that a record has. Raises UserError if one of them is not a finite number."""
     numbers = {key: record[key] for key in keys if key in record}
@@ -203,7 +205,6 @@ def speed_row(record: dict) -> Row:
             raise UserError(f'no {key}; a record needs {", ".join(needed)}')
         if key != 'device' and finite_numbers(record, [key])[key] <= 0:
             raise UserError(f'{key} {record[key]!r} is not a positive number')
-
     finite_numbers(record, NUMBERS)
 
     # Date, commit and folder identify a run, but are no settings: runs that differ in them have the same setup.
