@@ -244,15 +244,16 @@ def read_csv(path: str) -> Iterator:
 
 
 def read_json_lines(path: str) -> Iterator:
-    has_names = False
+    rows = []
     with open(path, encoding='utf-8-sig') as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                row = dict(json.loads(line).items())
-                if not has_names:
-                    yield list(row)  # the columns are the keys of the first row
-                    has_names = True
-                yield number, row
+                try:
+                    rows.append((number, dict(json.loads(line).items())))
+                except Exception as error:
+                    raise ValueError(f'line {number}: {error}') from None
+    yield list({name: None for _, row in rows for name in row})  # a row may lack a key, as an image without a caption
+    yield from rows
 
 
 def read_coco(path: str) -> Iterator:
