@@ -31,7 +31,8 @@ ROWS = [
     ('benchmark.py', '@utf-16.txt', '@utf-16.txt is not UTF-8 text; save it as UTF-8'),
     ('benchmark.py', '@itself.txt', '@itself.txt names itself (@itself.txt @itself.txt)'),
     ('benchmark.py', '@quote.txt', '@quote.txt, line 2: no closing quotation'),
-    ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'variable WORLD_SIZE is 4(x2), which is not a number'),
+    ('LOCAL_WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data',
+     'variable LOCAL_WORLD_SIZE is 4(x2), which is not a number'),
     ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect with '
      '--lr_schedule constant'),
     ('WORLD_SIZE= LOCAL_RANK= convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a glob'),
