@@ -1,10 +1,9 @@
 """Turn a frozen dataclass into the command line of a program: its fields are the flags. Nothing here needs torch.
 
-    @dataclass(frozen=True, kw_only=True)
+    @flags('greeting')                                     # their heading in --help
     class Greeting:
-        heading = 'greeting'                               # heading of these flags in --help
         name: str = positional('name of the person to greet')
-        times: int = flag(1, 'number of greetings', converter=count)
+        times: int = flag(1, 'number of greetings', type=count)
         loud: bool = flag(False, 'print in upper case')
 
     settings = parse(Greeting, 'Greet a person.')          # parses sys.argv
@@ -19,10 +18,9 @@ import os
 import shlex
 import sys
 import textwrap
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar
 
 from sdbench.errors import UserError
 from sdbench.files import read_text
@@ -37,29 +35,31 @@ LIMITED = ('lora', 'text_encoder', 'xl')
 SHOWN_DEFAULTS = {'None': 'none', '()': 'none', '': 'none', 'True': 'on', 'False': 'off'}
 
 
-def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
-         bare: Any = None, needs: str = '') -> Any:
-    """Declare a field that is a flag.
+def flags(heading: str) -> Callable[[type], type]:
+    """Return a decorator for a class of flags, which makes it a frozen dataclass and gives it a heading in --help."""
+    def decorate(cls: type) -> type:
+        cls.heading = heading
+        return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    return decorate
 
-    The field's type determines the values. A bool has the forms --flag and --no-flag, a Literal allows its strings,
-    tuple[int, ...] takes one or more integers, and tuple[int, int] takes two. For bool | Literal the value is optional.
+
+def flag(default: Any, help: str, *, needs: str = '', **options: Any) -> Any:
+    """Declare a field that is a flag. With the default True or False it takes no value: --flag and --no-flag.
 
     Args:
         default: value if the flag is not given. If it is None, `help` says what happens then.
         help: help string. The default is appended unless the string already mentions it.
-        converter: turns the text into the value, or raises argparse.ArgumentTypeError. None: the field's type converts.
-        metavar: placeholder for the value in --help. None: the converter's metavar, or else the name of the flag.
-        bare: value if the flag is given without a value; a tuple for flags with several values.
         needs: names of other flags, separated by spaces. The flag is refused unless at least one of them is given, and
             ignored after --no-NAME for the first of them.
+        options: more arguments for argparse's `add_argument`. A `type` turns the text into the value, or raises
+            argparse.ArgumentTypeError; its attribute `metavar` is shown in --help.
     """
-    about = {'help': help, 'converter': converter, 'metavar': metavar, 'bare': bare, 'needs': needs}
-    return dataclasses.field(default=default, metadata=about)
+    return dataclasses.field(default=default, metadata={'help': help, 'needs': needs, 'options': options})
 
 
-def positional(help: str, default: Any = dataclasses.MISSING) -> Any:
-    """Declare a field that is a positional argument. A tuple takes one or more values, or none if it has a default."""
-    return dataclasses.field(default=default, metadata={'help': help, 'positional': True})
+def positional(help: str, default: Any = dataclasses.MISSING, nargs: str | None = None) -> Any:
+    """Declare a field that is a positional argument, with argparse's `nargs`."""
+    return dataclasses.field(default=default, metadata={'help': help, 'nargs': nargs})
 
 
 def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = None,
@@ -67,7 +67,7 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
     """Parse a command line and return the settings. A mistake in it prints one line and exits with status 2.
 
     Args:
-        cls: the dataclass. It and its bases are the groups in --help, in this order, each under its `heading`. If a
+        cls: the dataclass. It and its bases are the groups in --help, in this order, each under its heading. If a
             group has a method `check`, it is called at the end, and raises UserError for values that do not fit.
         description: description for --help.
         argv: the arguments. None: sys.argv.
@@ -78,7 +78,7 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
         given = vars(parser.parse_args(argv))
         for name, value in given.items():
             if isinstance(value, list):  # a frozen dataclass needs hashable values
-                given[name] = tuple(value) or cls.__dataclass_fields__[name].metadata['bare']
+                given[name] = tuple(value) or (0,)  # only --dry_run may be without a value
         resolve_needs(cls, given)
         settings = cls(**given)
         for group in reversed(cls.__mro__):
@@ -125,7 +125,6 @@ def answer_early(cls: type[Settings], description: str, answer: Callable[[Settin
 
 def build_parser(cls: type, description: str, program: str | None = None) -> 'Parser':
     """Build the argparse parser for a dataclass, from the arguments that `parse` explains."""
-    hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     program = program or Path(sys.argv[0]).name
     parser = Parser(program, description=description, formatter_class=HelpFormatter, allow_abbrev=False,
@@ -137,66 +136,38 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     for owner in (cls, *cls.__bases__):
         for name in vars(owner).get('__annotations__', ()):
             about = fields[name].metadata
-            if 'positional' in about:
-                nargs = None
-                if get_origin(hints[name]) is tuple:
-                    nargs = '+' if fields[name].default is dataclasses.MISSING else '*'
+            if 'nargs' in about:
+                nargs = about['nargs']
                 usage.append({None: name.upper(), '+': f'{name.upper()} ...', '*': f'[{name.upper()} ...]'}[nargs])
                 parser.add_argument(name, metavar=name.upper(), help=about['help'], nargs=nargs, type=nonempty,
                                     default=argparse.SUPPRESS)
-            elif 'help' in about:
+            else:
                 if owner.heading not in groups:
                     groups[owner.heading] = parser.add_argument_group(owner.heading)
-                add_flag(groups[owner.heading], fields[name], hints[name])
+                add_flag(groups[owner.heading], fields[name])
     parser.usage = ' '.join([*usage, '[--flag VALUE ...]', '[@FILE]'])
     return parser
 
 
-def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
-    """Add the flag of a field to an argparse group. `hint` is the type of the field."""
-    about = field.metadata
-
+def add_flag(group, field: dataclasses.Field) -> None:
+    """Add the flag of a field to an argparse group."""
     # The help string states the default, because argparse does not know it: the dataclass has the defaults.
-    types_of_value = [hint]
-    if get_origin(hint) in (Union, types.UnionType):
-        types_of_value = [one for one in get_args(hint) if one is not types.NoneType]
-    help = about['help'].replace('%', '%%')
-    options = {'default': argparse.SUPPRESS, 'help': help}
+    help = field.metadata['help'].replace('%', '%%')
+    options = {'default': argparse.SUPPRESS, 'help': help, **field.metadata['options']}
     if field.default is dataclasses.MISSING:
         options |= {'help': f'{help} (required)', 'required': True}
     elif '(default' not in help:
         options['help'] += f' (default: {SHOWN_DEFAULTS.get(str(field.default), field.default)})'
 
-    # A bool alone takes no value: --flag and --no-flag.
-    if types_of_value == [bool]:
-        group.add_argument(f'--{field.name}', action=argparse.BooleanOptionalAction, **options)
-        return
-
-    # Any other type takes one value, or several if it is a tuple.
-    converter = next(one for one in types_of_value if one is not bool)
-    if get_origin(converter) is tuple:
-        types_of_items = get_args(converter)
-        converter = types_of_items[0]
-        if types_of_items[-1] is ...:
-            options['nargs'] = '+' if about['bare'] is None else '*'
-        else:
-            options['nargs'] = len(types_of_items)
-    if about['converter'] is not None:
-        converter = about['converter']
-    elif get_origin(converter) is Literal:
-        options['choices'] = get_args(converter)
-        converter = str
-    elif converter is str:
-        converter = nonempty
-
-    # With `bare` the value is optional. A bool | Literal can also be turned off.
-    if about['bare'] is not None and 'nargs' not in options:
-        options |= {'nargs': '?', 'const': about['bare']}
-    metavar = about['metavar'] or getattr(converter, 'metavar', None)
-    if metavar is None and 'choices' not in options:
-        metavar = field.name.upper()
-    group.add_argument(f'--{field.name}', type=converter, metavar=metavar, **options)
-    if bool in types_of_value:
+    has_modes = 'const' in options  # --compile or --compile MODE
+    if isinstance(field.default, bool) and not has_modes:
+        options['action'] = argparse.BooleanOptionalAction
+    if 'action' not in options:
+        options.setdefault('type', nonempty)
+        if 'choices' not in options:
+            options.setdefault('metavar', getattr(options['type'], 'metavar', field.name.upper()))
+    group.add_argument(f'--{field.name}', **options)
+    if has_modes:
         group.add_argument(f'--no-{field.name}', dest=field.name, action='store_const', const=False,
                            default=argparse.SUPPRESS, help=f'turn --{field.name} off after a @FILE turned it on')
 

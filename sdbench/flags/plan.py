@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from sdbench.costs import Prices
 from sdbench.errors import UserError
 from sdbench.flags.commands import Files
-from sdbench.flags.parser import amount, count, flag, picture, positional, positive
+from sdbench.flags.parser import amount, count, flag, flags, picture, positional, positive
 from sdbench.flags.times import LONGEST_INTERVAL, time_in
 from sdbench.flags.train import Machines, pixels, price
 
@@ -32,51 +32,47 @@ def phase(text: str) -> tuple[int, int]:
     return int(steps), pixels(size)
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('plan')
 class PlanFlags:
-    heading = 'plan'
-
     records: tuple[str, ...] = positional('files of --results with measurements, by which the forecasts for the same '
-                                          'GPUs are corrected (default: none)', default=())
+                                          'GPUs are corrected (default: none)', nargs='*', default=())
     gpu: tuple[tuple[int, str], ...] = flag((), "GPUs to plan for, each as a count and a name in quotes, such as '8 "
-                                            "H100' '16 L40S' (default: 8 of each known GPU)", converter=gpus_wanted,
-                                            metavar="'COUNT NAME'")
+                                            "H100' '16 L40S' (default: 8 of each known GPU)", type=gpus_wanted,
+                                            nargs='+', metavar="'COUNT NAME'")
     images: tuple[int, ...] = flag(SD2_IMAGES, 'number of different images, one for all phases or one for each; the '
                                    'training repeats them, and latents are encoded once (default: 790000000 300000000, '
-                                   'as mosaicml/diffusion had for Stable Diffusion 2)', converter=count)
+                                   'as mosaicml/diffusion had for Stable Diffusion 2)', type=count, nargs='+')
     schedule: tuple[tuple[int, int], ...] = flag(SD2_SCHEDULE, 'phases of the training, each with its optimizer steps '
                                                  'and its image size in pixels (default: 550000@256 850000@512, as for '
-                                                 'Stable Diffusion 2)', converter=phase, metavar='STEPS@SIZE')
+                                                 'Stable Diffusion 2)', type=phase, nargs='+', metavar='STEPS@SIZE')
     figure: str | None = flag(None, 'file for a picture of the days and dollars of each plan with their ranges and '
-                              'limits (default: no picture)', converter=picture)
+                              'limits (default: no picture)', type=picture)
     training_flags: str = flag('', "flags for benchmark.py, such as --training_flags='--no-compile' with the =, after "
                                'those of recipes/fastest.txt and --use_ema; the search leaves them as they are',
                                metavar="'FLAGS'")
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('limits and prices')
 class Money:
-    heading = 'limits and prices'
-
-    max_dollars: float | None = flag(None, 'limit for the whole cost in dollars (default: no limit)',
-                                     converter=positive, metavar='DOLLARS')
-    max_days: float | None = flag(None, 'limit for the duration in days (default: no limit)', converter=positive,
+    max_dollars: float | None = flag(None, 'limit for the whole cost in dollars (default: no limit)', type=positive,
+                                     metavar='DOLLARS')
+    max_days: float | None = flag(None, 'limit for the duration in days (default: no limit)', type=positive,
                                   metavar='DAYS')
     prices: str | None = flag(None, 'CSV file of prices per GPU-hour; for each GPU the last row counts whose machine '
                               'has enough GPUs (default: recipes/prices.csv)', metavar='FILE')
     dollars_per_gpu_hour: Prices = flag((), 'your own price per GPU-hour in dollars, for every GPU or by GPU name, '
-                                        'which replaces the one in --prices, such as H100=2.5 4090=0',
-                                        converter=price, metavar='PRICE')
+                                        'which replaces the one in --prices, such as H100=2.5 4090=0', type=price,
+                                        nargs='+', metavar='PRICE')
     spot: bool = flag(False, 'plan for spot machines: their prices, and preemptions')
     hours_between_preemptions: float | None = flag(None, 'mean hours between two preemptions of one machine (default: '
                                                    f'{HOURS_BETWEEN_PREEMPTIONS:g} with --spot, else no preemptions)',
-                                                   converter=positive, metavar='HOURS')
+                                                   type=positive, metavar='HOURS')
     save_interval: str = flag(f'{LONGEST_INTERVAL}ba', 'steps between two checkpoints, such as 400ba; a preemption '
-                              'repeats half of them', converter=time_in('ba'))
+                              'repeats half of them', type=time_in('ba'))
     dollars_per_tb_month: float = flag(23.0, 'price of storing a TB for a month in dollars (default: 23, as for the '
-                                       'first 50 TB in Amazon S3 Standard)', converter=amount, metavar='DOLLARS')
+                                       'first 50 TB in Amazon S3 Standard)', type=amount, metavar='DOLLARS')
     dollars_per_tb_read: float = flag(0.0, 'price of reading a TB from the store in dollars (default: 0, as within one '
-                                      'cloud; 50 to 90 from another cloud)', converter=amount, metavar='DOLLARS')
+                                      'cloud; 50 to 90 from another cloud)', type=amount, metavar='DOLLARS')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
-from sdbench.flags.parser import amount, below_1, count, flag, fraction, positive, seed, whole_number
+from sdbench.flags.parser import amount, below_1, count, flag, flags, fraction, positive, seed, whole_number
 from sdbench.flags.times import LONGEST_INTERVAL, time_in, to_batches
 from sdbench.process import launcher_variable
 from sdbench.records.status import FEWEST_BATCHES
@@ -59,81 +59,71 @@ def caption_weight(text: str) -> tuple[str, float]:
     return name, amount(weight)
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('data')
 class TrainingData:
-    heading = 'data'
-
     remote: str | None = flag(None, 'folder or object store with MDS shards: images and captions from convert.py, or '
                               'latents and captions from encode.py (default: no shards)')
     local: str | None = flag(None, 'cache folder for the shards of a --remote in an object store (default: a temporary '
                              'folder; a --remote folder is read in place); without --remote, the folder that holds the '
                              'shards')
     num_workers: int | None = flag(None, "data loader processes per device (default: the machine's CPU cores divided "
-                                   f'by its devices, at most {MOST_WORKERS})', converter=whole_number)
+                                   f'by its devices, at most {MOST_WORKERS})', type=whole_number)
     cache_limit: str | None = flag(None, 'disk space limit for the cached shards of each dataset, such as 500gb '
                                    '(default: no limit)', metavar='SIZE')
-    max_bad_samples: float = flag(0.01, 'fraction of unreadable samples above which the run stops', converter=fraction)
+    max_bad_samples: float = flag(0.01, 'fraction of unreadable samples above which the run stops', type=fraction)
     tokenizer: str | None = flag(None, 'folder or Hugging Face Hub ID of the tokenizer (default: the one in the '
                                  "--model_name folder, or else CLIP's)")
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('data')
 class TrainingSamples:
-    heading = 'data'
-
     use_synth_data: bool = flag(False, 'train on random images, which take no time to load, instead of --remote')
     use_synth_latents: bool = flag(False, 'train on random latents of the shape that encode.py writes, instead of '
                                    '--remote')
-    batch_size: int = flag(BATCH_SIZE, 'images per optimizer step, summed over all devices', converter=count)
+    batch_size: int = flag(BATCH_SIZE, 'images per optimizer step, summed over all devices', type=count)
     caption_weights: tuple[tuple[str, float], ...] = flag(
         (), 'weights for the random choice among the captions of an image, by caption name, such as short=1 long=3; '
-        'other names get weight 0 (default: every caption of an image is equally likely)', converter=caption_weight,
-        metavar='NAME=WEIGHT', needs='remote local dry_run')
+        'other names get weight 0 (default: every caption of an image is equally likely)', type=caption_weight,
+        nargs='+', metavar='NAME=WEIGHT', needs='remote local dry_run')
     random_flip: bool = flag(False, 'mirror each image horizontally with probability 0.5, chosen anew in each epoch')
     caption_drop: float = flag(0.0, 'fraction of captions replaced by the empty caption, such as 0.1; classifier-free '
-                               'guidance needs some (default: 0)', converter=fraction)
+                               'guidance needs some (default: 0)', type=fraction)
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('model')
 class Model:
-    heading = 'model'
-
     model_name: str = flag(SD2_BASE, 'model: tiny (a small test model), a diffusers folder or a Hugging Face Hub ID '
                            f'(default: {SD2_BASE}, whose architecture is built in)')
     pretrained: bool = flag(False, 'load the trained weights of the VAE and the text encoder from --model_name; tiny '
                             'has trained weights for its VAE only (default: off; random weights are as fast, but no '
                             'model can generate images with them)')
-    image_size: int = flag(512, 'image height and width in pixels', converter=pixels)
-    seed: int = flag(17, 'seed for all random numbers', converter=seed)
+    image_size: int = flag(512, 'image height and width in pixels', type=pixels)
+    seed: int = flag(17, 'seed for all random numbers', type=seed)
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('speed')
 class Encoders:
-    heading = 'speed'
-
     channels_last: bool | None = flag(None, 'store image tensors in the channels_last memory format (default: on with '
-                                      '--compile, else off)')
-    compile: bool | Literal['max-autotune-no-cudagraphs', 'reduce-overhead'] = flag(
-        False, 'compile the model with torch.compile, in its default mode or in the given mode; compiling takes '
-        'several minutes at the start', bare=True)
+                                      '--compile, else off)', action=argparse.BooleanOptionalAction)
+    compile: bool | str = flag(False, 'compile the model with torch.compile, in its default mode or in the given mode; '
+                               'compiling takes several minutes at the start',
+                               choices=('max-autotune-no-cudagraphs', 'reduce-overhead'), nargs='?', const=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('speed')
 class Speed:
-    heading = 'speed'
-
     device_train_microbatch_size: int | Literal['auto'] = flag(
         'auto', 'images per forward and backward pass on each device; auto finds the largest microbatch that fits in '
-        'GPU memory, and takes the whole per-device batch on a CPU', converter=microbatch, metavar='N')
-    precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
-        None, 'precision of the UNet; fp32 uses TF32 for matrix multiplications on the A100 and newer GPUs (default: '
-        'amp_bf16 on GPUs that support it, amp_fp16 on other GPUs, fp32 on CPUs)')
-    encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
-        None, 'precision of the frozen VAE and text encoder; fp32 stores their weights in float32, but they compute in '
-        '--precision (default: the precision of --precision)')
-    attention: Literal['sdpa', 'cudnn', 'flash', 'efficient', 'math', 'xformers'] = flag(
-        'sdpa', 'attention implementation: sdpa lets torch choose among its kernels cudnn, flash, efficient and math; '
-        'xformers needs the xformers package')
+        'GPU memory, and takes the whole per-device batch on a CPU', type=microbatch, metavar='N')
+    precision: str | None = flag(None, 'precision of the UNet; fp32 uses TF32 for matrix multiplications on the A100 '
+                                 'and newer GPUs (default: amp_bf16 on GPUs that support it, amp_fp16 on other GPUs, '
+                                 'fp32 on CPUs)', choices=('amp_bf16', 'amp_fp16', 'fp32'))
+    encoder_precision: str | None = flag(None, 'precision of the frozen VAE and text encoder; fp32 stores their '
+                                         'weights in float32, but they compute in --precision (default: the precision '
+                                         'of --precision)', choices=('bf16', 'fp16', 'fp32'))
+    attention: str = flag('sdpa', 'attention implementation: sdpa lets torch choose among its kernels cudnn, flash, '
+                          'efficient and math; xformers needs the xformers package',
+                          choices=('sdpa', 'cudnn', 'flash', 'efficient', 'math', 'xformers'))
     gradient_checkpointing: bool = flag(False, 'recompute activations in the backward pass, which saves memory and '
                                         'adds about a third more compute')
     fused_optimizer: bool = flag(True, 'use the fused AdamW kernel')
@@ -143,14 +133,12 @@ class Speed:
     compile_blocks: bool | None = flag(None, 'compile each kind of UNet block once instead of the whole UNet, which '
                                        'compiles faster and overlaps the gradient all-reduce with the backward pass '
                                        '(default: on if --compile is given on several devices, but off with '
-                                       'reduce-overhead)', needs='compile')
-    allreduce_precision: Literal['fp32', 'bf16'] = flag('fp32', 'precision of the gradient all-reduce')
+                                       'reduce-overhead)', action=argparse.BooleanOptionalAction, needs='compile')
+    allreduce_precision: str = flag('fp32', 'precision of the gradient all-reduce', choices=('fp32', 'bf16'))
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('measurement')
 class Results:
-    heading = 'measurement'
-
     results: str = flag('results.jsonl', "file to which the run's record, one line of JSON, is appended, or - to print "
                         'it as the last line of output', metavar='FILE')
 
@@ -168,99 +156,87 @@ class Results:
                             'file such as results.jsonl, or - to print the record')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('measurement')
 class Measuring:
-    heading = 'measurement'
-
-    warmup_batches: int = flag(3, 'batches to run before the measurement starts', converter=count)
+    warmup_batches: int = flag(3, 'batches to run before the measurement starts', type=count)
     measure_batches: int | None = flag(None, 'batches to measure after the warm-up (default: all batches if '
                                        f'--max_duration is given, or else {FEWEST_BATCHES}, or more if the data loader '
-                                       'prefetches many batches)', converter=count)
+                                       'prefetches many batches)', type=count)
     loader_only: bool = flag(False, 'measure only the data loader, without a model')
     profile: str | None = flag(None, 'folder for a torch profiler trace of 3 batches after the warm-up; the speed of '
                                'a profiled run is not reliable (default: no profile)', metavar='DIR')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('machines')
 class Machines:
-    heading = 'machines'
-
     gpus_per_node: int | None = flag(None, 'GPUs per machine in a forecast (default: 8; 4 for GB200 and L40S; 1 for '
-                                     'GH200)', converter=count, metavar='GPUS')
+                                     'GH200)', type=count, metavar='GPUS')
     network_gbits: float | None = flag(None, 'network bandwidth of each machine in Gbit/s, summed over its adapters; '
                                        'for plain TCP give half of it (default: the bandwidth of the GPU interconnect)',
-                                       converter=positive, metavar='GBITS')
+                                       type=positive, metavar='GBITS')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('forecast and cost')
 class Cost:
-    heading = 'forecast and cost'
-
-    dry_run: tuple[int, ...] | None = flag(None, 'forecast memory and training speed for this many GPUs, without a '
-                                           'GPU and without training; several counts, such as 8 16 32, make a table '
+    dry_run: tuple[int, ...] | None = flag(None, 'forecast memory and training speed for this many GPUs, without a GPU '
+                                           'and without training; several counts, such as 8 16 32, make a table '
                                            '(default: off; without a count, as many GPUs as there are processes)',
-                                           converter=count, metavar='GPUS', bare=(0,))
-    gpu: tuple[str, ...] = flag((), 'GPUs to forecast, by name or part of a name, such as A100-40GB H200 (default: '
-                                'all known GPUs)', metavar='NAME', needs='dry_run')
+                                           type=count, nargs='*', metavar='GPUS')
+    gpu: tuple[str, ...] = flag((), 'GPUs to forecast, by name or part of a name, such as A100-40GB H200 (default: all '
+                                'known GPUs)', nargs='+', metavar='NAME', needs='dry_run')
     dollars_per_gpu_hour: Prices = flag((), 'price per GPU-hour in dollars, for every GPU or by GPU name, such as '
                                         f'H100=2.5 H200=3.2 (default: {DOLLARS_PER_GPU_HOUR} for every GPU)',
-                                        converter=price, metavar='PRICE')
+                                        type=price, nargs='+', metavar='PRICE')
     budget: float | None = flag(None, 'maximum cost of the training in dollars, including earlier runs that this run '
                                 'resumes; at this limit the run saves a checkpoint and stops (default: no limit)',
-                                converter=positive, metavar='DOLLARS', needs='dollars_per_gpu_hour')
+                                type=positive, metavar='DOLLARS', needs='dollars_per_gpu_hour')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('training and checkpoints')
 class Training:
-    heading = 'training and checkpoints'
-
     max_duration: str | None = flag(None, 'length of the training in batches or epochs, such as 5000ba or 2ep '
-                                    '(default: only the warm-up and the measured batches)', converter=time_in('ba ep'))
+                                    '(default: only the warm-up and the measured batches)', type=time_in('ba ep'))
     load_weights: str | None = flag(None, 'initial weights for the UNet: a checkpoint, a folder or object store with '
                                     'checkpoints (the newest is used), or a diffusers UNet or pipeline (default: '
                                     'random weights)')
-    on_nan: Literal['stop', 'skip'] = flag('stop', 'what to do if the loss or a gradient is not finite: stop the run, '
-                                           'or skip the step (at most 10 steps in a row)')
+    on_nan: str = flag('stop', 'what to do if the loss or a gradient is not finite: stop the run, or skip the step (at '
+                       'most 10 steps in a row)', choices=('stop', 'skip'))
     save_folder: str | None = flag(None, 'folder or object store for checkpoints; it must be new or empty, unless '
                                    '--autoresume is given (default: no checkpoints)')
-    save_interval: str | None = flag(None, f'time between checkpoints {INTERVAL_DEFAULT}; one is also saved at the '
-                                     'end and on Ctrl-C or SIGTERM', converter=time_in('ba ep dur'),
-                                     needs='save_folder dry_run')
+    save_interval: str | None = flag(None, f'time between checkpoints {INTERVAL_DEFAULT}; one is also saved at the end '
+                                     'and on Ctrl-C or SIGTERM', type=time_in('ba ep dur'), needs='save_folder dry_run')
     save_num_checkpoints_to_keep: int | None = flag(None, 'how many of the newest checkpoints to keep in a folder; an '
                                                     'object store keeps all (default: all; one of Stable Diffusion 2 '
-                                                    'takes 14 GB)', converter=count, needs='save_folder dry_run')
+                                                    'takes 14 GB)', type=count, needs='save_folder dry_run')
     autoresume: bool = flag(False, 'resume from the newest complete checkpoint in --save_folder, if there is one',
                             needs='save_folder dry_run')
     dist_timeout: int = flag(1800, 'seconds that a process waits for the others before the run fails; must be longer '
-                             'than any compilation, save or image generation', converter=count, metavar='SECONDS')
+                             'than any compilation, save or image generation', type=count, metavar='SECONDS')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('loss, optimizer and EMA')
 class Optimizer:
-    heading = 'loss, optimizer and EMA'
-
-    snr_gamma: float | None = flag(None, 'Min-SNR gamma, such as 5.0, which lowers the loss weight of timesteps with '
-                                   'a higher signal-to-noise ratio (default: no weighting)', converter=positive,
+    snr_gamma: float | None = flag(None, 'Min-SNR gamma, such as 5.0, which lowers the loss weight of timesteps with a '
+                                   'higher signal-to-noise ratio (default: no weighting)', type=positive,
                                    metavar='GAMMA')
-    learning_rate: float = flag(1e-4, 'AdamW learning rate after --lr_warmup', converter=positive)
+    learning_rate: float = flag(1e-4, 'AdamW learning rate after --lr_warmup', type=positive)
     lr_warmup: str | None = flag(None, 'length of the linear learning rate warm-up, such as 10000ba (default: no '
-                                 'warm-up)', converter=time_in('ba ep dur'))
-    lr_schedule: Literal['constant', 'cosine', 'linear'] = flag(
-        'constant', 'learning rate schedule after the warm-up: constant, or a cosine or linear decay until the end of '
-        '--max_duration')
+                                 'warm-up)', type=time_in('ba ep dur'))
+    lr_schedule: str = flag('constant', 'learning rate schedule after the warm-up: constant, or a cosine or linear '
+                            'decay until the end of --max_duration', choices=('constant', 'cosine', 'linear'))
     lr_final: float = flag(0.0, 'final learning rate of the cosine and linear schedules, as a fraction of '
-                           '--learning_rate, such as 0.1', converter=fraction)
-    weight_decay: float = flag(0.001, 'AdamW weight decay', converter=amount)
+                           '--learning_rate, such as 0.1', type=fraction)
+    weight_decay: float = flag(0.001, 'AdamW weight decay', type=amount)
     adam_betas: tuple[float, float] = flag((0.9, 0.999), 'AdamW betas, the decay rates of the two moment estimates '
-                                           '(default: 0.9 0.999)', converter=below_1, metavar='BETA')
-    clip_grad_norm: float | None = flag(None, 'maximum gradient norm; larger gradients are scaled down to it '
-                                        '(default: no clipping)', converter=positive, metavar='NORM')
+                                           '(default: 0.9 0.999)', type=below_1, nargs=2, metavar='BETA')
+    clip_grad_norm: float | None = flag(None, 'maximum gradient norm; larger gradients are scaled down to it (default: '
+                                        'no clipping)', type=positive, metavar='NORM')
     use_ema: bool = flag(False, "keep an exponential moving average (EMA) of the UNet's weights")
     ema_half_life: str | None = flag(None, "half-life of the EMA: the time after which a step's contribution has "
                                      f'halved (default: a tenth of the run, at most {LONGEST_INTERVAL}ba)',
-                                     converter=time_in('ba ep'), needs='use_ema')
+                                     type=time_in('ba ep'), needs='use_ema')
     ema_start: str | None = flag(None, 'time at which the EMA starts, such as 5000ba, or 0.5dur for half of the run '
-                                 '(default: the start of the run)', converter=time_in('ba ep dur'), needs='use_ema')
+                                 '(default: the start of the run)', type=time_in('ba ep dur'), needs='use_ema')
 
     def check(self) -> None:
         if self.lr_final and self.lr_schedule == 'constant':
@@ -268,21 +244,19 @@ class Optimizer:
                             '--lr_schedule cosine or linear')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('evaluation, image generation and logging')
 class EvaluationAndSamples:
-    heading = 'evaluation, image generation and logging'
-
     eval_remote: str | None = flag(None, 'folder or object store with held-out MDS shards for the evaluation loss, '
                                    "which uses each image's first caption and the same noise and timesteps each time; "
                                    '--local and --cache_limit apply too (default: no evaluation)')
-    eval_interval: str | None = flag(None, f'time between evaluations {INTERVAL_DEFAULT}; an evaluation is also run '
-                                     'at the end', converter=time_in('ba ep'), needs='eval_remote dry_run')
+    eval_interval: str | None = flag(None, f'time between evaluations {INTERVAL_DEFAULT}; an evaluation is also run at '
+                                     'the end', type=time_in('ba ep'), needs='eval_remote dry_run')
     sample_prompts: str | None = flag(None, 'text file with one prompt per line; images are generated from them during '
                                       'the training, with the EMA weights if there are any; needs --pretrained',
                                       metavar='FILE', needs='pretrained')
-    sample_interval: str | None = flag(
-        None, f'time between image generations from --sample_prompts {INTERVAL_DEFAULT}; images are also generated '
-        'before the first batch and at the end', converter=time_in('ba ep'), needs='sample_prompts dry_run')
+    sample_interval: str | None = flag(None, 'time between image generations from --sample_prompts '
+                                       f'{INTERVAL_DEFAULT}; images are also generated before the first batch and at '
+                                       'the end', type=time_in('ba ep'), needs='sample_prompts dry_run')
     wandb_name: str | None = flag(None, 'run name in Weights & Biases (default: W&B is not used)')
     wandb_project: str | None = flag(None, 'Weights & Biases project to log to (default: W&B is not used)')
     tensorboard: str | None = flag(None, 'folder for TensorBoard files', metavar='DIR')

@@ -63,7 +63,7 @@ def test_help_begins_with_commands_and_has_every_flag_with_its_default(program):
     assert beginning.count('[--') == 1, 'the usage lists no flags'
     told = ' '.join(told.split())
     for field in fields(COMMANDS[program]):
-        if 'positional' in field.metadata:
+        if 'nargs' in field.metadata:
             assert f'{field.name.upper()} ' in told
         elif 'help' in field.metadata:
             assert re.search(rf' --{field.name}[ ,].*?\((default: |needed\))', told), field.name

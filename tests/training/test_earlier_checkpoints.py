@@ -40,13 +40,15 @@ def encoders_of(folder: str) -> list[dict[str, torch.Tensor]]:
 
 def test_a_checkpoint_of_an_earlier_version_resumes_is_exported_and_starts_a_second_phase(earlier, capfd):
     state = load_checkpoint(earlier)['state']
-    assert state['model']['vae.encoder.conv_in.weight'].dtype == torch.bfloat16
     has_facts = '_extra_state' in state['model']  # which name its model
     export([str(earlier), 'out', '--model_name', 'model'])
     record = main([*RUN, '6ba', '--save_folder', 'kept', '--autoresume'])
     assert record['first_batch'] == 4
     assert record['ema_half_life'] == ('1ba' if has_facts else '1000ba')  # the default of the first versions
     assert record['skipped_batches'] == 0
+    identity = state['callbacks'].get('IdentityKeeper', {})
+    assert record['training_id'] == identity.get('training_id', record['training_id'])
+    assert record['gpu_hours'] > state['callbacks'].get('Spending', {}).get('gpu_hours', 0)
     export(['kept', 'resumed'])
     for folder in ('out', 'resumed'):
         for ours, theirs in zip(encoders_of(folder), encoders_of('model'), strict=True):
