@@ -251,7 +251,7 @@ def is_small(words: list[str]) -> bool:
     if len(words) < 3 or words[0] != 'python' or words[1] not in PARSERS.keys() - {'report.py'}:
         return False
     args = PARSERS[words[1]].parse_args(words[2:])
-    is_large = words[1] == 'benchmark.py' and not {'model_name', 'dry_run'} & vars(args).keys()
+    is_large = words[1] in ('benchmark.py', 'encode.py') and not {'model_name', 'dry_run'} & vars(args).keys()
     is_tiny = getattr(args, 'model_name', None) in (None, 'tiny') and not is_large
     return is_tiny or getattr(args, 'loader_only', False)
 

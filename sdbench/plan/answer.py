@@ -214,7 +214,7 @@ class Answer:
         return sentence
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row of unrounded figures for each of the GPUs that were asked for."""
+        """Return a row of unrounded numbers for each of the GPUs that were asked for."""
         rows = []
         for outcome in self.outcomes:
             row = {'gpus': outcome.num_devices, 'gpu': outcome.card.name}

@@ -1,4 +1,4 @@
-"""A plan is a list of parts: each part has its work and its speed, and every figure of the plan follows from the parts.
+"""A plan is a list of parts: each part has its work and its speed, and every number of the plan follows from the parts.
 
 Titles, prices, table cells, tooltips, CSV and HTML are made from these objects alone, so they cannot disagree. Nothing
 here needs torch.
@@ -18,7 +18,7 @@ FORECAST, CORRECTED, MEASURED = 'forecast', 'corrected forecast', 'measured'  # 
 
 @dataclass(frozen=True)
 class Range:
-    """A figure with its range: the least, the likely and the most. NaN if the figure is not known."""
+    """A number with its range: the least, the likely and the most. NaN if the number is not known."""
     least: float
     likely: float
     most: float
@@ -30,7 +30,7 @@ class Range:
         return Range(self.least * factor, self.likely * factor, self.most * factor)
 
     def text(self, decimals: int, unit: str = '') -> str:
-        """Return the figure with its range, such as '25.47 days (19.90 to 32.60)'."""
+        """Return the number with its range, such as '25.47 days (19.90 to 32.60)'."""
         likely, least, most = (f'{value:,.{decimals}f}' for value in (self.likely, self.least, self.most))
         return f'{likely}{unit} ({least} to {most})'
 
