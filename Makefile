@@ -66,7 +66,7 @@ figures: $(VENV)/installed  ## Recreate the pictures of the documentation and it
 	python -m benchmarks.savings $(FIGURES)/savings.png
 	python plan.py --gpu '8 H100-80GB' '8 B200' '16 L40S' '8 4090' --network_gbits 100 --images 100000000 --max_dollars 30000 \
 		--max_days 42 --dollars_per_gpu_hour 4090=0 --figure $(FIGURES)/plan.png
-	python -m benchmarks.notebook docs/walk.ipynb
+	jupyter nbconvert --to notebook --execute --inplace docs/walk.ipynb  # pip install jupyterlab
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11
 lock: $(VENV)/installed  ## Recreate both lock files from the requirements.

@@ -146,7 +146,7 @@ def encode_missing(settings: Encode, output: OutputFolder, parts: list[Part], mi
                    ) -> tuple[list[dict], int]:
     """Encode the missing parts: with one process per GPU, with one process on the CPU, or on a Ray cluster.
 
-    Returns the figures of each process, and the number of devices that worked at the same time.
+    Returns the measurements of each process, and the number of devices that worked at the same time.
     """
     # Prepare the function that workers call. Relative paths become absolute, because workers run in other folders.
     to_do = sum(part.size for part in missing)
@@ -164,8 +164,9 @@ def encode_missing(settings: Encode, output: OutputFolder, parts: list[Part], mi
         number = min(max(1, torch.cuda.device_count()), len(missing))
         workers = LocalWorkers(do, number, torch.cuda.set_device if on_gpus else None)
 
-    # Let them encode. A process reports its figures with each call, and the last report covers all its calls. A process
-    # that replaced a dead one reports as well, but on the same device, so there are never more devices than slots.
+    # Let them encode. A process reports its measurements with each call, and the last report covers all its calls. A
+    # process that replaced a dead one reports as well, but on the same device, so there are never more devices than
+    # slots.
     with workers:
         answers = make_parts(workers, parts, missing, ' images', parts_per_call)
         slots = workers.slots()

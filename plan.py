@@ -11,6 +11,7 @@ compiler and gradient checkpointing, with the largest microbatch that fits. Ever
 overlap cannot be told apart before they are measured.
 """
 import datetime
+import math
 import signal
 import sys
 from pathlib import Path
@@ -83,9 +84,8 @@ def training_of(settings: PlanSettings) -> Training:
     different = settings.images if len(settings.images) > 1 else settings.images * len(settings.schedule)
     phases = [Phase(size, steps, steps * base.batch_size, images)
               for (steps, size), images in zip(settings.schedule, different, strict=True)]
-    save_batches = to_batches(settings.save_interval)
-    hours = settings.hours_between_preemptions or (HOURS_BETWEEN_PREEMPTIONS if settings.spot else None)
-    return Training(tuple(phases), base, fixed, hours and Preemptions(hours, save_batches), save_batches,
+    hours = settings.hours_between_preemptions or (HOURS_BETWEEN_PREEMPTIONS if settings.spot else math.inf)
+    return Training(tuple(phases), base, fixed, Preemptions(hours, to_batches(settings.save_interval)),
                     settings.dollars_per_tb_month, settings.dollars_per_tb_read)
 
 

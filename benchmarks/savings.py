@@ -21,7 +21,7 @@ from sdbench.flags.train import BATCH_SIZE, Train, price
 from sdbench.forecast.forecast import forecast
 from sdbench.gpus import CARDS, cards_named, short_name
 from sdbench.plan.measured import Speeds
-from sdbench.plan.parts import Impossible
+from sdbench.plan.parts import Impossible, Preemptions
 from sdbench.plan.prices import ON_DEMAND, Price, read_prices
 from sdbench.plan.search import Phase, Training, find_plan
 from sdbench.setup import setup_of_record, setup_of_settings
@@ -70,7 +70,8 @@ def gpu_hours_of(setting: Setting) -> float:
     flags = f'--use_ema {setting.base} {setting.recipe} --dry_run 1'
     base = setup_of_settings(parse(Train, '', flags.split(), 'benchmarks.savings'))
     data = 'use_synth_latents' if setting.latents else 'use_synth_data'
-    training = Training(setting.phases, base, frozenset({'compile', 'gradient_checkpointing', data}), None, 1000, 0, 0)
+    fixed = frozenset({'compile', 'gradient_checkpointing', data})
+    training = Training(setting.phases, base, fixed, Preemptions(), 0, 0)
     plan = find_plan(CARDS[setting.card], setting.gpus, training, (), Speeds())
     if isinstance(plan, Impossible):
         sys.exit(f'{plan.name}: {plan.reason}; give a GPU with more memory')

@@ -11,7 +11,7 @@ GIB = 2 ** 30  # bytes
 
 
 class Card(NamedTuple):
-    """The figures of a GPU model from its datasheet.
+    """The numbers of a GPU model from its datasheet.
 
     Attributes:
         name: torch's name of the device.
@@ -54,7 +54,7 @@ NETWORK_SHARE = 0.92
 NVLINK_2, NVLINK_3, NVLINK_4, NVLINK_5 = (rate * NVLINK_SHARE for rate in (150, 300, 450, 900))
 PCIE_3, PCIE_4, PCIE_5 = (rate * PCIE_SHARE for rate in (16, 32, 64))  # GB/s over 16 lanes
 
-# Cards by torch's exact device name, because another card of the same family has other figures. Cards with unclear
+# Cards by torch's exact device name, because another card of the same family has other numbers. Cards with unclear
 # datasheets are missing. If a datasheet gives only the peak with sparsity, the peak here is half of it.
 CARDS = {card.name: card for card in (
     # NVIDIA A100 Tensor Core GPU datasheet

@@ -17,10 +17,10 @@ from sdbench.errors import UserError, known_reason, one_line, redacted
 
 GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # device files of the NVIDIA driver and the AMD driver
 
+LAUNCHER_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')
 # Job scripts often set these from other variables, as in WORLD_SIZE=$SLURM_NTASKS. If SLURM_NTASKS is unset, that gives
 # an empty text.
-EMPTY_IS_UNSET = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT',
-                  'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
+EMPTY_IS_UNSET = (*LAUNCHER_VARIABLES, 'MASTER_ADDR', 'MASTER_PORT', 'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
 SECONDS_BETWEEN_LINES = 60  # between progress lines in a log; shorter work prints none
 LINE = '{desc}{n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}'  # tqdm's bar_format
 
@@ -96,15 +96,15 @@ def end_with_parent(signal_number: int) -> None:
 def launcher_variable(name: str) -> int | None:
     """Return the number in an environment variable that a launcher sets, such as RANK; None if it is not set.
 
-    Raises UserError if it is not a number.
+    Raises UserError if any of LAUNCHER_VARIABLES is not a number, because Composer reads all of them.
     """
+    for variable in LAUNCHER_VARIABLES:
+        text = os.environ.get(variable) or '0'
+        if not text.isdecimal():
+            raise UserError(f'environment variable {variable} is {text}, which is not a number; unset it, or start the '
+                            'command with a launcher, which sets it')
     text = os.environ.get(name)
-    if not text:
-        return None
-    if not text.isdecimal():
-        raise UserError(f'environment variable {name} is {text}, which is not a number; unset it, or start the command '
-                        'with a launcher, which sets it')
-    return int(text)
+    return int(text) if text else None
 
 
 def exit_with_error(program: str, status: int, message: str) -> NoReturn:

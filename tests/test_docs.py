@@ -7,7 +7,6 @@ programs go through their own parsers. A command runs as it stands, in a folder 
 - it starts with `python`, needs no other model than the tiny one, and all that it reads is there, because the folder
   has it or an earlier command of its page made it. A dry run of Stable Diffusion 2 is one of a smaller model here.
 """
-import argparse
 import ast
 import importlib
 import json
@@ -16,6 +15,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,9 @@ from tests.samples import good, write_parquet, write_photos
 
 PAGES = [ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md'))]
 PARSERS = {program: build_parser(kind, '', program) for program, kind in COMMANDS.items()}
+NAMES = {program: [field.name for field in fields(kind) if 'options' in field.metadata]
+         for program, kind in COMMANDS.items()}  # of the flags
+FLAGS = {'--help', *(f'--{no}{name}' for names in NAMES.values() for name in names for no in ('', 'no-'))}
 FOLDERS = 'benchmarks|docs|recipes|sdbench|tests'  # whose files the pages name
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')
@@ -121,15 +124,10 @@ def test_every_training_on_a_dataset_makes_a_model_that_can_generate_images(page
                 assert given.get('pretrained') and given.get('caption_drop'), command
 
 
-def flags_of(parser) -> set[str]:
-    return {flag for action in parser._actions for flag in action.option_strings if flag.startswith('--')}
-
-
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
 def test_every_flag_file_and_target_of_make_that_a_page_names_is_there(page):
-    known = set().union(*map(flags_of, PARSERS.values()))
     flags = {code.split()[0].partition('=')[0] for code in code_in_text(page) if code.startswith('--')}
-    assert flags - known == set(), 'no program here has them; those of others stand without backquotes'
+    assert flags - FLAGS == set(), 'no program here has them; those of others stand without backquotes'
     words = ' '.join(all_commands(page)).split()
     files = {word.lstrip('@') for word in words if re.match(f'@?({FOLDERS})/', word)}
     assert [name for name in sorted(files) if not (ROOT / name).exists()] == []
@@ -162,14 +160,9 @@ def test_git_ignores_every_file_that_a_command_of_a_page_makes(monkeypatch):
 
 def test_every_flag_is_explained_in_some_page():
     commands = [command for page in PAGES for command in all_commands(page)]
-    named = {flag for command in commands for flag in re.findall(r'--[\w-]+', command)} | {'--help'}
-    unexplained = []
-    for program, parser in PARSERS.items():
-        for action in parser._actions:
-            is_positional = not action.option_strings
-            is_hidden = action.help == argparse.SUPPRESS
-            if not (is_positional or is_hidden or named & set(action.option_strings)):
-                unexplained.append(f'{program} {" ".join(action.option_strings)}')
+    named = {flag for command in commands for flag in re.findall(r'--[\w-]+', command)}
+    unexplained = [f'{program} --{name}' for program, names in NAMES.items() for name in names
+                   if not named & {f'--{name}', f'--no-{name}'}]
     assert not unexplained, f'no page explains {", ".join(unexplained)}; docs/training.md and speed.md have tables'
 
 
@@ -187,7 +180,7 @@ NO_FLAGS = {'--flag', '--no'}  # as --help says, and as in f'--no-{name}'
 
 
 def test_every_flag_that_an_error_or_an_advice_names_is_one():
-    known = set().union(OF_OTHERS, NO_FLAGS, *map(flags_of, PARSERS.values()))
+    known = FLAGS | OF_OTHERS | NO_FLAGS
     for path in (*ROOT.glob('*.py'), *ROOT.glob('sdbench/**/*.py')):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
@@ -258,7 +251,7 @@ def is_small(words: list[str]) -> bool:
     if len(words) < 3 or words[0] != 'python' or words[1] not in PARSERS.keys() - {'report.py'}:
         return False
     args = PARSERS[words[1]].parse_args(words[2:])
-    is_large = words[1] == 'benchmark.py' and not {'model_name', 'dry_run'} & vars(args).keys()
+    is_large = words[1] in ('benchmark.py', 'encode.py') and not {'model_name', 'dry_run'} & vars(args).keys()
     is_tiny = getattr(args, 'model_name', None) in (None, 'tiny') and not is_large
     return is_tiny or getattr(args, 'loader_only', False)
 

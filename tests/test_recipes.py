@@ -96,7 +96,8 @@ def test_by_default_the_whole_training_is_the_one_that_plan_py_plans_and_names(t
 @pytest.mark.parametrize('words, variables, said', [
     ([], {}, 'MODEL: is empty; give MODEL=FOLDER'),
     ([], {'MODEL': 'x', 'SOURCE_2': 'large'}, 'EVAL: is empty; with SOURCE_2 give EVAL=FOLDER, pictures with captions'),
-    ([], {'MODEL': 'x', 'SCORES': '--inception none.pth'}, '--inception none.pth is not torch-fidelity\'s file'),
+    pytest.param([], {'MODEL': 'x', 'SCORES': '--inception none.pth'}, "--inception none.pth is not torch-fidelity's",
+                 marks=pytest.mark.long),  # this one starts evaluate.py
     (['plan'], {'MODEL': 'x'}, 'sh recipes/stable-diffusion-2.sh ')])
 def test_the_whole_training_refuses_missing_or_wrong_variables_in_one_line(words, variables, said):
     variables = variables | {'PATH': f'{os.path.dirname(sys.executable)}:{os.defpath}'}

@@ -31,7 +31,8 @@ ROWS = [
     ('benchmark.py', '@utf-16.txt', '@utf-16.txt is not UTF-8 text; save it as UTF-8'),
     ('benchmark.py', '@itself.txt', '@itself.txt names itself (@itself.txt @itself.txt)'),
     ('benchmark.py', '@quote.txt', '@quote.txt, line 2: no closing quotation'),
-    ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'variable WORLD_SIZE is 4(x2), which is not a number'),
+    ('LOCAL_WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data',
+     'variable LOCAL_WORLD_SIZE is 4(x2), which is not a number'),
     ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect with '
      '--lr_schedule constant'),
     ('WORLD_SIZE= LOCAL_RANK= convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a glob'),
@@ -74,7 +75,8 @@ ROWS = [
     ('benchmark.py', f'--remote shards {TINY} --batch_size 25', 'holds 24 samples, fewer than --batch_size 25'),
     ('convert.py', 'notes oci://bucket/a', 'OUT oci://bucket/a: only the stores s3://, gs:// and azure:// can be used; '
      'use an S3-compatible address with S3_ENDPOINT_URL'),
-    ('convert.py', "notes 's3://<my-bucket>/a'", 'Invalid bucket name "<my-bucket>"'),
+    ('convert.py', 'notes s3://', 'OUT s3://: "" cannot be the name of a bucket'),
+    ('convert.py', "notes 's3://<my-bucket>/a'", 'OUT s3://<my-bucket>/a: "<my-bucket>" cannot be the name'),
     ('S3_ENDPOINT_URL=http://<host>:9 benchmark.py', f'--remote s3://b/a {TINY}', '(ValueError: Invalid endpoint:)'),
     ('convert.py', 'notes nowhere://me:PASSWORD@bucket/out', 'OUT nowhere://***@bucket/out: only the stores s3://, gs://'),
     ('convert.py', 'photo.jpg notes', 'OUT notes already holds other files; give a new folder'),

@@ -97,13 +97,6 @@ def test_the_fit_ignores_extrapolated_rows_and_prints_its_worst_residual(printed
     assert f'worst residual {worst[1]:+.1%} of the images/s, on {worst[0]} GPUs' in text
 
 
-def test_efficiency_is_relative_to_the_fewest_measured_gpus_with_the_same_settings(printed, write):
-    [table] = tables(printed(PUBLISHED, '--extrapolate', 4))
-    assert columns(table, 'GPUs', 'efficiency')[:3] == [('4', '101.2 %'), ('8', '100.0 %'), ('16', '99.1 %')]
-    [table] = tables(printed(write({}, {'use_ema': True}, {'use_ema': True, 'num_devices': 16})))
-    assert columns(table, 'settings', 'efficiency') == [('', ''), ('EMA', '100.0 %'), ('EMA', '50.0 %')]
-
-
 def test_each_setting_is_predicted_from_its_own_runs(printed, write):
     runs = [{'num_devices': n, 'images_per_sec': speed * n, 'use_ema': ema, 'batch_size': 2048}
             for ema, speed in ((True, 10.0), (False, 20.0)) for n in (8, 16, 32)]
@@ -241,29 +234,19 @@ def test_a_loss_that_may_include_training_samples_is_not_compared_with_others(pr
         ('eval remote held-out', '0.3800'), ('eval remote held-out (not known to be held out)', '0.1000')]
 
 
-def test_no_table_is_wider_than_120_characters_and_no_setting_or_note_is_lost(printed, write):
+def test_no_table_is_wider_than_120_characters_and_no_setting_or_note_is_lost(printed):
     text = printed(*sorted((ROOT / 'results').glob('*.jsonl')))
     [table] = tables(text)
     assert max(map(len, text.splitlines())) <= 120
     for words, speed in (('original.txt, batch of 64', '28.2'), ('fastest.txt, batch of 100, microbatch 50', '98.0'),
                          ('original.txt, batch of 64; images/s not reliable: speed changed by -11.3%', '20.5')):
         assert words in [row['text'] for row in table if row['images/s'] == speed]
-    learned = LEARNED | {'data_wait_fraction': 0.1, 'peak_memory_gib': 70.0, 'mfu': 0.3, 'eval_samples': 300}
-    long = EVALUATION | {'model': 'runs/' + 60 * 'x', 'inception_sha256': 'a' * 8}
-    scores = tables(printed(write(long, long | {'model': 'runs/' + 60 * 'y'})))[-1]
-    assert {(row['guidance'], row['FID'], row['CLIP score']) for row in scores} == {
-        ('1.50', '95.50', '14.00'), ('4.00', '70.00', '15.00')}
-    text = printed(write(learned, learned | {'device': 'B200', 'lr_warmup': '10000ba', 'weight_decay': 0.01,
-                                             'load_weights': 's3://a-bucket/with/a/long/name/and/more/of/it'}))
-    assert max(map(len, text.splitlines())) <= 120
-    [table] = tables(text)
-    assert table[1]['text'].endswith('lr warmup 10000ba, weight decay 0.01, load weights s3://a-bucket/with/a/long/name/and/'
-                                     'more/of/it')
-    assert table[1]['eval loss'] == '0.3800' and table[1]['MFU'] == '30.0 %'
 
 
 def test_markup_and_control_characters_in_a_record_stay_text_in_a_cell(printed, write):
-    text = printed(write({'device': 'H200 \x1b[31m| red'}, {'status': 'failed', 'error': 'a | b\x1b]0;c\x07'}))
+    path = write({'device': 'H200 \x1b[31m| red', 'versions': {'torch': '2\x1b[31m'}},
+                 {'status': 'failed', 'error': 'a | b\x1b]0;c\x07'})
+    text = printed(path)
     assert text.replace('\n', '').isprintable()
     assert r'H200 [31m\| red' in text and r'failed: a \| b ]0;c' in text
 
@@ -342,16 +325,6 @@ def test_the_csv_holds_the_rows_of_all_tables_unrounded(tmp_path, printed):
     assert [row['extrapolated'] for row in rows] == ['false'] * 5 + ['true', 'true']
 
 
-def test_reading_the_csv_again_gives_the_same_report(tmp_path, printed, write):
-    records = [TRAINING | {'encoders': 'in_loop', 'drift': 0.5, 'versions': {'torch': '2.7.0'}, 'adam_betas': [0.9, 1]},
-               TRAINING | {'encoders': 'text_in_loop', 'num_workers': 2, 'evaluations': [[10, 0.5], [20, None]]},
-               {'status': 'failed', 'images_per_sec': None, 'error': 'out of "memory", |'}, LOADER, EVALUATION]
-    table = tmp_path / 'table.csv'
-    first = printed(write(*records), '--csv', table)
-    assert printed(table, '--csv', tmp_path / 'again.csv') == first.replace('table.csv', 'again.csv')
-    assert (tmp_path / 'again.csv').read_text() == table.read_text()
-
-
 def test_a_csv_may_have_semicolons_and_an_evaluation_without_scores(tmp_path, printed, write):
     (tmp_path / 'x.csv').write_text('device;num_devices;image_size;images_per_sec\nH200;8;512;800\n')
     assert tables(printed(tmp_path / 'x.csv'))[0][0]['images/s'] == '800.0'
@@ -412,12 +385,6 @@ def test_a_gpu_without_a_datasheet_needs_a_price_for_its_exact_name(write, capfd
     assert 'H800 $3, A100 80GB MIG 3g.40gb $1 per GPU-hour' in capfd.readouterr().out
     line = one_error_line([path, '--dollars_per_gpu_hour', 'H10=3'], capfd, report.main)
     assert '--dollars_per_gpu_hour H10=3: no record has this GPU, and H10 is not a known GPU; did you' in line
-
-
-def test_a_note_says_if_all_gpus_have_one_price(printed, write):
-    path = write({}, {'device': 'NVIDIA B200'})
-    assert 'per GPU-hour for every GPU' in printed(path)
-    assert 'for every GPU' not in printed(path, '--dollars_per_gpu_hour', 'H200=3', 'B200=5')
 
 
 @pytest.mark.parametrize('records, argv, reason', [
@@ -557,5 +524,3 @@ def test_figures_are_written_and_their_files_are_named(tmp_path, printed, write)
     assert text.endswith(f'Written: {paths[0]}, {paths[1]}\n')
     assert paths[0].read_bytes().startswith(b'\x89PNG')
     assert 'guidance 4' in paths[1].read_text()
-
-

@@ -21,7 +21,7 @@ DATA = [{}, {'eval_remote': 'held-out', 'eval_sha256': 'a' * 64}, {'eval_remote'
 DEVICES = ['NVIDIA H200', 'NVIDIA B200', 'NVIDIA L40S']
 FIGURES = ('GPUs', 'images/s', 'eval loss', 'batches')  # the same texts in Markdown and on a page
 # Without shrinking, which would make hundreds of reports.
-REPORTS = settings(max_examples=10, deadline=None, phases=[Phase.reuse, Phase.generate])
+REPORTS = settings(max_examples=6, deadline=None, phases=[Phase.reuse, Phase.generate])
 dates = some.datetimes().map(lambda date: f'{date:%Y-%m-%dT%H:%M:%S+00:00}' if date.year > 1000 else None)
 switches = some.fixed_dictionaries({
     'device': some.sampled_from(DEVICES), 'num_devices': some.sampled_from([8, 16]),
@@ -57,7 +57,9 @@ def trainings(draw) -> list[dict]:
 
 measurements = switches.map(lambda record: [record | {'measure_batches': 20}])
 encodings = switches.map(lambda record: [record | {'stage': 'encode'}])
-many_records = some.lists(trainings() | measurements | encodings, min_size=1, max_size=4).map(lambda of: sum(of, []))
+loaders = switches.map(lambda record: [record | {'stage': 'loader', 'loader_images_per_sec': 9000.5}])
+many_records = some.lists(trainings() | measurements | encodings | loaders, min_size=1, max_size=4).map(
+    lambda of: sum(of, []))
 
 
 def write(folder: Path, name: str, records: list[dict]) -> str:
@@ -90,11 +92,12 @@ def rows_of(text: str, with_notes: bool = True) -> list[tuple]:
 @REPORTS
 @given(records=many_records, seed=some.integers(0, 99))
 def test_neither_the_order_of_records_and_files_nor_a_second_copy_changes_a_row(flags, records, seed):
-    if flags and all(record.get('stage') == 'encode' for record in records):
+    if flags and all('stage' in record for record in records):  # no training
         return
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         text = printed(write(folder, 'all.jsonl', records), *flags)
+        assert max(map(len, text.splitlines())) <= 120
         others = random.Random(seed).sample(records, len(records))
         copies = [dict(reversed(record.items())) for record in others]  # with their keys in another order
         half = len(records) // 2
@@ -135,6 +138,24 @@ def test_the_page_has_the_rows_settings_and_figures_of_the_table(records):
             texts = re.split('; |, ', f'{row.get("settings", "")}; {row.get("notes", "")}')
             assert {*filter(None, texts)} == {*filter(None, re.split('; |, ', other['text'].replace(r'\|', '|')))} - {
                 name.removeprefix('NVIDIA ') for name in DEVICES}
+
+
+KEYS = ['batch_size', 'compile', 'date', 'device', 'dollars_per_gpu_hour', 'evaluations', 'first_batch', 'image_size',
+        'images_per_sec', 'measured_batches', 'num_devices', 'num_nodes', 'precision', 'stage', 'status', 'versions']
+VALUES = [None, True, 0, -1, 1e9, 1e400, 7, '', 'x', '1,5', [], [1], [[1, 2, 3]], [[1e400, 1]], {}, {'a': 1}]
+
+
+@settings(max_examples=30, deadline=None, phases=[Phase.reuse, Phase.generate])
+@given(changes=some.dictionaries(some.sampled_from(KEYS), some.sampled_from(VALUES), min_size=1, max_size=3))
+def test_any_value_in_a_record_is_reported_or_refused_with_its_line(changes):
+    record = {'device': 'NVIDIA H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0,
+              'max_duration': '9ba'} | changes
+    errors = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(errors):
+        try:
+            printed(write(Path(folder), 'records.jsonl', [record, record | {'use_ema': True}]))
+        except SystemExit:
+            assert re.search('records.jsonl:[12]: not a record: |no measurement|no records', errors.getvalue())
 
 
 def cell_text(cell: str) -> str:

@@ -28,7 +28,7 @@ from sdbench.datasets.names import (
 )
 from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.sources import File
-from sdbench.datasets.tables import USUAL_COLUMNS, Columns, UnknownColumns, captions_in, with_name
+from sdbench.datasets.tables import USUAL_COLUMNS, Columns, captions_in, with_name
 from sdbench.errors import BadSample, DataError, UserError, one_line
 from sdbench.inputs.captions import Named
 from sdbench.inputs.images import decode_whole_image
@@ -333,7 +333,7 @@ def read_parquet(name: str, columns: Columns) -> Iterator[Sample]:
         # Find the columns. A file without them holds something else.
         try:
             image, captions = columns.find(name, parquet.schema_arrow.names, USUAL_IMAGE_COLUMNS)
-        except UnknownColumns as error:
+        except UserError as error:
             yield Sample(None, reasons=[f'unknown columns: {error}'])
             return
         if parquet.metadata.num_rows == 0:

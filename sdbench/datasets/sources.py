@@ -65,12 +65,6 @@ class File(NamedTuple):
         table_captions = [] if self.table_captions is None else [self.table_captions]
         return [self.name, self.size, suffixes, self.changed, *table_captions]
 
-    def with_captions(self, files: Iterable['File']) -> 'File':
-        """Return this image with the files beside it that may contain its caption."""
-        return self._replace(size=self.size + sum(file.size for file in files),
-                             captions=tuple(os.path.basename(file.name) for file in files),
-                             changed=self.changed + sum((file.changed for file in files), ()))
-
 
 class Folder(NamedTuple):
     """A folder of this machine that contains input files."""
@@ -299,7 +293,10 @@ class Search:
                     names = ', '.join(os.path.basename(file.name) for file in images)
                     self.skip(image.name, f'more than one image: {names}')
                 else:
-                    yield image.with_captions(captions)
+                    files = [image, *captions]
+                    yield File(image.name, sum(file.size for file in files),
+                               tuple(os.path.basename(caption.name) for caption in captions),
+                               tuple(file.changed[0] for file in files))
 
     def file_at(self, path: str) -> File | None:
         """Return the file at a path. Skip a file that cannot be read, and return None for it."""

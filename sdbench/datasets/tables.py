@@ -26,10 +26,6 @@ COCO = '.json'  # suffix of the tables that are read in the layout of COCO
 MISSING_CAPTIONS = ('nan', 'NaN', 'None', '<NA>')  # what pandas writes for a missing value in a column of text
 
 
-class UnknownColumns(UserError):
-    """A table or Parquet file lacks a column, or has two columns that could be it."""
-
-
 class Columns(NamedTuple):
     """The values of --image_column and --caption_column."""
     image: str | None = None  # column with the images or their paths; None means the usual names
@@ -47,21 +43,16 @@ class Columns(NamedTuple):
         return [given for given in self.captions if given in CAPTION_SUFFIXES]
 
     def find(self, path: str, names: Sequence[str], usual_images: Sequence[str]) -> tuple[str, dict[str, str]]:
-        """Return the image column of a table, and a dict of its caption columns by caption name.
+        """Return the image column of a table or Parquet file, and a dict of its caption columns by caption name.
 
-        Args:
-            path: path of the table, for errors.
-            names: names of all columns in the table.
-            usual_images: usual names of the image column.
-
-        Raises UnknownColumns.
+        `names` are its columns. Raises UserError if it lacks a column, or has two columns that could be it.
         """
         def find_one(flag: str, given: str | None, usual: Sequence[str]) -> str:
             wanted = usual if given is None else [given]
             found = [name for name in names if name in wanted]
             if len(found) != 1:
-                raise UnknownColumns(f'{path} has the columns {", ".join(names)}; exactly one of them must be called '
-                                     f'{" or ".join(wanted)} (see {flag})')
+                raise UserError(f'{path} has the columns {", ".join(names)}; exactly one of them must be called '
+                                f'{" or ".join(wanted)} (see {flag})')
             return found[0]
 
         captions = [given for given in self.captions if given not in self.suffixes] or [None]
@@ -116,9 +107,10 @@ class CaptionTables:
             return
         self.read.add(real_path)
         rows = read_rows(path)
+        names = next(rows)
         try:
-            image_column, caption_columns = self.columns.find(path, next(rows), USUAL_PATH_COLUMNS)
-        except UnknownColumns as error:
+            image_column, caption_columns = self.columns.find(path, names, USUAL_PATH_COLUMNS)
+        except UserError as error:
             raise UserError(f'the table of captions {error}; rename the file if it is something else') from None
 
         # Keep the rows that name an image. `match` finds the images after all folders have been searched.
@@ -244,15 +236,16 @@ def read_csv(path: str) -> Iterator:
 
 
 def read_json_lines(path: str) -> Iterator:
-    has_names = False
+    rows = []
     with open(path, encoding='utf-8-sig') as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                row = dict(json.loads(line).items())
-                if not has_names:
-                    yield list(row)  # the columns are the keys of the first row
-                    has_names = True
-                yield number, row
+                try:
+                    rows.append((number, dict(json.loads(line).items())))
+                except Exception as error:
+                    raise ValueError(f'line {number}: {error}') from None
+    yield list({name: None for _, row in rows for name in row})  # a row may lack a key, as an image without a caption
+    yield from rows
 
 
 def read_coco(path: str) -> Iterator:

@@ -2,7 +2,7 @@
 import argparse
 import os
 import re
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 
 from sdbench.costs import TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
@@ -10,6 +10,7 @@ from sdbench.flags.parser import (
     count,
     file_ending,
     flag,
+    flags,
     fraction,
     number_between,
     picture,
@@ -37,10 +38,8 @@ def shard_size(text: str) -> int:
     raise argparse.ArgumentTypeError(f'{text} is not a size below 4gb, such as 64mb')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('cluster')
 class Cluster:
-    heading = 'cluster'
-
     ray: str | None = flag(os.environ.get('RAY_ADDRESS'), 'address of a Ray cluster on which to run, such as auto '
                            '(default: the environment variable RAY_ADDRESS, or else this machine)', metavar='ADDRESS')
 
@@ -49,10 +48,8 @@ class Cluster:
             raise UserError('this command starts its own processes; start it with python instead of a launcher')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('conversion')
 class Convert(Cluster):
-    heading = 'conversion'
-
     source: tuple[str, ...] = positional('files, folders or globs: tars, Parquet files, or folders that contain these '
                                          'or images; in an object store (s3://bucket/tars/) only tars and Parquet '
                                          'files', nargs='+')
@@ -81,10 +78,8 @@ class Convert(Cluster):
     size_limit: int = flag(64 << 20, 'maximum size of a shard (default: 64mb)', type=shard_size, metavar='SIZE')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('latents')
 class Encode(Model, Encoders, Results, Cluster):
-    heading = 'latents'
-
     remote: str = flag(REQUIRED, 'folder or object store with MDS shards of images and captions from convert.py')
     out: str = flag(REQUIRED, 'new folder or object store for the MDS shards of latents')
     num_workers: int | None = flag(None, "processes per GPU that decode images (default: the machine's CPU cores "
@@ -96,10 +91,8 @@ class Encode(Model, Encoders, Results, Cluster):
                      'cluster has some)', needs='ray')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('export')
 class Export:
-    heading = 'export'
-
     checkpoint: str = positional('checkpoint written by benchmark.py, or a folder or object store with checkpoints '
                                  '(the newest is used)')
     out: str = positional('new folder for the pipeline, or with --single_file a new file; an earlier export of another '
@@ -122,10 +115,8 @@ class Export:
             raise UserError(f'OUT {self.out} already exists; give a new folder or file')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('image generation and scores')
 class Evaluate(Results):
-    heading = 'image generation and scores'
-
     model: str = positional('checkpoint written by benchmark.py, a folder or object store with checkpoints (the '
                             'newest is used), or a diffusers pipeline folder such as export.py writes')
     data: str = positional('folder or object store with MDS shards of images and captions')
@@ -163,10 +154,8 @@ class Evaluate(Results):
                             'would not start from pure noise; use a divisor such as 50')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('files')
 class Files:
-    heading = 'files'
-
     csv: str | None = flag(None, 'CSV file for all rows without rounding', type=file_ending('.csv'))
     html: str | None = flag(None, 'HTML page with the whole output, to send to others; it works without a network',
                             type=file_ending('.html'))
@@ -176,10 +165,8 @@ class Files:
             raise UserError(f'--csv {self.csv} would overwrite a file with records; give another file')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('report')
 class Report(Files):
-    heading = 'report'
-
     records: tuple[str, ...] = positional('files written with --results (JSON lines), or CSV files with the same keys',
                                           nargs='+')
     training_images: int | None = flag(None, 'images of a whole training, counted with repeats, for which days and '

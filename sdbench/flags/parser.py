@@ -1,8 +1,7 @@
 """Turn a frozen dataclass into the command line of a program: its fields are the flags. Nothing here needs torch.
 
-    @dataclass(frozen=True, kw_only=True)
+    @flags('greeting')                                     # their heading in --help
     class Greeting:
-        heading = 'greeting'                               # heading of these flags in --help
         name: str = positional('name of the person to greet')
         times: int = flag(1, 'number of greetings', type=count)
         loud: bool = flag(False, 'print in upper case')
@@ -36,6 +35,14 @@ LIMITED = ('lora', 'text_encoder', 'xl')
 SHOWN_DEFAULTS = {'None': 'none', '()': 'none', '': 'none', 'True': 'on', 'False': 'off'}
 
 
+def flags(heading: str) -> Callable[[type], type]:
+    """Return a decorator for a class of flags, which makes it a frozen dataclass and gives it a heading in --help."""
+    def decorate(cls: type) -> type:
+        cls.heading = heading
+        return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    return decorate
+
+
 def flag(default: Any, help: str, *, needs: str = '', **options: Any) -> Any:
     """Declare a field that is a flag. With the default True or False it takes no value: --flag and --no-flag.
 
@@ -60,7 +67,7 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
     """Parse a command line and return the settings. A mistake in it prints one line and exits with status 2.
 
     Args:
-        cls: the dataclass. It and its bases are the groups in --help, in this order, each under its `heading`. If a
+        cls: the dataclass. It and its bases are the groups in --help, in this order, each under its heading. If a
             group has a method `check`, it is called at the end, and raises UserError for values that do not fit.
         description: description for --help.
         argv: the arguments. None: sys.argv.
@@ -134,7 +141,7 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
                 usage.append({None: name.upper(), '+': f'{name.upper()} ...', '*': f'[{name.upper()} ...]'}[nargs])
                 parser.add_argument(name, metavar=name.upper(), help=about['help'], nargs=nargs, type=nonempty,
                                     default=argparse.SUPPRESS)
-            elif 'help' in about:
+            else:
                 if owner.heading not in groups:
                     groups[owner.heading] = parser.add_argument_group(owner.heading)
                 add_flag(groups[owner.heading], fields[name])

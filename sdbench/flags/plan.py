@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from sdbench.costs import Prices
 from sdbench.errors import UserError
 from sdbench.flags.commands import Files
-from sdbench.flags.parser import amount, count, flag, picture, positional, positive
+from sdbench.flags.parser import amount, count, flag, flags, picture, positional, positive
 from sdbench.flags.times import LONGEST_INTERVAL, time_in
 from sdbench.flags.train import Machines, pixels, price
 
@@ -32,10 +32,8 @@ def phase(text: str) -> tuple[int, int]:
     return int(steps), pixels(size)
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('plan')
 class PlanFlags:
-    heading = 'plan'
-
     records: tuple[str, ...] = positional('files of --results with measurements, by which the forecasts for the same '
                                           'GPUs are corrected (default: none)', nargs='*', default=())
     gpu: tuple[tuple[int, str], ...] = flag((), "GPUs to plan for, each as a count and a name in quotes, such as '8 "
@@ -54,10 +52,8 @@ class PlanFlags:
                                metavar="'FLAGS'")
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('limits and prices')
 class Money:
-    heading = 'limits and prices'
-
     max_dollars: float | None = flag(None, 'limit for the whole cost in dollars (default: no limit)', type=positive,
                                      metavar='DOLLARS')
     max_days: float | None = flag(None, 'limit for the duration in days (default: no limit)', type=positive,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
-from sdbench.flags.parser import amount, below_1, count, flag, fraction, positive, seed, whole_number
+from sdbench.flags.parser import amount, below_1, count, flag, flags, fraction, positive, seed, whole_number
 from sdbench.flags.times import LONGEST_INTERVAL, time_in, to_batches
 from sdbench.process import launcher_variable
 from sdbench.records.status import FEWEST_BATCHES
@@ -59,10 +59,8 @@ def caption_weight(text: str) -> tuple[str, float]:
     return name, amount(weight)
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('data')
 class TrainingData:
-    heading = 'data'
-
     remote: str | None = flag(None, 'folder or object store with MDS shards: images and captions from convert.py, or '
                               'latents and captions from encode.py (default: no shards)')
     local: str | None = flag(None, 'cache folder for the shards of a --remote in an object store (default: a temporary '
@@ -77,10 +75,8 @@ class TrainingData:
                                  "--model_name folder, or else CLIP's)")
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('data')
 class TrainingSamples:
-    heading = 'data'
-
     use_synth_data: bool = flag(False, 'train on random images, which take no time to load, instead of --remote')
     use_synth_latents: bool = flag(False, 'train on random latents of the shape that encode.py writes, instead of '
                                    '--remote')
@@ -94,10 +90,8 @@ class TrainingSamples:
                                'guidance needs some (default: 0)', type=fraction)
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('model')
 class Model:
-    heading = 'model'
-
     model_name: str = flag(SD2_BASE, 'model: tiny (a small test model), a diffusers folder or a Hugging Face Hub ID '
                            f'(default: {SD2_BASE}, whose architecture is built in)')
     pretrained: bool = flag(False, 'load the trained weights of the VAE and the text encoder from --model_name; tiny '
@@ -107,10 +101,8 @@ class Model:
     seed: int = flag(17, 'seed for all random numbers', type=seed)
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('speed')
 class Encoders:
-    heading = 'speed'
-
     channels_last: bool | None = flag(None, 'store image tensors in the channels_last memory format (default: on with '
                                       '--compile, else off)', action=argparse.BooleanOptionalAction)
     compile: bool | str = flag(False, 'compile the model with torch.compile, in its default mode or in the given mode; '
@@ -118,10 +110,8 @@ class Encoders:
                                choices=('max-autotune-no-cudagraphs', 'reduce-overhead'), nargs='?', const=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('speed')
 class Speed:
-    heading = 'speed'
-
     device_train_microbatch_size: int | Literal['auto'] = flag(
         'auto', 'images per forward and backward pass on each device; auto finds the largest microbatch that fits in '
         'GPU memory, and takes the whole per-device batch on a CPU', type=microbatch, metavar='N')
@@ -147,10 +137,8 @@ class Speed:
     allreduce_precision: str = flag('fp32', 'precision of the gradient all-reduce', choices=('fp32', 'bf16'))
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('measurement')
 class Results:
-    heading = 'measurement'
-
     results: str = flag('results.jsonl', "file to which the run's record, one line of JSON, is appended, or - to print "
                         'it as the last line of output', metavar='FILE')
 
@@ -168,10 +156,8 @@ class Results:
                             'file such as results.jsonl, or - to print the record')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('measurement')
 class Measuring:
-    heading = 'measurement'
-
     warmup_batches: int = flag(3, 'batches to run before the measurement starts', type=count)
     measure_batches: int | None = flag(None, 'batches to measure after the warm-up (default: all batches if '
                                        f'--max_duration is given, or else {FEWEST_BATCHES}, or more if the data loader '
@@ -181,10 +167,8 @@ class Measuring:
                                'a profiled run is not reliable (default: no profile)', metavar='DIR')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('machines')
 class Machines:
-    heading = 'machines'
-
     gpus_per_node: int | None = flag(None, 'GPUs per machine in a forecast (default: 8; 4 for GB200 and L40S; 1 for '
                                      'GH200)', type=count, metavar='GPUS')
     network_gbits: float | None = flag(None, 'network bandwidth of each machine in Gbit/s, summed over its adapters; '
@@ -192,10 +176,8 @@ class Machines:
                                        type=positive, metavar='GBITS')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('forecast and cost')
 class Cost:
-    heading = 'forecast and cost'
-
     dry_run: tuple[int, ...] | None = flag(None, 'forecast memory and training speed for this many GPUs, without a GPU '
                                            'and without training; several counts, such as 8 16 32, make a table '
                                            '(default: off; without a count, as many GPUs as there are processes)',
@@ -210,10 +192,8 @@ class Cost:
                                 type=positive, metavar='DOLLARS', needs='dollars_per_gpu_hour')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('training and checkpoints')
 class Training:
-    heading = 'training and checkpoints'
-
     max_duration: str | None = flag(None, 'length of the training in batches or epochs, such as 5000ba or 2ep '
                                     '(default: only the warm-up and the measured batches)', type=time_in('ba ep'))
     load_weights: str | None = flag(None, 'initial weights for the UNet: a checkpoint, a folder or object store with '
@@ -234,10 +214,8 @@ class Training:
                              'than any compilation, save or image generation', type=count, metavar='SECONDS')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('loss, optimizer and EMA')
 class Optimizer:
-    heading = 'loss, optimizer and EMA'
-
     snr_gamma: float | None = flag(None, 'Min-SNR gamma, such as 5.0, which lowers the loss weight of timesteps with a '
                                    'higher signal-to-noise ratio (default: no weighting)', type=positive,
                                    metavar='GAMMA')
@@ -266,10 +244,8 @@ class Optimizer:
                             '--lr_schedule cosine or linear')
 
 
-@dataclass(frozen=True, kw_only=True)
+@flags('evaluation, image generation and logging')
 class EvaluationAndSamples:
-    heading = 'evaluation, image generation and logging'
-
     eval_remote: str | None = flag(None, 'folder or object store with held-out MDS shards for the evaluation loss, '
                                    "which uses each image's first caption and the same noise and timesteps each time; "
                                    '--local and --cache_limit apply too (default: no evaluation)')

@@ -146,7 +146,7 @@ def title(settings: Run) -> str:
 
 
 def what_figures_mean(settings: Run, forecasts: Sequence[Forecast]) -> list[str]:
-    """Return sentences that say what the figures in the table mean and how accurate they are."""
+    """Return sentences that say what the numbers in the table mean and how accurate they are."""
     sentences = []
     if settings.training_images:
         names = [found.card.name for found in forecasts]

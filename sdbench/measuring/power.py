@@ -9,9 +9,9 @@ from composer.utils import dist
 from sdbench.gpus import GIB
 
 SECONDS_BETWEEN_SAMPLES = 1.0
-# For each figure, a function that asks NVIDIA's library, and how many of its units are one of ours.
+# For each metric, a function that asks NVIDIA's library, and how many of its units are one of ours.
 QUANTITIES = {'gpu_power_watts': (torch.cuda.power_draw, 1000), 'gpu_sm_clock_mhz': (torch.cuda.clock_rate, 1)}
-FIGURES = {  # how the ranks that know a figure combine it; a maximum of samples shows a card that throttles
+FIGURES = {  # how the ranks that know a metric combine it; a maximum of samples shows a card that throttles
     'gpu_power_watts_mean': mean, 'gpu_power_watts_max': max, 'gpu_sm_clock_mhz_mean': mean,
     'gpu_sm_clock_mhz_max': max, 'peak_memory_allocated_gib': max, 'allocator_retries': sum}
 
@@ -40,7 +40,7 @@ class GpuMonitor:
                 self.samples[quantity].append(ask() / unit)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of this rank that are known."""
+        """Return the metrics of this rank that are known."""
         found = {}
         for quantity, samples in self.samples.items():
             if samples:
@@ -55,9 +55,9 @@ class GpuMonitor:
 
 def gather_gpu_figures(monitor: GpuMonitor, images_per_sec: float | None, all_ranks: bool = True
                        ) -> dict[str, float | None]:
-    """Return the GPU figures of a record, over all ranks, or of this rank only if the others may be gone.
+    """Return the GPU metrics of a record, over all ranks, or of this rank only if the others may be gone.
 
-    docs/record.md explains each key. A figure is None if no rank knows it.
+    docs/record.md explains each key. A metric is None if no rank knows it.
     """
     ranks = dist.all_gather_object(monitor.figures()) if all_ranks else [monitor.figures()]
     together = {}

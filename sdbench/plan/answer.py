@@ -120,7 +120,7 @@ class Answer:
         network = network_sentence(part.setup for plan in self.plans for part in plan.training)
         sentences = [*self.ranges(), *self.flags(), *self.arithmetic(), *self.corrections, self.storage(), network]
         preemptions = self.training.preemptions
-        if preemptions:
+        if math.isfinite(preemptions.hours):
             sentences.append(f'Each machine is preempted every {preemptions.hours:g} hours on average. Each time, '
                              f'{60 * RESTART_HOURS:.0f} minutes pass until the work goes on, and a training repeats '
                              f'half of a save interval of {preemptions.batches} steps.')
@@ -214,7 +214,7 @@ class Answer:
         return sentence
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row of unrounded figures for each of the GPUs that were asked for."""
+        """Return a row of unrounded numbers for each of the GPUs that were asked for."""
         rows = []
         for outcome in self.outcomes:
             row = {'gpus': outcome.num_devices, 'gpu': outcome.card.name}
@@ -291,7 +291,8 @@ def measuring_command(plan: Plan, part: Part) -> str:
     if part.kind == ENCODE:
         mode = {True: ['--compile'], False: []}.get(part.setup.compile, [f'--compile {part.setup.compile}'])
         flags = [flag for flag in flags_of(part.setup) if flag.startswith(('--model_name', '--encoder_precision'))]
-        return ' '.join([f'python encode.py --remote IMAGES --out latents-{size} --image_size {size}', *flags, *mode])
+        return ' '.join(['python encode.py --remote IMAGES --out', f'trial-latents-{size} --image_size {size}', *flags,
+                         *mode])
     launcher = 'composer'  # on all GPUs of a machine
     each = plan.num_devices // plan.machines
     if plan.machines == 1 and each != plan.card.gpus_per_node:

@@ -1,4 +1,4 @@
-"""A plan is a list of parts: each part has its work and its speed, and every figure of the plan follows from the parts.
+"""A plan is a list of parts: each part has its work and its speed, and every number of the plan follows from the parts.
 
 Titles, prices, table cells, tooltips, CSV and HTML are made from these objects alone, so they cannot disagree. Nothing
 here needs torch.
@@ -18,7 +18,7 @@ FORECAST, CORRECTED, MEASURED = 'forecast', 'corrected forecast', 'measured'  # 
 
 @dataclass(frozen=True)
 class Range:
-    """A figure with its range: the least, the likely and the most. NaN if the figure is not known."""
+    """A number with its range: the least, the likely and the most. NaN if the number is not known."""
     least: float
     likely: float
     most: float
@@ -30,7 +30,7 @@ class Range:
         return Range(self.least * factor, self.likely * factor, self.most * factor)
 
     def text(self, decimals: int, unit: str = '') -> str:
-        """Return the figure with its range, such as '25.47 days (19.90 to 32.60)'."""
+        """Return the number with its range, such as '25.47 days (19.90 to 32.60)'."""
         likely, least, most = (f'{value:,.{decimals}f}' for value in (self.likely, self.least, self.most))
         return f'{likely}{unit} ({least} to {most})'
 
@@ -56,9 +56,9 @@ class Speed:
 
 @dataclass(frozen=True)
 class Preemptions:
-    """How often the machines of a plan are preempted, and what each preemption costs."""
-    hours: float  # mean time between two preemptions of one machine
-    batches: int  # training steps between two checkpoints
+    """How often the machines of a plan are preempted, and how often a training is saved."""
+    hours: float = math.inf  # mean time between two preemptions of one machine
+    batches: int = 1000  # training steps between two checkpoints
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Part:
     images: int  # that are encoded, or trained on with repeats
     setup: Setup  # as its flags give it: the run finds the defaults and the microbatch
     speed: Speed
-    preemptions: Preemptions | None = None  # None if the machines are not preempted
+    preemptions: Preemptions = Preemptions()
 
     @property
     def name(self) -> str:
@@ -91,14 +91,13 @@ class Part:
 
         Each preemption costs a restart, and a training also repeats half of the work between two checkpoints.
         """
-        days = self.images / images_per_sec / SECONDS_PER_DAY
-        if self.preemptions is None:
-            return days
         lost = RESTART_HOURS
         if self.kind == TRAIN:
             lost += self.preemptions.batches * self.setup.batch_size / 2 / images_per_sec / 3600
         period = self.preemptions.hours / self.setup.machines  # hours: the preemption of any machine stops all of them
-        return days * period / (period - lost) if lost < period else math.inf
+        if lost >= period:
+            return math.inf
+        return self.images / images_per_sec / SECONDS_PER_DAY / (1 - lost / period)
 
 
 @dataclass(frozen=True)

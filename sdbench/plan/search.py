@@ -43,8 +43,7 @@ class Training:
     phases: tuple[Phase, ...]
     base: Setup  # of a run; the search replaces its device, GPU count, image size and switches
     fixed: frozenset[str]  # settings that the search leaves as they are, because the user gave them
-    preemptions: Preemptions | None
-    save_batches: int  # steps between two checkpoints
+    preemptions: Preemptions
     dollars_per_tb_month: float
     dollars_per_tb_read: float
 
@@ -189,7 +188,7 @@ def storage_of(parts: Sequence[Part], training: Training) -> Storage:
         if part.kind == ENCODE:
             latents += terabytes(part.images, size, LATENT_BYTES_PER_PIXEL)
     steps = sum(phase.steps for phase in training.phases)
-    checkpoints = math.ceil(steps / training.save_batches) * CHECKPOINT_TB
+    checkpoints = math.ceil(steps / training.preemptions.batches) * CHECKPOINT_TB
     return Storage(images, latents, checkpoints, read, training.dollars_per_tb_month, training.dollars_per_tb_read)
 
 

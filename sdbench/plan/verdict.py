@@ -7,7 +7,7 @@ from typing import NamedTuple
 from sdbench.plan.parts import Plan, Range
 from sdbench.records.metrics import rounded
 
-# How a plan stands to the limits. The likely figures decide between within and outside, so a wider range makes a
+# How a plan stands to the limits. The likely numbers decide between within and outside, so a wider range makes a
 # statement less certain, and never turns 'outside' into 'within'.
 WITHIN, PROBABLY_WITHIN = 'within', 'probably within'
 PROBABLY_OUTSIDE, OUTSIDE = 'probably outside', 'outside'
@@ -28,7 +28,7 @@ class Limit:
         return '1 day' if self.most == 1 else f'{self.most:g} days'
 
     def of(self, plan: Plan) -> Range:
-        """Return the figure of a plan as a fraction of the limit."""
+        """Return the number of a plan as a fraction of the limit."""
         return getattr(plan, self.figure) * (1 / self.most)
 
 
@@ -56,7 +56,7 @@ def distances(plan: Plan, limits: Sequence[Limit]) -> str:
 
 
 def best_and_ties(plans: Sequence[Plan], figure: str) -> list[Plan]:
-    """Return the plan with the lowest figure, and then the others whose ranges overlap with its range."""
+    """Return the plan with the lowest number, and then the others whose ranges overlap with its range."""
     known = [plan for plan in plans if not math.isnan(getattr(plan, figure).likely)]
     known.sort(key=lambda plan: getattr(plan, figure).likely)
     return [plan for plan in known if getattr(plan, figure).overlaps(getattr(known[0], figure))]
@@ -123,7 +123,7 @@ def judge(plans: Sequence[Plan], limits: Sequence[Limit]) -> Verdict:
 
 
 def comparison(tied: Sequence[Plan], figure: str, where: str) -> str:
-    """Return a sentence that names the best plan in a figure, or those that cannot be told apart from it.
+    """Return a sentence that names the best plan by days or cost, or those that cannot be told apart from it.
 
     Args:
         tied: the best plan, and the others whose ranges overlap with its range.

@@ -16,7 +16,14 @@ from sdbench.costs import Prices
 from sdbench.errors import UserError
 from sdbench.gpus import full_name
 from sdbench.records.metrics import RUN_METRICS
-from sdbench.records.settings import EVALUATION_SETTINGS, comparable, has_training_result, known_value, settings_of
+from sdbench.records.settings import (
+    EVALUATION_SETTINGS,
+    comparable,
+    has_training_result,
+    known_value,
+    one_line_of,
+    settings_of,
+)
 from sdbench.records.status import COMPLETE, UNMEASURED, why_unreliable
 
 OLDER_WEIGHTS = {'live': 'raw', 'averaged': 'EMA'}  # names in records of older versions
@@ -146,6 +153,7 @@ def parse_record(line: str | dict[str, str]) -> dict[str, Any]:
         value = parse_value(key, value)
         if value is not None and key not in COMPUTED:
             record[key] = value
+    record |= {key: str(record[key]) for key in ('stage', 'status')}
     if 'device' in record:
         record['device'] = full_name(str(record['device']))
 
@@ -173,11 +181,6 @@ def parse_value(key: str, value: Any) -> Any:
     return str(value) if key in IDS and value is not None else value
 
 
-def one_line_of(text: str) -> str:
-    """Return a text of a record as one line without control characters, which a terminal would obey."""
-    return ' '.join(''.join(char if char.isprintable() else ' ' for char in text).split())
-
-
 def finite_numbers(record: dict, keys: Iterable[str]) -> dict[str, float]:
     """Return those of some numbers that a record has. Raises UserError if one of them is not a finite number."""
     numbers = {key: record[key] for key in keys if key in record}
@@ -202,7 +205,6 @@ def speed_row(record: dict) -> Row:
             raise UserError(f'no {key}; a record needs {", ".join(needed)}')
         if key != 'device' and finite_numbers(record, [key])[key] <= 0:
             raise UserError(f'{key} {record[key]!r} is not a positive number')
-
     finite_numbers(record, NUMBERS)
 
     # Date, commit and folder identify a run, but are no settings: runs that differ in them have the same setup.
@@ -226,19 +228,26 @@ def speed_row(record: dict) -> Row:
     found_by_search = 'device_train_microbatch_size' in record and settings['device_train_microbatch_size'] is None
     if found_by_search:  # a microbatch that was given is a setting
         metrics['microbatch'] = finite_numbers(record, ['device_train_microbatch_size']).popitem()[1]
-    status, notes = status_and_notes(record)
     prices = record.get('dollars_per_gpu_hour', ())
     if isinstance(prices, (int, float)):  # one price for all GPUs, in a CSV file
         prices = ((None, prices),)
+    for _, dollars in prices:
+        finite_numbers({'dollars_per_gpu_hour': dollars}, ['dollars_per_gpu_hour'])
+    evaluations = []
+    for images, loss in record.get('evaluations', ()):
+        is_known = loss is not None and math.isfinite(loss)
+        evaluations.append((finite_numbers({'evaluations': images}, ['evaluations'])['evaluations'],
+                            loss if is_known else None))
+    status, notes = status_and_notes(record)
     return Row(record=record, settings=settings, metrics=metrics, status=status, notes=notes, date=date,
-               prices=tuple((name, float(dollars)) for name, dollars in prices),
-               evaluations=[(float(images), loss and float(loss)) for images, loss in record.get('evaluations', ())])
+               prices=tuple((name and str(name), float(dollars)) for name, dollars in prices),
+               evaluations=evaluations)
 
 
 def status_and_notes(record: dict) -> tuple[str, str]:
     """Return the status of the row of a record of speed, and its note in the table."""
     # Only a complete run with a speed that has settled is a measurement.
-    status = str(record['status'])
+    status = record['status']
     if status != COMPLETE:
         reason = f'{status}: {record.get("error", "")}'
         return status, textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')

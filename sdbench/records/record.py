@@ -19,7 +19,7 @@ from sdbench.records.versions import git_commit, package_versions
 
 
 def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of a run: date, command, machine, all flags, results, and figures calculated from results.
+    """Return the record of a run: date, command, machine, all flags, results, and metrics calculated from results.
 
     Args:
         stage: `train`, `loader`, `encode` or `evaluate`.

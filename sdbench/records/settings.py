@@ -50,11 +50,17 @@ def known_value(value: Any) -> Any:
     return value
 
 
+def one_line_of(text: str) -> str:
+    """Return a text of a record as one line without control characters, which a terminal would obey."""
+    return ' '.join(''.join(char if char.isprintable() else ' ' for char in text).split())
+
+
 def comparable(value: Any) -> Any:
     """Return the value of a setting in a form that can be compared, with lists as text; None if it is not known."""
     if isinstance(value, (list, tuple, dict)):
         return str([*value]) if value else None
-    return known_value(value)
+    value = known_value(value)
+    return one_line_of(value) if isinstance(value, str) else value
 
 
 def has_training_result(record: dict) -> bool:

@@ -63,6 +63,7 @@ def client_errors(label: str) -> Iterator[None]:
         if isinstance(getattr(error, 'response', None), dict):  # boto3
             status = error.response['ResponseMetadata']['HTTPStatusCode']
             text = '{Code} {Message}'.format_map({'Code': '', 'Message': '', **error.response['Error']})
+            text = text.removeprefix(f'{status} ')  # the code of an answer that is not XML
         for name in ('status_code', 'code'):  # Azure's client, and Google's
             if isinstance(getattr(error, name, None), int):
                 status = int(getattr(error, name))

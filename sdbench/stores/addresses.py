@@ -1,5 +1,6 @@
 """Addresses in object stores, and what the classes of all kinds of stores share."""
 import os
+import re
 from typing import NamedTuple
 
 from sdbench.errors import UserError
@@ -39,7 +40,10 @@ class StoredFile(NamedTuple):
 
 
 def parse_address(address: str, label: str) -> Address:
-    """Return the parts of an address such as s3://BUCKET/KEY. Raises UserError if the scheme is not supported."""
+    """Return the parts of an address such as s3://BUCKET/KEY.
+
+    Raises UserError, which begins with `label`, if the scheme is not supported, or a name is missing or malformed.
+    """
     if not address.startswith(SUPPORTED):
         raise UserError(f'{label}: only the stores s3://, gs:// and azure:// can be used; use an S3-compatible address '
                         'with S3_ENDPOINT_URL')
@@ -52,4 +56,8 @@ def parse_address(address: str, label: str) -> Address:
         if '.' not in host:
             host = f'{os.environ.get("AZURE_ACCOUNT_NAME", host)}.blob.core.windows.net'
         bucket, _, key = key.lstrip('/').partition('/')
+    for name in (bucket, host or bucket):
+        if not re.fullmatch(r'[A-Za-z0-9$][\w.-]*', name, re.ASCII):
+            raise UserError(f'{label}: "{name}" cannot be the name of a bucket or an account; use letters, digits, '
+                            'dots, - and _')
     return Address(scheme, host, bucket, key.strip('/'))

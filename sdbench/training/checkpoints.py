@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -244,7 +245,9 @@ def load_training(state: State, logger: Logger, path: str, label: str, folder: s
                         f'as it was made, or give a new --save_folder; to start there from these weights, add '
                         f'--load_weights {label}') from None
     del checkpoint['model']
-    state.load_state_dict(checkpoint, logger)
+    with warnings.catch_warnings():  # callbacks had other names in earlier versions; `kept_in` has read their states
+        warnings.filterwarnings('ignore', '.* is not in the state_dict')
+        state.load_state_dict(checkpoint, logger)
 
 
 # Save checkpoints

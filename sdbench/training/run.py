@@ -157,7 +157,7 @@ def training_record(settings: Run, model: ComposerModel, data: DataSpec, trainer
         **outcome,
     }
 
-    # Add the figures that callbacks have collected. After a failure, do not wait for other ranks.
+    # Add the metrics that callbacks have collected. After a failure, do not wait for other ranks.
     all_ranks = outcome['status'] != FAILED
     for callback in trainer.state.callbacks:
         if hasattr(callback, 'figures'):

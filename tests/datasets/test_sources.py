@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdbench.datasets.sources import File, find_files, group_into_parts
@@ -73,6 +73,7 @@ NAMES = st.builds('{}{}{}'.format, st.sampled_from(['', 'sub/', '.hidden/']), st
                   st.sampled_from(['.jpg', '.PNG', '.txt', '.JSON', '.caption', '.csv', '.tar', '_stats.json', '']))
 
 
+@settings(deadline=None, max_examples=50)  # it waits for a disk
 @given(st.sets(NAMES, min_size=1))
 def test_each_file_is_converted_once_or_has_a_reason(names):
     with TemporaryDirectory() as folder:

@@ -67,13 +67,14 @@ def test_cells_without_text_and_rows_without_an_image_are_skipped_with_their_lin
     rows = [['a.jpg', '["one", "two", null]'], ['b.jpg', '5'], ['c.jpg', 'NaN'], ['d.jpg', '"nan"'], ['e.jpg', '"x"'],
             ['../elsewhere.jpg', '"x"'], ['caf\u00e9.jpg', '"x"']]
     lines = [f'{{"file_name": "{image}", "text": {text}}}\n' for image, text in rows]
-    (folder / 'metadata.jsonl').write_text('\n' + ''.join(lines))
+    (folder / 'metadata.jsonl').write_text('{"file_name": "without_text.jpg"}\n' + ''.join(lines) + '\n')
     assert convert.main([str(folder), 'out']) == 0
     assert captions(tmp_path / 'out') == ['one', 'two']
     assert (f' in 1 row of 1 table, such as {folder}/metadata.jsonl\n'
             'captions   2 of caption, for 1 sample\n') in capsys.readouterr().out
     none = 'no image for a row: SOURCE has no'
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.jsonl'] == [
+        ('metadata.jsonl', 1, f'{none} {folder}/without_text.jpg'),
         ('metadata.jsonl', 2, f'no caption: the row has None for {folder}/a.jpg'),
         ('metadata.jsonl', 3, f'no caption: the row has 5 for {folder}/b.jpg'),
         ('metadata.jsonl', 4, f'no caption: the row has nan for {folder}/c.jpg'),
@@ -154,7 +155,7 @@ UNREADABLE = [
     ('metadata.csv', b'file_name,text\na.jpg,"one\nb.jpg,two\n', 'cannot be read after row 0 (unexpected end of data)'),
     ('captions.csv', b'file_name,text\na.jpg,"one\nb.jpg,"two"\n', "cannot be read after row 0 (',' expected after"),
     ('metadata.csv', b'file_name,text\ncaf\xe9.jpg,one\n', 'it must be a CSV in UTF-8 with commas'),
-    ('metadata.jsonl', b'{"file_name": "a.jpg", "text": "one"}\n{\n', 'cannot be read after row 1'),
+    ('metadata.jsonl', b'{"file_name": "a.jpg", "text": "one"}\n{\n', 'cannot be read after row 0 (line 2: Expecting'),
     ('metadata.jsonl', b'["a.jpg", "one"]\n', 'with one JSON object per line'),
     ('metadata.parquet', b'PAR1', 'it must be a Parquet file'),
     ('captions.json', b'{"1.jpg": "a cat"}', 'it must be in the layout of COCO, with the keys images and annotations'),

@@ -2,11 +2,11 @@
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sdbench.datasets.sources import File
@@ -24,20 +24,18 @@ def have_no_memory() -> None:
     raise MemoryError
 
 
-def make(folder: Path, seconds: float, fatal: dict[str, int], parts: list[Part],
-         die: Callable = kill_itself) -> list[str]:
-    """Make a file for each part, slowly. `fatal` says how often a part kills its worker."""
+def make(folder: Path, fatal: dict[str, int], parts: list[Part], die: Callable = kill_itself) -> list[str]:
+    """Make a file for each part. `fatal` says how often a part kills its worker."""
     for part in parts:
         with open(folder / f'{part.name}-begun', 'a') as notes:
             print(os.getpid(), file=notes)
-        time.sleep(seconds)
         if len(begun(folder, part.name)) <= fatal.get(part.name, 0):
             die()
         (folder / part.name).write_text('made')
     return [part.name for part in parts]
 
 
-def make_beside_others(folder: Path, seconds: float, fatal: dict[str, int], parts: list[Part]) -> list[str]:
+def make_beside_others(folder: Path, fatal: dict[str, int], parts: list[Part]) -> list[str]:
     """Make a part. At first four parts must be in progress, and a fatal one kills its worker; later parts are made."""
     [part] = parts
     is_first = not (folder / f'{part.name}-begun').exists()
@@ -46,8 +44,8 @@ def make_beside_others(folder: Path, seconds: float, fatal: dict[str, int], part
         wait_until(lambda: len(list(folder.glob('*-begun'))) == 4)
         kill_itself()
     while is_first:
-        time.sleep(1)  # until the pool with the dead worker is ended
-    return make(folder, seconds, {}, parts)
+        signal.pause()  # until the pool with the dead worker kills this process
+    return make(folder, {}, parts)
 
 
 def begun(folder: Path, name: str) -> list[str]:
@@ -55,11 +53,11 @@ def begun(folder: Path, name: str) -> list[str]:
     return (folder / f'{name}-begun').read_text().splitlines()
 
 
-def run(folder: Path, number: int, parts_per_call: int = 1, seconds: float = 0.0, fatal: dict | None = None,
-        do=make, use_gpu: Callable[[int], None] | None = None, workers: int = 2) -> list[str]:
+def run(folder: Path, number: int, parts_per_call: int = 1, fatal: dict | None = None, do=make,
+        use_gpu: Callable[[int], None] | None = None, workers: int = 2) -> list[str]:
     """Make this number of parts with two or more workers, and return the names that the calls returned."""
     parts = [Part(str(index), [File(f'{index}.tar', 0)]) for index in range(number)]
-    with LocalWorkers(partial(do, folder, seconds, fatal or {}), workers, use_gpu) as pool:
+    with LocalWorkers(partial(do, folder, fatal or {}), workers, use_gpu) as pool:
         answers = make_parts(pool, parts, parts, 'B', parts_per_call)
     return [name for names in answers for name in names]
 
@@ -80,28 +78,28 @@ def test_a_part_that_kills_its_worker_is_named_and_the_others_in_progress_are_no
     assert 'ran out of memory' in str(caught.value)
 
 
-def wait_a_minute(folder: Path, parts: list[Part]) -> None:
-    """Be in a call for as long as the pool would let it."""
-    (folder / 'begun').touch()
-    time.sleep(60)
-    (folder / 'finished').touch()
+def never_end(folder: Path, parts: list[Part]) -> None:
+    (folder / 'pid').write_text(str(os.getpid()))
+    while True:
+        signal.pause()
 
 
 def test_leaving_the_pool_kills_a_worker_in_the_middle_of_its_call(server, tmp_path):
-    with LocalWorkers(partial(wait_a_minute, tmp_path), 1) as pool:
+    note = tmp_path / 'pid'
+    with LocalWorkers(partial(never_end, tmp_path), 1) as pool:
         pool.call([])
-        wait_until((tmp_path / 'begun').exists)
-    assert not (tmp_path / 'finished').exists()
+        wait_until(lambda: note.exists() and note.read_text())
+    wait_until(lambda: not psutil.pid_exists(int(note.read_text())))
 
 
 def note_gpu(folder: Path, gpu: int) -> None:
     (folder / f'{gpu}-of-{os.getpid()}').touch()
 
 
-def make_beside_the_other(folder: Path, seconds: float, fatal: dict, parts: list[Part]) -> list[str]:
+def make_beside_the_other(folder: Path, fatal: dict, parts: list[Part]) -> list[str]:
     """Make parts once both workers have begun, because otherwise one worker could make all before the other begins."""
     wait_until(lambda: len(list(folder.glob('*-of-*'))) == 2)
-    return make(folder, seconds, fatal, parts)
+    return make(folder, fatal, parts)
 
 
 @pytest.mark.long  # each worker imports everything, because CUDA allows no fork

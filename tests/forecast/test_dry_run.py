@@ -70,29 +70,21 @@ def setup_of(*flags: str) -> Setup:
     return setup_of_settings(settings_of('--dry_run', *flags))
 
 
-IN_A_GRAPH = ['--compile', 'reduce-overhead', '--batch_size', '512', '--device_train_microbatch_size', '64']
+IN_A_GRAPH = '--compile reduce-overhead --batch_size 512 --device_train_microbatch_size 64'
 
 
-@pytest.mark.parametrize('card, flags, tested', [
-    ('NVIDIA H100 80GB HBM3', ['8'], True),
-    ('NVIDIA H100 80GB HBM3', ['1', '--batch_size', '4'], True),
-    ('NVIDIA A100-SXM4-40GB', ['64'], True),
-    ('NVIDIA H100 80GB HBM3', ['8', *IN_A_GRAPH, '--use_synth_latents'], True),
-    ('NVIDIA H100 80GB HBM3', ['8', '--batch_size', '64'], False),      # too few images per GPU
-    ('NVIDIA H100 80GB HBM3', ['16'], False),                           # too many GPUs
-    ('NVIDIA GeForce RTX 4090', ['8', '--batch_size', '16'], False),    # an untested card
-    ('NVIDIA H100 80GB HBM3', ['8', '--image_size', '256'], False),
-    ('NVIDIA H100 80GB HBM3', ['8', '--use_synth_latents'], False),                         # an untested input
-    ('NVIDIA A100-SXM4-80GB', ['8', '--image_size', '256', '--use_synth_latents'], True),
-    ('NVIDIA A100-SXM4-80GB', ['8', '--image_size', '256'], False),
-    ('NVIDIA H100 80GB HBM3', ['8', '--compile', '--use_synth_latents'], False),            # an untested mode
-    ('NVIDIA H100 80GB HBM3', ['8', *IN_A_GRAPH], False),                                    # an untested input
-    ('NVIDIA H100 80GB HBM3', ['8', *IN_A_GRAPH, '--use_synth_latents', '--compile_blocks'], False),
-    ('NVIDIA H100 80GB HBM3', ['8', '--attention', 'math'], False),
-    ('NVIDIA H100 80GB HBM3', ['8', '--model_name', 'tiny'], False),
-])
-def test_a_range_is_printed_only_for_setups_that_published_runs_tested(card, flags, tested):
-    assert forecast(setup_of(*flags), CARDS[card]).is_tested is tested
+@pytest.mark.parametrize('card, tested, untested', [
+    ('H100 80GB HBM3', ['8', '1 --batch_size 4', f'8 {IN_A_GRAPH} --use_synth_latents'],
+     ['8 --batch_size 64', '16', '8 --image_size 256', '8 --use_synth_latents', '8 --compile --use_synth_latents',
+      f'8 {IN_A_GRAPH}', f'8 {IN_A_GRAPH} --use_synth_latents --compile_blocks', '8 --attention math',
+      '8 --model_name tiny']),
+    ('A100-SXM4-40GB', ['64'], ['256']),
+    ('A100-SXM4-80GB', ['8 --image_size 256 --use_synth_latents'], ['8 --image_size 256']),
+    ('GeForce RTX 4090', [], ['8 --batch_size 16'])])
+def test_a_range_is_printed_only_for_setups_that_published_runs_tested(card, tested, untested):
+    for flags in (*tested, *untested):
+        found = forecast(setup_of(*flags.split()), CARDS[f'NVIDIA {card}'])
+        assert found.is_tested == (flags in tested), flags
 
 
 @pytest.mark.parametrize('card, flags, machines, rate', [
@@ -146,21 +138,15 @@ def test_the_work_of_an_ema_update_agrees_with_a_trace_of_the_real_one(smallest_
     assert ema_update(model)['EMA update'].tolist() == traced['EMA update'].tolist()
 
 
-@pytest.mark.parametrize('precision', ['amp_bf16', 'fp32'])
-def test_a_card_without_a_known_peak_has_a_forecast_of_its_memory_alone(smallest_model, capfd, precision):
+@pytest.mark.parametrize('precision, fast', [('amp_bf16', ['NVIDIA L40S']), ('fp32', [])])
+def test_a_card_without_a_known_peak_has_a_forecast_of_its_memory_alone(smallest_model, capfd, precision, fast):
     forecasts = benchmark.main(['--dry_run', '1', *SMALL, '--model_name', smallest_model, '--gpu', 'L40S', 'T4',
                                 '--precision', precision, '--device_train_microbatch_size', '2'])
-    fast = [found.card.name for found in forecasts if not math.isnan(found.images_per_sec)]
-    assert fast == (['NVIDIA L40S'] if precision == 'amp_bf16' else [])
+    assert [found.card.name for found in forecasts if not math.isnan(found.images_per_sec)] == fast
     printed = capfd.readouterr().out
-    [of_t4] = [line for line in printed.splitlines() if line.startswith('1 x Tesla T4')]
-    _, microbatch, taken, *others = re.split('  +', of_t4)
-    assert int(microbatch) == 2
-    assert 0 <= float(taken) < 14.6
-    assert others == ['-', '-', '-']  # images/s, days and dollars
+    assert re.search(r'^1 x Tesla T4  +2  +[0-9.]+  +-  +-  +-$', printed, re.MULTILINE)  # no speed, days and dollars
     assert 'Tesla T4: the peak in ' in printed
-    [largest] = [line for line in printed.splitlines() if line.startswith('the largest microbatch')]
-    assert largest.split()[3] == '64'
+    assert re.search('^the largest microbatch +64', printed, re.MULTILINE)
 
 
 def test_a_run_too_large_for_every_card_is_refused_with_the_changes_that_would_help(capfd):

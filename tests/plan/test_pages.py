@@ -83,13 +83,10 @@ def test_the_first_sentence_and_the_example_of_the_page_on_planning_are_up_to_da
     assert f'16 L40S need {slower["16 x L40S"].days.likely:.2f} days' in sentences(PAGE)
 
 
-def test_plans_without_the_compiler_agree_with_the_pages():
+def test_a_plan_without_the_compiler_agrees_with_the_page():
     plans, _ = answer_to(COSTS, '--training_flags=--no-compile')
-    h100, a100 = plans['8 x H100 80GB'], plans['8 x A100 80GB']
-    trained = sum(part.days.likely for part in a100.parts if part.kind == TRAIN)
-    of_h100 = f'{h100.days.likely:.2f} days and ${h100.gpu_dollars.likely:,.0f}'
-    assert (f'8 H100 take {of_h100}, and 8 A100 80GB take {a100.days.likely:.2f} days, of which training takes '
-            f'{trained:.2f}.') in sentences(PAGE)
+    trained = sum(part.days.likely for part in plans['8 x A100 80GB'].parts if part.kind == TRAIN)
+    assert f'a plan has {trained:.2f} days of training.' in sentences(PAGE)
 
 
 def test_one_gpu_with_little_memory_recomputes_activations_in_blocks_that_are_compiled_alone():
