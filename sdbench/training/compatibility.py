@@ -91,18 +91,27 @@ def omit_networks_of_folder(model: torch.nn.Module, state: dict[str, Any], prefi
 def add_missing_networks(model: torch.nn.Module, state: dict[str, Any], prefix: str = '', *_) -> None:
     """Add whatever a checkpoint lacks to the state that a StableDiffusion loads, in place; a hook of torch.
 
-    The model then compares the facts of the checkpoint with its own in `set_extra_state`, among them the hashes. If the
-    checkpoint has a network without a hash, the model takes it, and keeps it in its own checkpoints.
+    The model then compares the facts of the checkpoint with its own in `set_extra_state`, among them the hashes. A
+    network without a hash is that of the checkpoint, which the model then keeps in its own checkpoints, unless it is a
+    copy of the one in the folder, whose weights are not rounded.
     """
     facts = state.setdefault(f'{prefix}{EXTRA_STATE}', {})  # the first versions did not save any facts
     for part in FROZEN:
         network = getattr(model, part)
-        saved = [name for name in state if name.startswith(f'{prefix}{part}.')]
-        if network is not None and saved and (is_in_checkpoint(part, facts) or is_in_checkpoint(part, model.facts)):
-            if f'{part}_sha256' not in facts and not is_in_checkpoint(part, model.facts):
-                del model.facts[f'{part}_sha256']
+        weights = {} if network is None else network.state_dict()
+        saved = {name.removeprefix(f'{prefix}{part}.'): tensor for name, tensor in state.items()
+                 if name.startswith(f'{prefix}{part}.')}
+        is_kept = is_in_checkpoint(part, facts) or is_in_checkpoint(part, model.facts)
+        if network is not None and saved and is_kept and not is_copy(saved, weights):
+            if f'{part}_sha256' not in facts:
+                model.facts.pop(f'{part}_sha256', None)
             continue
         for name in saved:
-            del state[name]
-        if network is not None:
-            state |= {f'{prefix}{part}.{name}': tensor for name, tensor in network.state_dict().items()}
+            del state[f'{prefix}{part}.{name}']
+        state |= {f'{prefix}{part}.{name}': tensor for name, tensor in weights.items()}
+
+
+def is_copy(saved: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> bool:
+    """Tell whether the tensors that a checkpoint has of a network are its weights, perhaps rounded."""
+    return saved.keys() == weights.keys() and all(torch.equal(tensor, weights[name].to(tensor))
+                                                  for name, tensor in saved.items())

@@ -28,6 +28,7 @@ from sdbench.training.compatibility import (
     comparable,
     difference_of_models,
     facts_of_model,
+    is_copy,
     is_in_checkpoint,
 )
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
@@ -238,8 +239,9 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
             unet = UNet2DConditionModel.from_config(unet_config)
         unet.load_state_dict({name: tensor.float() for name, tensor in unet_weights.items()}, assign=True)
         for part, network in (('vae', vae), ('text_encoder', text_encoder)):
-            if is_in_checkpoint(part, trained.facts):
-                network.load_state_dict(with_prefix_removed(trained.model, f'{part}.'))
+            saved = with_prefix_removed(trained.model, f'{part}.')
+            if is_in_checkpoint(part, trained.facts) and not is_copy(saved, network.state_dict()):
+                network.load_state_dict(saved)
     except RuntimeError as error:
         raise UserError(f'--model_name {files.name} is not the model of {label} ({one_line(error, 200)}); give the '
                         'one that was trained') from None

@@ -53,13 +53,11 @@ def test_a_checkpoint_of_an_earlier_version_resumes_is_exported_and_starts_a_sec
     assert record['training_id'] == identity.get('training_id', record['training_id'])
     assert record['gpu_hours'] > state['callbacks'].get('Spending', {}).get('gpu_hours', 0)
     export(['kept', 'resumed'])
-    for folder in ('out', 'resumed'):
+    # Networks that a GPU has rounded are exported in full.
+    for folder in ['out', 'resumed'] if has_facts else ['resumed']:
         for ours, theirs in zip(encoders_of(folder), encoders_of('model'), strict=True):
             assert ours.keys() == theirs.keys()
-            assert all(torch.allclose(tensor, theirs[name], rtol=2 ** -8) for name, tensor in ours.items())
-        # A network whose hash is in the checkpoint is that of the folder, not rounded.
-        vaes = [encoders[0]['encoder.conv_in.weight'] for encoders in (encoders_of(folder), encoders_of('model'))]
-        assert torch.equal(*vaes) == has_facts
+            assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     main([*RUN, '1ba', '--load_weights', str(earlier)])
     assert 'Traceback' not in capfd.readouterr().err
 
