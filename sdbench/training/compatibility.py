@@ -1,8 +1,8 @@
-"""Keep facts about a model in checkpoints, compare them when weights are loaded, and leave out its frozen networks.
+"""Keep facts about a model in its checkpoints, compare them when weights are loaded, and omit the frozen networks.
 
 A VAE or text encoder whose weights are in the folder of the model is not in a checkpoint. The checkpoint has its hash
-and the name of the model, and whoever loads it takes the weights from there. Random networks exist nowhere else, so
-they are in the checkpoint. The text encoder of `tiny` is one of them: its random weights are not the same in each
+and the name of the model, and a program that loads it takes the weights from there. Random networks exist nowhere else,
+so they are in the checkpoint. The text encoder of `tiny` is one of them: its random weights are not the same in each
 version of transformers. Checkpoints of earlier versions have all networks, perhaps rounded to half precision.
 """
 import json
@@ -91,8 +91,8 @@ def omit_networks_of_folder(model: torch.nn.Module, state: dict[str, Any], prefi
 def add_missing_networks(model: torch.nn.Module, state: dict[str, Any], prefix: str = '', *_) -> None:
     """Add whatever a checkpoint lacks to the state that a StableDiffusion loads, in place; a hook of torch.
 
-    The model then compares the facts of the checkpoint with its own in `set_extra_state`, among them the hashes. A
-    network without a hash is that of the checkpoint, which the model then keeps in its own checkpoints.
+    The model then compares the facts of the checkpoint with its own in `set_extra_state`, among them the hashes. If the
+    checkpoint has a network without a hash, the model takes it, and keeps it in its own checkpoints.
     """
     facts = state.setdefault(f'{prefix}{EXTRA_STATE}', {})  # the first versions did not save any facts
     for part in FROZEN:

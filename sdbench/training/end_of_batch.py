@@ -151,8 +151,9 @@ class EndOfBatch(Callback):
     def evaluate_and_generate(self, state: State, logger: Logger) -> None:
         """Evaluate, and generate images, if they are due after this batch, before the first one, or on a resume.
 
-        Later images are compared with those of the initial weights. A signal or a crash may have ended the resumed run
-        before it evaluated. An evaluation whose result is in the checkpoint is not repeated.
+        The images before the first batch, from the initial weights, are the reference for later ones. A signal or a
+        crash may have ended the resumed run before it evaluated. An evaluation that is in the checkpoint is not
+        repeated.
         """
         batch = state.timestamp.batch.value
         settings = self.settings
