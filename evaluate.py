@@ -47,6 +47,7 @@ from sdbench.errors import BadSample, DataError, UserError, plural, redacted
 from sdbench.files import atomic_write
 from sdbench.inputs.captions import CAPTIONS, require_names
 from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index, was_trained_on
+from sdbench.inputs.tokenizer import hash_of_ids
 from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_fid
 from sdbench.models.generation import SAMPLER, generate, load_pipeline
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
@@ -266,12 +267,15 @@ def evaluate(settings: Evaluate) -> dict:
     index = open_data(settings)
 
     # Generate and score, while no other run works in --out. Images from other settings there are refused.
+    def encode(captions: list[str]) -> list[list[int]]:
+        return pipeline.tokenizer(captions, padding='max_length', truncation=True).input_ids  # as in diffusers
+
     config = pipeline.scheduler.config.items()
     scheduler = {key: value for key, value in config if not key.startswith('_')}  # without the version of diffusers
     made_of = {'program': PROGRAM, 'model_sha256': about_model['model_sha256'], 'data_sha256': index_hash(index),
                'image_size': image_size, 'steps': settings.steps, 'seed': settings.seed,
                'precision': settings.precision, 'caption': settings.caption, 'scheduler': scheduler,
-               'tokenizer_sha256': hashlib.sha256(pipeline.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()}
+               'tokenizer_sha256': hash_of_ids(pipeline.tokenizer.get_vocab(), encode)}
     with contextlib.ExitStack() as stack:
         begun = OutputFolder(settings.out, '--out').begun(made_of)
         on_rank_0(lambda: stack.enter_context(begun))

@@ -32,6 +32,8 @@ def test_bytes_are_scaled_only_once():
     scaled = normalize({'image': image})
     torch.testing.assert_close(scaled['image'].double(), image.double() / 127.5 - 1, atol=1e-6, rtol=0)
     assert normalize(scaled)['image'] is scaled['image']
+    with pytest.raises(ValueError, match='images have the type torch.int64; give bytes'):
+        normalize({'image': image.long()})
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])

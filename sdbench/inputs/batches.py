@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from tokenizers import Tokenizer
 
-from sdbench.errors import BadSample, DataError
+from sdbench.errors import BadSample, DataError, UserError
 from sdbench.inputs.captions import CAPTIONS, ONE_CAPTION, from_columns
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.tokenizer import token_ids
@@ -93,8 +93,12 @@ def normalize(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Scale a batch's images, uint8 (B, 3, H, H), to float32 in [-1, 1], on their device.
 
     Float images are taken to be in [-1, 1] already. They and a batch of moments are returned unchanged.
+
+    Raises UserError if the images are integers of another type, because their range of values is unknown.
     """
     if 'image' not in batch or batch['image'].is_floating_point():
         return batch
+    if batch['image'].dtype != torch.uint8:
+        raise UserError(f'images have the type {batch["image"].dtype}; give bytes (uint8), or floats in [-1, 1]')
     images = batch['image'].to(torch.float32, memory_format=torch.contiguous_format)
     return {**batch, 'image': images / 127.5 - 1}

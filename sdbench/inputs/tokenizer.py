@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import os
+from collections.abc import Callable, Iterable
 
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -14,7 +15,7 @@ from sdbench.hub import find_or_download
 
 CAPTION_LENGTH = 77  # tokens in a caption: the number of positions in the text encoder
 CLIP_VOCABULARY = 49408  # number of token ids
-WORDS_PER_CAPTION = 20  # in the captions that `hash_of_tokenizer` makes from a vocabulary
+WORDS_PER_CAPTION = 20  # in the captions that `hash_of_ids` makes from a vocabulary
 # `hash_of_tokenizer` of CLIP's own vocabulary, which takes two seconds to compute
 CLIP_HASH = '39e11d223720cd722d1d0ab6b6585986bf6ed3b695bd943ca49430a10f3e8d9b'
 
@@ -71,18 +72,25 @@ def hash_of_tokenizer(name: str | None = None) -> str:
     """Return a SHA-256, in hex, of the token ids that `build_tokenizer(name)` returns for its whole vocabulary.
 
     Tokenizers that return the same ids have the same hash, even if different libraries saved them in different files.
-    An empty caption makes the hash depend on the padding.
 
     Raises UserError if there is no tokenizer with that name.
     """
     if name is None:
         return CLIP_HASH
     tokenizer = build_tokenizer(name)
-    words = [symbol.removesuffix('</w>') for symbol in sorted(tokenizer.get_vocab())]  # without CLIP's mark of an end
+    return hash_of_ids(tokenizer.get_vocab(), functools.partial(token_ids, tokenizer))
+
+
+def hash_of_ids(vocabulary: Iterable[str], encode: Callable[[list[str]], list[list[int]]]) -> str:
+    """Return a SHA-256, in hex, of the token ids of an empty caption and of captions with all words of a vocabulary.
+
+    The empty caption makes the hash depend on the padding. `encode` returns the token ids of each caption in a list.
+    """
+    words = [symbol.removesuffix('</w>') for symbol in sorted(vocabulary)]  # without CLIP's mark of an end
     captions = ['']
     for first in range(0, len(words), WORDS_PER_CAPTION):
         captions.append(' '.join(words[first:first + WORDS_PER_CAPTION]))
-    return hashlib.sha256(json.dumps([captions, token_ids(tokenizer, captions)]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([captions, encode(captions)]).encode()).hexdigest()
 
 
 def clip_tokenizer() -> Tokenizer:
