@@ -15,6 +15,9 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other 
 # Let Inductor compile in this process, and without vector instructions, whose C++ takes a compiler much longer.
 os.environ.update(TORCHINDUCTOR_COMPILE_THREADS='1', TORCHINDUCTOR_VEC_ISA_OK='0')
 
+os.environ.pop('AWS_PROFILE', None)  # the user's own store
+os.environ.pop('RAY_ADDRESS', None)  # and cluster
+
 # Traces of steps are cached here, and not in the user's folder. Their names depend on the code that makes them.
 os.environ['XDG_CACHE_HOME'] = os.path.join(tempfile.gettempdir(), f'sdbench-tests-{os.getuid()}')
 
