@@ -1,8 +1,10 @@
-"""Train Stable Diffusion 2 and measure how fast it trains here, or forecast its speed and cost with --dry_run.
+r"""Train Stable Diffusion 2 and measure how fast it trains here, or forecast its speed and cost with --dry_run.
 
-    composer benchmark.py --use_ema --use_synth_data --device_train_microbatch_size 4
-    composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
-    python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
+    composer benchmark.py @recipes/fastest.txt --use_ema --use_synth_data    # measure all GPUs of this machine
+    python benchmark.py --dry_run 8 --gpu H100-80GB --use_ema                # forecast, without a GPU
+    composer benchmark.py --remote photos-mds --model_name FOLDER --pretrained --use_ema --caption_drop 0.1 \
+        --max_duration 10ep --save_folder checkpoints --autoresume           # train
+    python benchmark.py --use_synth_data --model_name tiny --image_size 64 --batch_size 4    # try it on a CPU
 
 The composer launcher starts one process per GPU. Without --max_duration only a short measurement runs.
 """

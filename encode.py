@@ -4,10 +4,10 @@
     composer benchmark.py --remote s3://my-bucket/photos-512 --use_ema --model_name FOLDER --pretrained
 
 Each shard of images becomes one or more shards with the captions and, in float16, the mean and the log variance of each
-image's latents. Training samples new latents from this distribution each time. It uses all GPUs of this machine, or
-with --ray of a Ray cluster. Images that cannot be encoded are skipped and logged in OUT/skipped.jsonl. If a run was
-stopped, start the same command again: it encodes only the missing shards. OUT/index.json is written last. To forecast
-the speed of encoding on GPUs, use --dry_run of benchmark.py.
+image's latents. Training samples new latents from this distribution each time. encode.py uses all GPUs of this machine,
+or with --ray all GPUs of a Ray cluster. Images that cannot be encoded are skipped and logged in OUT/skipped.jsonl. If a
+run was stopped, start the same command again: it encodes only the missing shards. OUT/index.json is written last. To
+forecast the speed of encoding on GPUs, use --dry_run of benchmark.py.
 """
 from sdbench.flags.commands import Encode
 from sdbench.flags.parser import answer_early, parse

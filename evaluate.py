@@ -6,9 +6,9 @@
 
 MODEL is a checkpoint of benchmark.py, a folder or an object store with checkpoints (the newest is used), or a pipeline
 folder of diffusers, for example from export.py. DATA is a dataset of images with captions, as convert.py writes it.
-Launch it like benchmark.py, on one GPU (python) or on several (composer, torchrun). The same command generates the same
-images, and continues where an interrupted one has stopped. Nothing is downloaded: WEIGHTS.pth and CLIP are files that
-you provide, and an error says where to get them. Without them nothing is scored.
+Start evaluate.py with python for one GPU, or with composer or torchrun for several. The same command generates the same
+images, and continues where an interrupted one has stopped. Nothing is downloaded: you provide the file WEIGHTS.pth and
+the folder CLIP, and an error says where to get them. Without them the images are not scored.
 """
 from sdbench.flags.commands import Evaluate
 from sdbench.flags.parser import answer_early, parse

@@ -1,13 +1,13 @@
 r"""Plan a training of Stable Diffusion: days, dollars and their ranges on each GPU, and what to do first. Needs no GPU.
 
     python plan.py                                   # Stable Diffusion 2 as its makers trained it, on 8 of each GPU
-    python plan.py --gpu '8 H100' '8 B200' '16 L40S' --network_gbits 100 --images 100000000 \
+    python plan.py --gpu '8 H100-80GB' '8 B200' '16 L40S' --network_gbits 100 --images 100000000 \
         --max_dollars 30000 --max_days 42            # your images, GPUs and limits
-    python plan.py results.jsonl --gpu '8 H100'      # corrected by what was measured
+    python plan.py results.jsonl --gpu '8 H100-80GB' # corrected by what was measured
     python plan.py --spot --html plan.html           # on spot machines; a page to send to others
 
-Each GPU gets the fastest plan that leaves the training result as it is: on latents or images, with or without the
-compiler and gradient checkpointing, with the largest microbatch that fits. Every number has a range. Plans whose ranges
+Each GPU gets the fastest plan with the flags of recipes/fastest.txt: on latents or images, with or without the compiler
+and gradient checkpointing, with the largest microbatch that fits. Days and whole costs have ranges. Plans whose ranges
 overlap cannot be told apart before they are measured.
 """
 import datetime

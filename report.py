@@ -1,6 +1,6 @@
 """Turn records into days, GPU-hours and dollars, and predict the speed on more GPUs.
 
-    python report.py results.jsonl                          # a row for each measured setting and GPU count
+    python report.py results.jsonl                          # a row for each measured setup and GPU count
     python report.py published.csv --extrapolate 512 1024 --figure days.png --csv table.csv
     python report.py results.jsonl --compare                # one row per training, with its speed relative to the first
     python report.py results.jsonl --learned learned.png    # eval losses against images and against dollars

@@ -72,7 +72,7 @@ class Convert(Cluster):
                              'train-0.parquet or val/; all converts all splits as one dataset (default: SOURCE must '
                              'have only one)', choices=('train', 'validation', 'test', 'all'))
     sample_per_caption: bool = flag(False, 'write one sample per caption (default: off, which writes one sample per '
-                                    'image with all its captions; training then draws one at random each time)')
+                                    'image with all its captions; training then picks one at random each time)')
     clean_captions: bool = flag(False, 'fix mojibake and unescape HTML such as &amp; in captions, as open_clip does')
     num_workers: int | None = flag(None, 'conversion processes on this machine (default: one per CPU core)', type=count)
     size_limit: int = flag(64 << 20, 'maximum size of a shard (default: 64mb)', type=shard_size, metavar='SIZE')

@@ -45,8 +45,8 @@ class PlanFlags:
     schedule: tuple[tuple[int, int], ...] = flag(SD2_SCHEDULE, 'phases of the training, each with its optimizer steps '
                                                  'and its image size in pixels (default: 550000@256 850000@512, as for '
                                                  'Stable Diffusion 2)', type=phase, nargs='+', metavar='STEPS@SIZE')
-    figure: str | None = flag(None, 'file for a picture of the days and dollars of each plan with their ranges and '
-                              'limits (default: no picture)', type=picture)
+    figure: str | None = flag(None, 'file for a plot of the days and dollars of each plan, with their ranges and '
+                              'limits (default: no plot)', type=picture)
     training_flags: str = flag('', "flags for benchmark.py, such as --training_flags='--no-compile' with the =, after "
                                'those of recipes/fastest.txt and --use_ema; the search leaves them as they are',
                                metavar="'FLAGS'")
