@@ -83,12 +83,12 @@ def group_by_split(paths: Iterable[str], sources: Iterable[str] = ()) -> dict[st
     """Return the paths of each split that occurs.
 
     The first folder or file in a path that has a keyword decides. A path without a keyword belongs to 'train'. The
-    folders that all paths share do not count: whoever gives only the folder test/ wants to convert it. Folders above a
-    source do not count either.
+    folders that all paths share do not count, because a user who gives only the folder test/ wants to convert it.
+    Folders above a source do not count either.
 
     Args:
         paths: paths of files, or of samples in a tar.
-        sources: the paths, addresses and globs by which the files were found.
+        sources: the paths, addresses and globs that found the files.
     """
     above = {re.split(r'[*?[]', source.rstrip('/'))[0].rpartition('/')[0] + '/' for source in sources}
     parts_of = {}

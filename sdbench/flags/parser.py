@@ -130,7 +130,7 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     parser = Parser(program, description=description, formatter_class=HelpFormatter, allow_abbrev=False,
                     epilog='@FILE reads flags from FILE. A later flag replaces an earlier one.')
 
-    # Add the fields class by class, in the order of --help: the class itself, and then what it shares with others.
+    # Add the fields class by class, in the order of --help: the class of this command, and then its base classes.
     usage = [program]
     groups = {}  # argparse's groups, by heading
     for owner in (cls, *cls.__bases__):

@@ -84,13 +84,17 @@ def difference_from_original(pipeline: StableDiffusionPipeline) -> str | None:
     Such programs assume what Stable Diffusion 1.5 and 2 have in common, which are diffusers' defaults, and choose
     between the two by the names of the text encoder's tensors. The prediction type is not compared.
     """
-    # What follows from the version
+    # Compare the values in which the two versions differ.
     text_encoder = pipeline.text_encoder.config
     is_version_2 = text_encoder.hidden_act == OPEN_CLIP
     blocks = pipeline.unet.config.block_out_channels
-    expected_heads = [channels // 64 for channels in blocks] if is_version_2 else [8] * len(blocks)
+    expected_heads = [8 for _ in blocks]
+    if is_version_2:
+        expected_heads = [channels // 64 for channels in blocks]
     heads = pipeline.unet.config.attention_head_dim  # diffusers' name for the number of heads in this UNet
-    heads = [heads] * len(blocks) if isinstance(heads, int) else list(heads)
+    if isinstance(heads, int):  # the same number in each block
+        heads = [heads for _ in blocks]
+    heads = list(heads)
     schedule = pipeline.scheduler.config
     rows = [
         ('text encoder', 'hidden_act', text_encoder.hidden_act, OPEN_CLIP if is_version_2 else OPENAI_CLIP),
@@ -102,7 +106,7 @@ def difference_from_original(pipeline: StableDiffusionPipeline) -> str | None:
         ('scheduler', 'beta_start', schedule.beta_start, 0.00085),
         ('scheduler', 'beta_end', schedule.beta_end, 0.012)]
 
-    # What both versions have: their blocks, and diffusers' defaults but for the sizes, which the tensors show
+    # Compare what both versions share: the kinds of their blocks, and diffusers' defaults. The tensors show the sizes.
     for label, network in (('UNet', pipeline.unet), ('VAE', pipeline.vae)):
         for kind in ('down_block_types', 'up_block_types'):
             types = [name for name in network.config[kind] if name not in BLOCKS]
@@ -131,8 +135,11 @@ def original_unet(tensors: dict[str, torch.Tensor], config: Any) -> dict[str, to
         original = renamed(name, UNET)
         match = re.match(r'(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.', name)
         if match:
-            direction, block, kind, layer = match[1], int(match[2]), match[3], int(match[4])
-            # A downsampler is a layer of its own. An upsampler comes last in the layer of the last resnet.
+            direction = match[1]
+            block = int(match[2])
+            kind = match[3]
+            layer = int(match[4])
+            # A downsampler is a separate layer. An upsampler comes last in the layer of the last resnet.
             part = {'resnets': '0', 'attentions': '1', 'downsamplers': '0.op', 'upsamplers': '1.conv'}[kind]
             if kind == 'upsamplers' and f'up_blocks.{block}.attentions.0.norm.weight' in tensors:
                 part = '2.conv'
