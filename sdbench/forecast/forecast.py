@@ -11,10 +11,7 @@ from sdbench.flags.commands import Encode
 from sdbench.flags.train import SD2_BASE, divisors
 from sdbench.forecast.compiling import compiled_memory, compiled_work
 from sdbench.forecast.speed import (
-    COMPILED,
     CONSTANTS,
-    IN_A_GRAPH,
-    IN_GRAPHS,
     LARGEST_ERROR,
     TESTED,
     BatchSplit,
@@ -91,7 +88,7 @@ def forecast(setup: Setup, card: Card) -> Forecast:
 
     # The speed of the training
     setup = replace(setup, microbatch=microbatch)
-    constants = {False: CONSTANTS, IN_GRAPHS: IN_A_GRAPH}.get(setup.compile, COMPILED)
+    constants = CONSTANTS.for_mode(setup.compile)
     work = work_of(setup, step)
     network = network_rate(setup, card)
     split = BatchSplit(microbatch, setup.device_batch_size, setup.num_devices, setup.allreduce_precision, network)
