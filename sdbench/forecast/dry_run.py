@@ -23,11 +23,10 @@ from sdbench.forecast.forecast import (
 )
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.gpus import GIB, Card, cards_named, short_name
-from sdbench.microbatches import SMALLER_MICROBATCH, changes_that_take_less, memory_advice
 from sdbench.process import launcher_variable
 from sdbench.records.metrics import filled, format_days, rounded, text_table
 from sdbench.records.status import NOT_IN_A_FORECAST
-from sdbench.setup import Setup, setup_of_settings
+from sdbench.setup import SMALLER_MICROBATCH, Setup, changes_that_take_less, memory_advice, setup_of_settings
 
 IN_BRACKETS = (f'In brackets: the forecast divided and multiplied by {1 + LARGEST_ERROR:.2f}, its largest error on '
                'published speeds that were not used to fit it.')

@@ -22,8 +22,7 @@ from sdbench.forecast.speed import (
 from sdbench.forecast.step import Step
 from sdbench.forecast.stored import has_same_unet, step_of
 from sdbench.gpus import GIB, NETWORK_SHARE, Card, peak_of
-from sdbench.microbatches import largest_that_fits
-from sdbench.setup import Setup
+from sdbench.setup import Setup, largest_that_fits
 
 # GPU memory that the count does not include, as a fraction of the count: CUDA itself, workspaces of its libraries, and
 # fragmentation of the allocator. On milabench's H200 NVML shows 55 GiB for 49.7 counted, and 115.6 GiB for 106.2.

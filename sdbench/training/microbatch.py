@@ -18,8 +18,7 @@ from sdbench.errors import UserError, is_out_of_memory, plural
 from sdbench.flags.train import Run, divisors
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
-from sdbench.microbatches import changes_that_take_less, largest_that_fits
-from sdbench.setup import setup_of_settings
+from sdbench.setup import changes_that_take_less, largest_that_fits, setup_of_settings
 from sdbench.training.ranks import print_on_rank_0
 
 RESERVED_FRACTION = 1 / 32  # of GPU memory, kept free for the fragmentation of a long run and for NCCL's channels
