@@ -4,7 +4,7 @@ import math
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,7 @@ from sdbench.plan.verdict import (
     standing,
 )
 from sdbench.records.metrics import WIDTH, filled, rounded, text_table
+from sdbench.report.trainings import grouped
 
 RANGE_REASONS = {
     MEASURED_ERROR: 'the same GPUs and code differ by 2 to 4 % between MLPerf submitters',
@@ -248,14 +249,6 @@ class Answer:
             blocks.append('\n'.join([filled(sentence.splitlines()), *(shell_lines(command) for command in commands)]))
         blocks.append(filled(self.details))
         return '\n\n'.join(filter(None, blocks))
-
-
-def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list]:
-    """Return the second values of pairs by their first values, in the order of their first appearance."""
-    groups = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
 
 
 def switches(part: Part) -> list[str]:
