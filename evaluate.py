@@ -302,10 +302,7 @@ def evaluate(settings: Evaluate) -> dict:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Evaluate, and return the record, or None with --check_only.
-
-    `argv` is the command line; None means the arguments of this process.
-    """
+    """Evaluate, and return the record, or None with --check_only."""
     begin()
     settings = parse(Evaluate, __doc__, argv, PROGRAM)
     for library in (diffusers, transformers):

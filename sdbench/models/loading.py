@@ -45,18 +45,11 @@ RANDOM = 'random'  # replaces the hash of random weights
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The folder of a model in diffusers' layout, and the contents of its configuration files.
-
-    Attributes:
-        name: the name that the user gave.
-        folder: folder with the subfolders unet, vae, text_encoder and scheduler.
-        configs: the content of the configuration file in each subfolder.
-        pretrained: whether the VAE and the text encoder have trained weights, or random ones.
-    """
-    name: str
-    folder: Path
-    configs: dict[str, dict]
-    pretrained: bool
+    """The folder of a model in diffusers' layout, and the contents of its configuration files."""
+    name: str  # as the user gave it
+    folder: Path  # with the subfolders unet, vae, text_encoder and scheduler
+    configs: dict[str, dict]  # the content of the configuration file in each subfolder
+    pretrained: bool  # whether the VAE and the text encoder have trained weights, or random ones
 
     @property
     def tokenizer(self) -> str | None:
@@ -229,10 +222,7 @@ def hash_of_weights(*networks: torch.nn.Module) -> str:
 
 
 def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
-    """Build the VAE, frozen, in eval mode, with weights in `precision`, a key of DTYPES.
-
-    Raises UserError if its weights do not load.
-    """
+    """Build the VAE, frozen, in eval mode, with weights in `precision`, a key of DTYPES."""
     if files.pretrained:
         vae = load_weights(AutoencoderKL, files.folder / 'vae', f'--model_name {files.name}')
     else:
@@ -250,10 +240,7 @@ def build_unet(files: ModelFiles) -> UNet2DConditionModel:
 
 
 def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:
-    """Build the CLIP text encoder, frozen, in eval mode, with weights in `precision`, a key of DTYPES.
-
-    Raises UserError if its weights do not load.
-    """
+    """Build the CLIP text encoder, frozen, in eval mode, with weights in `precision`, a key of DTYPES."""
     config = CLIPTextConfig(**files.configs['text_encoder'])
     if not files.pretrained:
         text_encoder = CLIPTextModel(config)

@@ -125,10 +125,7 @@ def judge(plans: Sequence[Plan], limits: Sequence[Limit]) -> Verdict:
 def comparison(tied: Sequence[Plan], figure: str, where: str) -> str:
     """Return a sentence that names the best plan by days or cost, or those that cannot be told apart from it.
 
-    Args:
-        tied: the best plan, and the others whose ranges overlap with its range.
-        figure: `dollars` or `days`.
-        where: the limits that they keep, such as ' within $30,000'; '' without limits.
+    `where` names the limits that they keep, such as ' within $30,000'.
     """
     if len(tied) == 1:
         best = {'dollars': 'Cheapest', 'days': 'Fastest'}[figure]

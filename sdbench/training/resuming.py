@@ -72,11 +72,7 @@ def facts_to_keep(settings: Run, files: ModelFiles, dataset: Dataset, before: di
     The identity is `training_id`, 12 random hexadecimal digits; `beginning`, the readable part of its name, which is
     the last part of --save_folder; and `load_weights`, the origin of its first weights without passwords, or None.
 
-    Args:
-        settings: the settings of the run.
-        files: the files of its model.
-        dataset: the training data.
-        before: what the checkpoint to resume from has kept; empty for a new training.
+    `before` is what the checkpoint to resume from has kept; empty for a new training.
     """
     # A resumed training keeps its identity. Characters that a folder name should not have become hyphens.
     beginning = os.path.basename(os.path.abspath(settings.save_folder or 'run').rstrip('/'))
@@ -144,9 +140,6 @@ class ExactResume(Callback):
 
     Composer restores the random state in the middle of an epoch only if it iterates over the skipped batches itself,
     which it does not do with StreamingDataLoader. Therefore every batch gets a seed from run, batch and rank.
-
-    Args:
-        seed: seed of the run.
     """
 
     def __init__(self, seed: int):
