@@ -133,7 +133,6 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
 
 
 def with_progress(steps: Iterable, doing: str, total: int) -> Iterable:
-    """Yield the steps, with a progress bar on rank 0."""
     with progress_bar(total, ' steps', doing=doing, hidden=dist.get_global_rank() > 0) as bar:
         for step in steps:
             yield step

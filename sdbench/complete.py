@@ -170,7 +170,6 @@ def complete_encoding(settings: Encode) -> Encode:
 
 
 def or_default(value: Any, default: Any) -> Any:
-    """Return the value of a flag, or the default if the flag was not given (None)."""
     return default if value is None else value
 
 

@@ -196,7 +196,6 @@ def captions_in(cell: Any) -> tuple[list[str], list[str]]:
 
 
 def is_coco(path: str) -> bool:
-    """Tell whether a table is read in the layout of COCO."""
     return split_name(path)[1].lower() == COCO
 
 

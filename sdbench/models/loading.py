@@ -59,7 +59,6 @@ class ModelFiles:
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids that the text encoder knows."""
         return CLIPTextConfig(**self.configs['text_encoder']).vocab_size
 
     @property
@@ -182,7 +181,6 @@ def read_configs(folder: Path, label: str) -> dict[str, dict]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with weights in a folder of diffusers or transformers."""
     return [*folder.glob('*.safetensors'), *folder.glob('*.bin')]
 
 

@@ -35,7 +35,6 @@ class Range:
         return f'{likely}{unit} ({least} to {most})'
 
     def overlaps(self, other: 'Range') -> bool:
-        """Tell whether two ranges have a value in common."""
         return self.least <= other.most and other.least <= self.most
 
 
@@ -76,7 +75,6 @@ class Part:
 
     @property
     def steps(self) -> int:
-        """Return the optimizer steps of a part that trains."""
         return self.images // self.setup.batch_size
 
     @property
@@ -148,7 +146,6 @@ class Plan(Gpus):
 
     @property
     def training(self) -> tuple[Part, ...]:
-        """Return the parts that train, one for each phase."""
         return tuple(part for part in self.parts if part.kind == TRAIN)
 
     @property
@@ -160,7 +157,6 @@ class Plan(Gpus):
         return f'${self.dollars.text(0)}' if figure == 'dollars' else self.days.text(2, ' days')
 
     def at_speed(self, factor: float) -> 'Plan':
-        """Return the plan with every speed multiplied by `factor`."""
         parts = [replace(part, speed=replace(part.speed, images_per_sec=part.speed.images_per_sec * factor))
                  for part in self.parts]
         return replace(self, parts=tuple(parts))

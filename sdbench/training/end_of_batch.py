@@ -59,7 +59,6 @@ class Spending:
         return {'gpu_hours': self._hours_before + hours, 'dollars': dollars}
 
     def is_spent(self) -> bool:
-        """Tell whether the budget is spent."""
         return self.budget is not None and self.so_far()['dollars'] >= self.budget
 
 

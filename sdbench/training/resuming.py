@@ -130,7 +130,6 @@ def require_same_flags(before: dict, now: dict) -> None:
 
 
 def probabilities(weights: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return the weights of captions as probabilities."""
     total = sum(weight for _, weight in weights)
     return {name: round(weight / total, 9) for name, weight in weights if weight}
 
@@ -164,7 +163,6 @@ class ExactResume(Callback):
                         moments[name] = torch.empty_like(parameter, dtype=moment.dtype).copy_(moment)
 
     def batch_start(self, state, logger) -> None:
-        """Seed the batch's noise and timesteps."""
         seeds = np.random.SeedSequence((self.seed, state.timestamp.batch.value, dist.get_global_rank()))
         torch.manual_seed(int(seeds.generate_state(1)[0]))
 
