@@ -45,7 +45,7 @@ from sdbench.complete import best_precision
 from sdbench.datasets.output import OutputFolder
 from sdbench.errors import BadSample, DataError, UserError, plural, redacted
 from sdbench.files import atomic_write
-from sdbench.inputs.captions import CAPTIONS, require_names
+from sdbench.inputs.batches import CAPTIONS, require_names
 from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index, was_trained_on
 from sdbench.inputs.tokenizer import hash_of_ids
 from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_fid

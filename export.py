@@ -32,9 +32,9 @@ from safetensors.torch import save_file
 from transformers.utils.logging import disable_progress_bar
 
 from sdbench.errors import plural, redacted
+from sdbench.files import EXPORTED
 from sdbench.models.loading import RANDOM, hash_of_weights
 from sdbench.models.single_file import original_tensors
-from sdbench.paths import EXPORTED
 from sdbench.training.weights import about_training, read_exported, read_trained_model, trained_pipeline
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from sdbench.errors import UserError, plural
+from sdbench.files import sibling_path
 from sdbench.flags.commands import Encode
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, MOST_WORKERS, TIMES, Run, Train, default_switches
 from sdbench.flags.training_command import fine_tune_instead, trains_random_weights
 from sdbench.inputs.shards import number_of_samples, read_index
-from sdbench.paths import sibling_path
 from sdbench.process import cpu_cores, launcher_variable
 from sdbench.records.status import fewest_batches
 

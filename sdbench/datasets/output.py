@@ -23,10 +23,8 @@ from typing import Any, BinaryIO
 from streaming import MDSWriter
 
 from sdbench.errors import DataError, UserError, plural, redacted
-from sdbench.files import atomic_write, locked, parse_json
-from sdbench.paths import CLAIM, INDEX, is_url
-from sdbench.stores import download, files_below, upload
-from sdbench.stores.addresses import PATIENT, QUICK, Retry, parse_address
+from sdbench.files import CLAIM, INDEX, atomic_write, is_url, locked, parse_json
+from sdbench.stores import PATIENT, QUICK, Retry, download, files_below, parse_address, upload
 
 LOCK = f'{CLAIM}.lock'  # held by the run that writes to a folder
 SKIPPED = 'skipped.jsonl'  # which samples and files were skipped, and why

@@ -30,11 +30,10 @@ from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.sources import File
 from sdbench.datasets.tables import USUAL_COLUMNS, Columns, captions_in, with_name
 from sdbench.errors import BadSample, DataError, UserError, one_line
-from sdbench.inputs.captions import Named
+from sdbench.files import is_url
+from sdbench.inputs.batches import Named
 from sdbench.inputs.images import decode_whole_image
-from sdbench.paths import is_url
-from sdbench.stores import download
-from sdbench.stores.addresses import PATIENT
+from sdbench.stores import PATIENT, download
 
 BUFFER_BYTES = 1 << 20  # read buffer of a file
 

@@ -33,10 +33,9 @@ from sdbench.datasets.names import (
 )
 from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, CaptionTables, Columns
 from sdbench.errors import UserError
-from sdbench.inputs.captions import Named
-from sdbench.paths import is_url
-from sdbench.stores import files_below
-from sdbench.stores.addresses import parse_address
+from sdbench.files import is_url
+from sdbench.inputs.batches import Named
+from sdbench.stores import files_below, parse_address
 
 WILDCARDS = re.compile(r'[*?[]')
 UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ELOOP)  # no permission, deleted, or a broken link

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from sdbench.datasets.names import CAPTION_SUFFIXES, split_name
 from sdbench.errors import UserError, one_line
-from sdbench.inputs.captions import ONE_CAPTION, Named
+from sdbench.inputs.batches import ONE_CAPTION, Named
 
 # Names of the tables that are found in SOURCE. The first three are the names in Hugging Face's ImageFolder.
 TABLES = ('metadata.csv', 'metadata.jsonl', 'metadata.parquet', 'captions.csv')

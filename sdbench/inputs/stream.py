@@ -30,11 +30,9 @@ from streaming.base.util import bytes_to_int
 from streaming.base.world import World
 
 from sdbench.errors import DataError, UserError, unreadable_shard
-from sdbench.files import atomic_write
+from sdbench.files import INDEX, atomic_write
 from sdbench.inputs.shards import index_hash
-from sdbench.paths import INDEX
-from sdbench.stores import download
-from sdbench.stores.addresses import PATIENT, Retry
+from sdbench.stores import PATIENT, Retry, download
 
 # Numbers for the names of shared memory. Other programs with Streaming count from 0, and macOS limits the length.
 MEMORY_NUMBERS = range(10 ** 6, 2 ** 31)

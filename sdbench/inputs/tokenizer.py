@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from sdbench.errors import UserError
-from sdbench.hub import find_or_download
+from sdbench.models.folders import find_or_download
 
 CAPTION_LENGTH = 77  # tokens in a caption: the number of positions in the text encoder
 CLIP_VOCABULARY = 49408  # number of token ids

@@ -8,7 +8,7 @@ from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import CLIPModel, CLIPProcessor
 
 from sdbench.errors import UserError, one_line
-from sdbench.hub import CLIP_MODEL
+from sdbench.models.folders import CLIP_MODEL
 from sdbench.models.loading import load_weights
 
 NETWORK = 'inception-v3-compat 2048'  # torch-fidelity's network, whose features equal those from TensorFlow in 2015

@@ -17,9 +17,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.errors import UserError, one_line
 from sdbench.flags.train import TINY_MODEL
-from sdbench.hub import find_or_download
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, build_tokenizer
-from sdbench.models.built_in import BUILT_IN, CONFIG_FILES
+from sdbench.models.folders import BUILT_IN, CONFIG_FILES, find_or_download
 from sdbench.models.names import OLDER_NAMES, save_older_names
 
 # Schedulers that can sample from a model trained with DDPM. EDMEulerScheduler has continuous timesteps.

@@ -26,11 +26,9 @@ from torch.torch_version import TorchVersion
 from tqdm import tqdm
 
 from sdbench.errors import DataError, UserError, disk_is_full, one_line
-from sdbench.files import atomic_write, locked
+from sdbench.files import atomic_write, is_url, locked
 from sdbench.models.names import use_installed_names
-from sdbench.paths import is_url
-from sdbench.stores import addresses_in, download, upload
-from sdbench.stores.addresses import QUICK
+from sdbench.stores import QUICK, addresses_in, download, upload
 from sdbench.training.compatibility import Mismatch, add_missing_networks
 from sdbench.training.ranks import on_every_rank, on_rank_0
 from sdbench.training.resuming import kept_in, require_same_flags

@@ -9,7 +9,7 @@ from composer import ComposerModel
 from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
 from sdbench.errors import UserError, one_line
-from sdbench.files import parse_json
+from sdbench.files import EXPORTED, parse_json
 from sdbench.inputs.tokenizer import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.generation import build_pipeline
 from sdbench.models.loading import (
@@ -20,7 +20,6 @@ from sdbench.models.loading import (
     load_weights,
     require_no_single_file,
 )
-from sdbench.paths import EXPORTED
 from sdbench.training.checkpoints import load_checkpoint, local_copy, newest_checkpoint
 from sdbench.training.compatibility import (
     EXTRA_STATE,
