@@ -31,7 +31,7 @@ from sdbench.datasets.output import SKIPPED, OutputFolder, done_already, join_pa
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.training_command import training_command
-from sdbench.inputs.captions import CAPTIONS
+from sdbench.inputs.batches import CAPTIONS
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE, IMAGES_HASH, index_hash, number_of_samples, read_image_index
 from sdbench.models.flops import flops_of_latents
 from sdbench.models.loading import find_model

@@ -45,7 +45,7 @@ from sdbench.complete import best_precision
 from sdbench.datasets.output import OutputFolder
 from sdbench.errors import BadSample, DataError, UserError, plural, redacted
 from sdbench.files import atomic_write
-from sdbench.inputs.captions import CAPTIONS, require_names
+from sdbench.inputs.batches import CAPTIONS, require_names
 from sdbench.inputs.shards import index_hash, number_of_samples, read_image_index, was_trained_on
 from sdbench.inputs.tokenizer import hash_of_ids
 from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_fid
@@ -133,7 +133,6 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
 
 
 def with_progress(steps: Iterable, doing: str, total: int) -> Iterable:
-    """Yield the steps, with a progress bar on rank 0."""
     with progress_bar(total, ' steps', doing=doing, hidden=dist.get_global_rank() > 0) as bar:
         for step in steps:
             yield step
@@ -302,10 +301,7 @@ def evaluate(settings: Evaluate) -> dict:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Evaluate, and return the record, or None with --check_only.
-
-    `argv` is the command line; None means the arguments of this process.
-    """
+    """Evaluate, and return the record, or None with --check_only."""
     begin()
     settings = parse(Evaluate, __doc__, argv, PROGRAM)
     for library in (diffusers, transformers):

@@ -24,8 +24,7 @@ from sdbench.datasets.workers import Part
 from sdbench.errors import BadSample, DataError
 from sdbench.flags.commands import Encode
 from sdbench.flags.train import Train
-from sdbench.inputs.batches import decode_sample, normalize, stack_images
-from sdbench.inputs.captions import CAPTIONS, MDS_CAPTION_COLUMNS, to_columns
+from sdbench.inputs.batches import CAPTIONS, MDS_CAPTION_COLUMNS, decode_sample, normalize, stack_images, to_columns
 from sdbench.inputs.images import decode_image
 from sdbench.inputs.loader import begin_worker
 from sdbench.inputs.shards import MOMENTS

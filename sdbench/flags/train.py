@@ -27,7 +27,6 @@ def microbatch(text: str) -> int | Literal['auto']:
 
 
 def divisors(number: int) -> list[int]:
-    """List the divisors of a number in ascending order."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
@@ -308,7 +307,6 @@ class Run(Train):
 
     @property
     def latents(self) -> bool:
-        """Tell whether the run trains on latents, for which it needs no VAE."""
         return self.encoders == ENCODERS[True]
 
     @property

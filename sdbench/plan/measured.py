@@ -15,7 +15,7 @@ from sdbench.forecast.forecast import forecast
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.stored import has_same_unet
 from sdbench.gpus import CARDS, Card, short_name
-from sdbench.models.built_in import BUILT_IN
+from sdbench.models.folders import BUILT_IN
 from sdbench.plan.parts import CORRECTED, ENCODE, MEASURED, TRAIN, Speed
 from sdbench.records.expected import expected_of
 from sdbench.records.read import MEASURED as RELIABLE

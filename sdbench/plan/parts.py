@@ -73,7 +73,6 @@ class Part:
 
     @property
     def steps(self) -> int:
-        """Return the optimizer steps of a part that trains."""
         return self.images // self.setup.batch_size
 
     @property
@@ -145,7 +144,6 @@ class Plan(Gpus):
 
     @property
     def training(self) -> tuple[Part, ...]:
-        """Return the parts that train, one for each phase."""
         return tuple(part for part in self.parts if part.kind == TRAIN)
 
     @property
@@ -157,7 +155,6 @@ class Plan(Gpus):
         return f'${self.dollars.text(0)}' if metric == 'dollars' else self.days.text(2, ' days')
 
     def at_speed(self, factor: float) -> 'Plan':
-        """Return the plan with every speed multiplied by `factor`."""
         parts = [replace(part, speed=replace(part.speed, images_per_sec=part.speed.images_per_sec * factor))
                  for part in self.parts]
         return replace(self, parts=tuple(parts))

@@ -91,5 +91,4 @@ class Storage:
 
 
 def terabytes(images: int, size: int, bytes_per_pixel: float) -> float:
-    """Return the TB of images or latents of a size in pixels."""
     return images * size ** 2 * bytes_per_pixel / 1e12

@@ -54,7 +54,7 @@ class Training:
 def base_setup(settings: PlanSettings) -> tuple[Setup, frozenset[str]]:
     """Return the setup that all plans share, and the names of the flags in --training_flags, which no search changes.
 
-    Ends the process with one line if a flag is wrong. Raises UserError for a flag that does not change a step.
+    Raises UserError for a flag that does not change a step.
     """
     words = shlex.split(settings.training_flags)
     parse(Train, '', ['--dry_run', '1', *words], 'plan.py')

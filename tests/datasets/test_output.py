@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sdbench.datasets.output import OutputFolder, PartWriter
 from sdbench.errors import UserError
+from sdbench.files import CLAIM
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.flags.training_command import (
@@ -22,7 +23,6 @@ from sdbench.flags.training_command import (
     random_weights_recipe,
     training_command,
 )
-from sdbench.paths import CLAIM
 from tests.local_s3 import local_s3
 from tests.runs import ROOT, settings_of
 

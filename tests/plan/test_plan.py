@@ -25,7 +25,7 @@ from sdbench.flags.parser import parse
 from sdbench.flags.train import ENCODERS, SD2_BASE, Train, divisors
 from sdbench.forecast.forecast import DoesNotFit, Forecast
 from sdbench.gpus import CARDS, Card, peak_of
-from sdbench.models.built_in import BUILT_IN
+from sdbench.models.folders import BUILT_IN
 from sdbench.plan import measured
 from sdbench.plan.commands import flags_of, shell_lines
 from sdbench.plan.parts import ENCODE, FORECAST, MEASURED, TRAIN, Impossible, Part, Plan, Preemptions, Speed
