@@ -310,7 +310,7 @@ def test_plans_whose_ranges_overlap_are_a_tie_and_the_verdict_says_so(capsys):
     answer = answer_to('--gpu', '8 B200', '8 A10', '--dollars_per_gpu_hour', 1)
     assert answer.verdict.sentences[0].startswith('Cheapest: 8 x B200')
     alone = answer_to('--gpu', '8 B200', '--dollars_per_gpu_hour', 1)
-    assert alone.verdict.sentences[0].startswith('8 x B200: $')  # it is compared with nothing
+    assert alone.verdict.sentences[0].startswith('Cost: 8 x B200, $')  # it is compared with nothing
 
 
 SIX_GPUS = st.permutations([H100, H200, B200, *(CARDS[f'NVIDIA {name}'] for name in ('L40S', 'A40', 'A10'))])
@@ -327,8 +327,9 @@ def test_the_verdict_names_every_plan_that_may_be_the_best_and_none_that_is_outs
              for (days, error, price, is_measured), card in zip(numbers, cards, strict=False)]
     limits = [Limit('days', most), Limit('dollars', spent)]
     standings = {one: standing(one, limits) for one in plans}
-    sentences, best, to_measure = judge(plans, limits)
-    assert all(one in best and one.unmeasured and standings[one] != OUTSIDE for one in to_measure)
+    verdict = judge(plans, limits)
+    sentences, best = verdict
+    assert all(one in best and one.unmeasured and standings[one] != OUTSIDE for one in verdict.to_measure)
     inside = [one for one in plans if standings[one] in (WITHIN, 'probably within')]
     if not inside:
         assert sentences[0].startswith('No plan')
