@@ -34,13 +34,11 @@ NOT_TESTED = 'A speed without brackets is not tested: no published run had the s
 MOST_MICROBATCHES = 9  # columns in the memory table, which ends with the first microbatch that does not fit
 MEMORY = (f'CUDA and its libraries take more than the counted memory: a microbatch fits if {UNCOUNTED_SHARE:.0%} more '
           'fits.')
-NO_SPEED = 'No speed for {}: the peak in {} is not known. Try --precision amp_fp16, for which more peaks are known.'
 
 
 def forecast_training(settings: Train) -> list[Forecast]:
-    """Print the forecasts for a run, whose settings are as the flags gave them, with the GPU counts of --dry_run.
+    """Print and return the forecasts for a run, one for each GPU of --gpu and each GPU count that has enough memory.
 
-    Returns the forecasts, one for each GPU of --gpu and each GPU count, except where memory is too small for one image.
     Raises UserError if the model or the remote is not known, or if no GPU has enough memory.
     """
     if launcher_variable('RANK'):  # rank 0 prints them
@@ -48,7 +46,7 @@ def forecast_training(settings: Train) -> list[Forecast]:
 
     # Make a forecast for each GPU count on each card with enough memory.
     index = index_of_data(settings)
-    runs = [complete(replace(settings, dry_run=(devices,)), index) for devices in sorted(settings.dry_run)]
+    runs = [complete(replace(settings, dry_run=(devices,)), index) for devices in sorted({*settings.dry_run})]
     setups = [setup_of_settings(run) for run in runs]
     cards = cards_named(settings.gpu)
     by_card = {}
@@ -74,8 +72,8 @@ def forecast_training(settings: Train) -> list[Forecast]:
     if len(rows) > 1:
         sentences.append(f'The rest is about {first.setup.num_devices} x {short_name(first.card.name)} alone; choose '
                          'others with --gpu and --dry_run.')
-    asked = next(setup for setup in setups if setup.num_devices == first.setup.num_devices)
-    print(title(runs[0]), f'{text_table(rows)}\n{filled(sentences)}', *explanation(asked, first), sep='\n\n')
+    print(title(runs[0]), f'{text_table(rows)}\n{filled(sentences)}', *explanation(first, setups[0].microbatch),
+          sep='\n\n')
     return forecasts
 
 
@@ -89,7 +87,6 @@ def forecast_or_none(setup: Setup, card: Card) -> Forecast | None:
 
 def too_little_memory(setup: Setup, largest: Card) -> str:
     """Return an error message with the changes that would help on the largest card, which has too little memory."""
-    setup = replace(setup, device=largest.name)
     microbatch = setup.microbatch or 1
     fits_with = {change: forecast_or_none(changed, largest) is not None
                  for change, changed in changes_that_take_less(setup).items()}
@@ -156,22 +153,22 @@ def what_figures_mean(settings: Run, forecasts: Sequence[Forecast]) -> list[str]
         sentences.append(f'Days and dollars: {settings.training_images:,} images{epochs}, {prices} '
                          '(--dollars_per_gpu_hour).')
     sentences += filter(None, [network_sentence(found.setup for found in forecasts)])
-    unknown = dict.fromkeys(short_name(found.card.name) for found in forecasts if math.isnan(found.images_per_sec))
-    if unknown:
-        sentences.append(NO_SPEED.format(', '.join(unknown), settings.precision))
+    if any(math.isnan(found.images_per_sec) for found in forecasts):
+        sentences.append(f'A speed of - means that the peak of the GPU in {settings.precision} is not known. Try '
+                         '--precision amp_fp16, for which more peaks are known.')
+    if any(found.gib > found.card.gib for found in forecasts):
+        sentences.append('Where GiB taken exceeds the memory of the GPU, the microbatch may still fit, because GiB '
+                         f'taken includes a margin of {UNCOUNTED_SHARE:.0%}.')
     if any(found.is_tested for found in forecasts):
         sentences.append(IN_BRACKETS)
     return [*sentences, NOT_TESTED]
 
 
-def explanation(setup: Setup, first: Forecast) -> list[str]:
-    """Return blocks of text: what single changes would do, the memory by item, and where the time goes.
-
-    Args:
-        setup: the setup as the flags gave it. Its microbatch is None if the largest was looked for.
-        first: the forecast for it on the card that the text is about.
-    """
-    blocks = [text_table(change_rows(setup, first)), f'{memory_table(first)}\n{MEMORY}']
+def explanation(first: Forecast, given_microbatch: int | None) -> list[str]:
+    """Return blocks of text: what single changes would do, the memory by item, and where the time goes."""
+    changes = change_rows(first, given_microbatch)
+    blocks = [text_table(changes)] if changes else []
+    blocks.append(f'{memory_table(first)}\n{MEMORY}')
     if not math.isnan(first.images_per_sec):
         seconds = first.seconds
         kinds = [f'{kind} {part / seconds.total():.0%}' for kind, part in seconds.most_common()
@@ -181,14 +178,17 @@ def explanation(setup: Setup, first: Forecast) -> list[str]:
     return blocks
 
 
-def change_rows(setup: Setup, first: Forecast) -> list[dict]:
-    """Return a row for each single change that may make a run faster or fit.
+def change_rows(first: Forecast, given_microbatch: int | None) -> list[dict]:
+    """Return a row for each single change that may make the run of a forecast faster or fit.
 
-    It has the microbatch that fits, its images/s, and their ratio to the images/s of the forecast.
+    Without a given microbatch, each change has the largest that then fits.
     """
-    changes = {'the largest microbatch': {'microbatch': None},
-               '--encoder_precision bf16': {'encoder_precision': 'bf16'},
-               '--half_precision_norms': {'half_precision_norms': True}}
+    setup = replace(first.setup, microbatch=given_microbatch)
+    half = 'fp16' if setup.precision == 'amp_fp16' else 'bf16'
+    changes = {'the largest microbatch': {'microbatch': None}}
+    if setup.encoder_precision == 'fp32':
+        changes[f'--encoder_precision {half}'] = {'encoder_precision': half}
+    changes['--half_precision_norms'] = {'half_precision_norms': True}
     if setup.num_devices > 1:
         changes['--allreduce_precision bf16'] = {'allreduce_precision': 'bf16'}
     changed = {change: replace(setup, **flags) for change, flags in changes.items()}
@@ -197,9 +197,9 @@ def change_rows(setup: Setup, first: Forecast) -> list[dict]:
 
     rows = []
     for change, other_setup in changed.items():
-        if other_setup == setup:
-            continue
         other = forecast_or_none(other_setup, first.card)
+        if other and other.setup == first.setup:  # it changes nothing
+            continue
         row = {'one change': change, 'microbatch': other.setup.microbatch if other else 'none', 'images/s': '',
                'times as fast': ''}
         if other and not math.isnan(first.images_per_sec):

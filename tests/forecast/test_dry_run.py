@@ -145,7 +145,7 @@ def test_a_card_without_a_known_peak_has_a_forecast_of_its_memory_alone(smallest
     assert [found.card.name for found in forecasts if not math.isnan(found.images_per_sec)] == fast
     printed = capfd.readouterr().out
     assert re.search(r'^1 x Tesla T4  +2  +[0-9.]+  +-  +-  +-$', printed, re.MULTILINE)  # no speed, days and dollars
-    assert 'Tesla T4: the peak in ' in printed
+    assert 'A speed of - means' in printed
     assert re.search('^the largest microbatch +64', printed, re.MULTILINE)
 
 
@@ -174,6 +174,26 @@ def test_a_compiled_run_is_forecast_faster_and_smaller_and_has_the_same_table_of
     assert not compiled.is_tested  # no published run tests this mode
     assert compiled.images_per_sec > eager.images_per_sec
     assert compiled.gib < eager.gib
+
+
+@pytest.mark.parametrize('flags, changes', [
+    ('--use_synth_latents --gradient_checkpointing --half_precision_norms', []),
+    ('--precision amp_fp16 --device_train_microbatch_size 64 --gradient_checkpointing --half_precision_norms',
+     ['latents (encode.py)']),
+    ('--precision amp_fp16 --encoder_precision fp32 --use_synth_latents --gradient_checkpointing',
+     ['--encoder_precision fp16', '--half_precision_norms'])])
+def test_a_change_has_a_row_only_where_it_changes_something(smallest_model, capfd, flags, changes):
+    argv = '--dry_run 1 --batch_size 64 --image_size 64 --gpu V100-SXM2-32GB'
+    benchmark.main([*argv.split(), '--model_name', smallest_model, *flags.split()])
+    lines = capfd.readouterr().out.partition('\nGiB, by')[0].partition('\none change')[2].splitlines()[1:]
+    assert [re.split('  +', line)[0] for line in lines if line] == changes
+
+
+def test_a_given_microbatch_that_fits_only_without_the_margin_is_said_to_be_unsure(capfd):
+    [found] = benchmark.main('--dry_run 1 --gpu H100-80GB --batch_size 80 --compile --device_train_microbatch_size 80'
+                             .split())
+    assert found.gib > H100.gib
+    assert 'may still fit, because GiB taken includes a margin of 12%' in ' '.join(capfd.readouterr().out.split())
 
 
 def test_the_largest_published_encoding_took_at_most_15_percent_longer_than_forecast():
