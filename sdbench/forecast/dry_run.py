@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sdbench.complete import complete, index_of_data
-from sdbench.costs import days_to_train, describe_prices, price_of
+from sdbench.costs import days_to_train
 from sdbench.errors import UserError, plural
 from sdbench.flags.train import Run, Train, divisors
 from sdbench.forecast.forecast import (
@@ -23,6 +23,7 @@ from sdbench.forecast.forecast import (
 )
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.gpus import GIB, Card, cards_named, short_name
+from sdbench.plan.prices import LIST_PRICES, ON_DEMAND, Price, price_for, read_prices
 from sdbench.process import launcher_variable
 from sdbench.records.metrics import filled, format_days, rounded, text_table
 from sdbench.records.status import NOT_IN_A_FORECAST
@@ -60,12 +61,12 @@ def forecast_training(settings: Train) -> list[Forecast]:
     if not by_card:
         raise UserError(too_little_memory(setups[0], max(cards, key=lambda card: card.gib)))
 
-    # Print them with the cheapest card first, and details of its first forecast.
-    prices = settings.dollars_per_gpu_hour
-    ordered = sorted(by_card.values(), key=lambda found: dollars_per_image(found[0], prices))
+    # Print them with the cheapest card first, then those without a price, and details of the first forecast.
+    prices = read_prices(LIST_PRICES, ON_DEMAND, settings.dollars_per_gpu_hour)
+    ordered = sorted(by_card.values(), key=lambda found: cost_of_an_image(found[0], prices))
     forecasts = list(itertools.chain(*ordered))
-    rows = [row_of(found, group[0], runs[0], len(runs) > 1) for group in ordered for found in group]
-    sentences = what_figures_mean(runs[0], forecasts)
+    rows = [row_of(found, group[0], runs[0], prices, len(runs) > 1) for group in ordered for found in group]
+    sentences = what_numbers_mean(runs[0], forecasts, prices)
     if no_room:
         sentences.append(f'Not enough memory: {", ".join(no_room)}.')
     first = forecasts[0]
@@ -94,13 +95,21 @@ def too_little_memory(setup: Setup, largest: Card) -> str:
             f'asked for has {largest.gib:g}; {memory_advice(fits_with)}')
 
 
-def dollars_per_image(found: Forecast, prices: Sequence[tuple]) -> float:
-    """Return the cost of an image in dollars for an hour; infinite without a price or a speed."""
-    dollars = price_of(found.card.name, prices) * found.setup.num_devices / found.images_per_sec
-    return math.inf if math.isnan(dollars) else dollars
+def dollars_per_gpu_hour(found: Forecast, prices: Sequence[Price]) -> float:
+    """Return the price of a forecast's GPU; NaN if it has none."""
+    price = price_for(found.setup, prices)
+    return math.nan if price is None else price.dollars
 
 
-def row_of(found: Forecast, first: Forecast, settings: Run, has_efficiency: bool) -> dict[str, str]:
+def cost_of_an_image(found: Forecast, prices: Sequence[Price]) -> tuple[float, float]:
+    """Return the cost of an image in dollars and in GPU-seconds; infinite without a price or a speed."""
+    seconds = found.setup.num_devices / found.images_per_sec
+    dollars = seconds * dollars_per_gpu_hour(found, prices) / 3600
+    return math.inf if math.isnan(dollars) else dollars, math.inf if math.isnan(seconds) else seconds
+
+
+def row_of(found: Forecast, first: Forecast, settings: Run, prices: Sequence[Price], has_efficiency: bool
+           ) -> dict[str, str]:
     """Return the cells of a forecast in the table, by heading; '-' for what is not known.
 
     `first` is the forecast for the fewest GPUs of the same card, whose speed per GPU is an efficiency of 100 %.
@@ -109,7 +118,7 @@ def row_of(found: Forecast, first: Forecast, settings: Run, has_efficiency: bool
     each = speed / devices
     days = days_to_train(speed, settings.training_images or math.nan)
     hours = days * 24 * devices
-    dollars = hours * price_of(found.card.name, settings.dollars_per_gpu_hour)
+    dollars = hours * dollars_per_gpu_hour(found, prices)
     bounds = ' ({} to {})'.format(*map(rounded, found.images_per_sec_range)) if found.is_tested else ''
     cells = {'GPUs': f'{devices} x {found.card.name.removeprefix("NVIDIA ")}', 'microbatch': found.setup.microbatch,
              'GiB taken': f'{found.gib:.1f}', 'images/s': known(speed, rounded) + bounds}
@@ -141,17 +150,21 @@ def title(settings: Run) -> str:
                    f'This is a forecast from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'])
 
 
-def what_figures_mean(settings: Run, forecasts: Sequence[Forecast]) -> list[str]:
+def what_numbers_mean(settings: Run, forecasts: Sequence[Forecast], prices: Sequence[Price]) -> list[str]:
     """Return sentences that say what the numbers in the table mean and how accurate they are."""
     sentences = []
     if settings.training_images:
-        names = [found.card.name for found in forecasts]
-        prices = describe_prices((name, price_of(name, settings.dollars_per_gpu_hour)) for name in names)
+        used = {}  # text about a price by the name of its GPU
+        for found in forecasts:
+            price = price_for(found.setup, prices)
+            if price is not None:
+                used[short_name(found.card.name)] = f'${price.dollars:.2f} {price.provider}'
+        per_hour = '; '.join(f'{name} {text}' for name, text in used.items()) or 'no price'
         epochs = ''
         if settings.remote:
             epochs = f' ({rounded(settings.training_images / settings.batch_size / settings.batches_per_epoch)} epochs)'
-        sentences.append(f'Days and dollars: {settings.training_images:,} images{epochs}, {prices} '
-                         '(--dollars_per_gpu_hour).')
+        sentences.append(f'Days and dollars: {settings.training_images:,} images{epochs}; per GPU-hour {per_hour} '
+                         '(recipes/prices.csv, or --dollars_per_gpu_hour).')
     sentences += filter(None, [network_sentence(found.setup for found in forecasts)])
     if any(math.isnan(found.images_per_sec) for found in forecasts):
         sentences.append(f'A speed of - means that the peak of the GPU in {settings.precision} is not known. Try '
