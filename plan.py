@@ -58,7 +58,7 @@ def make_answer(settings: PlanSettings, command: list[str], today: datetime.date
     # Plan for each GPU that was asked for, and then with each change of the arithmetic.
     outcomes = [find_plan(card, count, training, prices, speeds) for card, count in cards_wanted(settings.gpu)]
     changes = {plan: with_other_arithmetic(plan, training, speeds) for plan in outcomes if isinstance(plan, Plan)}
-    limits = [Limit(figure, most) for figure, most in (('dollars', settings.max_dollars), ('days', settings.max_days))
+    limits = [Limit(metric, most) for metric, most in (('dollars', settings.max_dollars), ('days', settings.max_days))
               if most is not None]
     return Answer(training, outcomes, limits, changes, corrections, command, settings.records,
                   today or datetime.date.today())
