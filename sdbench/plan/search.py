@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from sdbench.costs import last_price
 from sdbench.errors import UserError
 from sdbench.flags.parser import build_parser, parse
 from sdbench.flags.plan import GPUS, PlanSettings
@@ -16,7 +15,15 @@ from sdbench.forecast.forecast import DoesNotFit
 from sdbench.gpus import CARDS, Card, cards_named, peak_of
 from sdbench.plan.measured import Speeds
 from sdbench.plan.parts import ENCODE, TRAIN, Impossible, Part, Plan, Preemptions
-from sdbench.plan.prices import CHECKPOINT_TB, JPEG_BYTES_PER_PIXEL, LATENT_BYTES_PER_PIXEL, Price, Storage, terabytes
+from sdbench.plan.prices import (
+    CHECKPOINT_TB,
+    JPEG_BYTES_PER_PIXEL,
+    LATENT_BYTES_PER_PIXEL,
+    Price,
+    Storage,
+    price_for,
+    terabytes,
+)
 from sdbench.setup import FLAGS, Setup, setup_of_settings
 
 RECIPE = '@recipes/fastest.txt --use_ema'  # flags of every plan, before --training_flags
@@ -129,9 +136,7 @@ def fastest_plan(card: Card, num_devices: int, training: Training, prices: Seque
     if not all(math.isfinite(part.days.most) for part in parts):
         return Impossible(card, num_devices, 'a preemption may come before the work since the last checkpoint is saved',
                           'a shorter --save_interval, fewer machines, or machines that are preempted less often')
-    machine = num_devices // base.machines
-    large_enough = [price for price in prices if (price.gpus_per_machine or machine) >= machine]
-    return Plan(card, num_devices, tuple(parts), last_price(card.name, large_enough), storage_of(parts, training))
+    return Plan(card, num_devices, tuple(parts), price_for(base, prices), storage_of(parts, training))
 
 
 def candidates(setup: Setup, fixed: frozenset[str]) -> Iterator[Setup]:
