@@ -20,7 +20,8 @@ COMPARED = {'dollars': 'cost', 'days': 'days'}
 DOUBTS = {  # of a plan that the verdict names, by its standing
     PROBABLY_WITHIN: 'Only probably within the limits: {}. The slow end of the range exceeds one.',
     PROBABLY_OUTSIDE: 'Probably outside the limits: {}. The fast end of the range is within them, so a measurement may '
-    'change this answer.'}
+    'change this answer.',
+    NO_PRICE: 'Without a price it is not known whether the limits hold for {}.'}
 
 
 @dataclass(frozen=True)
