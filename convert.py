@@ -58,11 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def convert(settings: Convert) -> int:
-    """Convert SOURCE into OUT, print a summary, and return the exit status.
-
-    Raises DataError if the conversion cannot continue, and UserError if SOURCE has nothing to convert or OUT belongs to
-    another conversion.
-    """
+    """Convert SOURCE into OUT, print a summary, and return the exit status."""
     # Find the files to convert. An empty SOURCE ends the command before anything is written.
     outputs = [OutputFolder(out, 'OUT') for out in addresses_of_outputs(settings)]
     columns = Columns(settings.image_column, settings.caption_column)

@@ -133,7 +133,6 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
 
 
 def with_progress(steps: Sequence, doing: str) -> Iterator:
-    """Yield the steps, with a progress bar on rank 0."""
     with progress_bar(len(steps), ' steps', doing=doing, hidden=dist.get_global_rank() > 0) as bar:
         for step in steps:
             yield step
@@ -302,10 +301,7 @@ def evaluate(settings: Evaluate) -> dict:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Evaluate, and return the record, or None with --check_only.
-
-    `argv` is the command line; None means the arguments of this process.
-    """
+    """Evaluate, and return the record, or None with --check_only."""
     begin()
     settings = parse(Evaluate, __doc__, argv, PROGRAM)
     for library in (diffusers, transformers):

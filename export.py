@@ -111,7 +111,6 @@ def write(settings: Export, pipeline: StableDiffusionPipeline, made_of: dict) ->
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Export a checkpoint. `argv` is the command line; None means the arguments of this process."""
     begin()
     settings = parse(Export, __doc__, argv, PROGRAM)
     with one_line_errors(PROGRAM, f'OUT {settings.out} is complete or does not exist'):

@@ -42,9 +42,8 @@ def complete(given: Train, index: dict | None) -> Run:
     Only a microbatch of `auto` stays: training replaces it once the model is built (`with_found_microbatch`), and a dry
     run replaces it for each GPU model.
 
-    Args:
-        given: the flags as they were given. A dry run for several GPU counts is completed once for each count.
-        index: the index.json of the shards, with their columns and their number of samples; None for synthetic data.
+    A dry run for several GPU counts is completed once for each count. `index` is the index.json of the shards; None for
+    synthetic data.
 
     Raises UserError for flags that these ranks, this machine or this data cannot serve.
     """
@@ -171,7 +170,6 @@ def complete_encoding(settings: Encode) -> Encode:
 
 
 def or_default(value: Any, default: Any) -> Any:
-    """Return the value of a flag, or the default if the flag was not given (None)."""
     return default if value is None else value
 
 

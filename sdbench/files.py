@@ -82,9 +82,8 @@ def locked(path: str | os.PathLike, label: str, seconds: float = 0) -> Iterator[
     """Hold the lock of a folder, and create the folder if needed. The system releases the lock of a killed process.
 
     If the file system has no locks, this prints a warning and locks nothing. filelock's own fallback is a lock that is
-    held as long as its file exists, so if a machine is lost, all other machines would be locked out forever.
-
-    `path` is the lock file in the folder, and `seconds` is how long to wait for another run to end.
+    held as long as its file exists, so if a machine is lost, all other machines would be locked out forever. `seconds`
+    is how long to wait for another run to end.
 
     Raises UserError, which begins with `label`, if another run holds the lock, or the folder cannot be written to.
     """

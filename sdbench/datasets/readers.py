@@ -53,18 +53,11 @@ SMALLEST_SIDE = 8  # pixels: the VAE turns 8 x 8 pixels into one latent pixel
 
 @dataclass
 class Sample:
-    """What was read for one sample.
-
-    Attributes:
-        key: name of the sample in a tar, number of its row in Parquet, or None if the reasons are about a whole file.
-        image: the bytes of its image; None if there is none that can be used.
-        captions: the captions by name, as they were found.
-        reasons: why the image or a caption is missing, for skipped.jsonl. Each begins with its kind and a colon.
-    """
-    key: str | int | None
-    image: bytes | None = None
+    """What was read for one sample."""
+    key: str | int | None  # its name in a tar, its row in Parquet, or None if the reasons are about a whole file
+    image: bytes | None = None  # None if there is none that can be used
     captions: Named = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)  # for skipped.jsonl; each begins with its kind and a colon
 
     def is_usable(self, clean: Callable[[str], str] = str) -> bool:
         """Clean the captions, and return whether the sample has one, and an image that decodes.
@@ -98,10 +91,7 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS, split: str | None
 
     If the file is cut short or damaged, the last item has only the reason; all samples before it are whole.
 
-    Args:
-        file: the file to read; its suffix tells the format.
-        columns: columns of images and captions in Parquet, and suffixes of caption files.
-        split: value of --split. Unless it is ALL_SPLITS, the samples in a tar must belong to one split.
+    Unless `split`, the value of --split, is ALL_SPLITS, the samples in a tar must belong to one split.
 
     Raises DataError if the file cannot be read at the moment, for example because a network file system is down, and
     UserError if a tar has several splits.
@@ -153,13 +143,7 @@ def read_image_file(file: File, columns: Columns) -> Sample:
 
 
 def sample_of_files(key: str, files: dict[str, bytes | str], columns: Columns) -> Sample:
-    """Return the sample that consists of these files.
-
-    Args:
-        key: name of the sample.
-        files: the contents of the files by suffix. A text is the reason why a file cannot be read.
-        columns: the suffixes of caption files, if flags name them.
-    """
+    """Return the sample that consists of these files: their contents by suffix, or in a text why one cannot be read."""
     # A sample has exactly one image.
     sample = Sample(key)
     images = [content for suffix, content in files.items() if is_image(suffix)]

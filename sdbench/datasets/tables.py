@@ -76,10 +76,7 @@ class CaptionTables:
 
     Paths are compared after links in their folders are resolved, so a row may reach a folder by any of its names.
 
-    Args:
-        columns: the columns that the flags name.
-        skip: function that is called with a table's path, a reason and a row number for each row, or caption in a row,
-            that is not used.
+    `skip` is called with a table's path, a reason and a row number for each row, or caption in a row, that is not used.
     """
 
     def __init__(self, columns: Columns, skip: Callable[[str, str, int], None]):
@@ -199,7 +196,6 @@ def captions_in(cell: Any) -> tuple[list[str], list[str]]:
 
 
 def is_coco(path: str) -> bool:
-    """Tell whether a table is read in the layout of COCO."""
     return split_name(path)[1].lower() == COCO
 
 

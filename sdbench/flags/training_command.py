@@ -125,7 +125,6 @@ def caution_about_steps(run: Run, samples: int) -> str | None:
 
 
 def fine_tune_instead(run: Run, samples: int) -> str:
-    """Return the advice to fine-tune on the same data."""
     command = training_command(run.remote, samples, FINE_TUNED, True)
     return f'fine-tune a trained model instead (docs/photographs.md): {command}'
 

@@ -46,10 +46,7 @@ def pipeline_tokenizer(name: str | None = None):
 
 
 def build_tokenizer(name: str | None = None) -> Tokenizer:
-    """Build a tokenizer that pads or truncates each caption to 77 tokens; `token_ids` uses it.
-
-    It returns the same ids as `pipeline_tokenizer(name)`, and raises the same error.
-    """
+    """Build a tokenizer for `token_ids`. It returns the same 77 ids as `pipeline_tokenizer(name)`."""
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # the loader's workers already run in parallel
     loaded = pipeline_tokenizer(name)
     tokenizer = loaded.backend_tokenizer
@@ -72,8 +69,6 @@ def hash_of_tokenizer(name: str | None = None) -> str:
     """Return a SHA-256, in hex, of the token ids that `build_tokenizer(name)` returns for its whole vocabulary.
 
     Tokenizers that return the same ids have the same hash, even if different libraries saved them in different files.
-
-    Raises UserError if there is no tokenizer with that name.
     """
     if name is None:
         return CLIP_HASH

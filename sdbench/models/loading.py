@@ -44,18 +44,11 @@ RANDOM = 'random'  # replaces the hash of random weights
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The folder of a model in diffusers' layout, and the contents of its configuration files.
-
-    Attributes:
-        name: the name that the user gave.
-        folder: folder with the subfolders unet, vae, text_encoder and scheduler.
-        configs: the content of the configuration file in each subfolder.
-        pretrained: whether the VAE and the text encoder have trained weights, or random ones.
-    """
-    name: str
-    folder: Path
-    configs: dict[str, dict]
-    pretrained: bool
+    """The folder of a model in diffusers' layout, and the contents of its configuration files."""
+    name: str  # as the user gave it
+    folder: Path  # with the subfolders unet, vae, text_encoder and scheduler
+    configs: dict[str, dict]  # the content of the configuration file in each subfolder
+    pretrained: bool  # whether the VAE and the text encoder have trained weights, or random ones
 
     @property
     def tokenizer(self) -> str | None:
@@ -65,7 +58,6 @@ class ModelFiles:
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids that the text encoder knows."""
         return CLIPTextConfig(**self.configs['text_encoder']).vocab_size
 
     @property
@@ -188,7 +180,6 @@ def read_configs(folder: Path, label: str) -> dict[str, dict]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with weights in a folder of diffusers or transformers."""
     return [*folder.glob('*.safetensors'), *folder.glob('*.bin')]
 
 

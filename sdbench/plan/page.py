@@ -8,7 +8,7 @@ from pathlib import Path
 from sdbench.errors import UserError
 from sdbench.plan.answer import Answer
 from sdbench.plan.picture import MOST_PLANS, draw_intervals
-from sdbench.plan.verdict import OUTSIDE, PROBABLY_OUTSIDE, standing
+from sdbench.plan.verdict import OUTSIDE, standing
 from sdbench.report.page import fill_template
 from sdbench.report.pictures import svg_of
 
@@ -21,12 +21,11 @@ def write_sheet(answer: Answer, path: str) -> None:
         picture = ''
     # The table has the plans with a price, or all of them if none has one. The others are a line.
     in_table = [plan for plan in answer.plans if plan.price] or answer.plans
-    sentences, best = answer.verdict
-    rows = [(answer.cells(plan), standing(plan, answer.limits) in (OUTSIDE, PROBABLY_OUTSIDE), plan in best)
+    rows = [(answer.cells(plan), standing(plan, answer.limits) == OUTSIDE, plan in answer.verdict.best)
             for plan in in_table]
     unpriced = [answer.cells(plan) for plan in answer.plans if plan not in in_table]
     fill_template(Path(__file__).with_name('sheet.html'), path,
-                  shlex.join(['python', 'plan.py', *answer.records, *answer.command]), verdict=sentences,
+                  shlex.join(['python', 'plan.py', *answer.records, *answer.command]), verdict=answer.verdict.sentences,
                   title=answer.title, picture=picture, rows=rows, unpriced=unpriced, not_within=answer.not_within,
                   first_steps=answer.first_steps, details=answer.details,
                   omitted=max(0, len(answer.plans) - MOST_PLANS))

@@ -16,7 +16,6 @@ MUCH_WAITING_FOR_DATA = 0.05
 
 
 def run_summary(record: dict, settings: Run) -> str:
-    """Return the summary of a benchmark or a training, one line per metric."""
     values = record | notes_on_training(record, settings) | notes_on_speed(record, settings)
     return '\n'.join(summary_lines(LINES if settings.measures else TRAINING_LINES, values))
 

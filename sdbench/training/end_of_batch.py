@@ -25,11 +25,8 @@ class Spending:
     """Counts the GPU-hours of a training, including the runs that it resumes, and tells when --budget is spent.
 
     Counting starts when the object is created. Hours and dollars are kept in the checkpoints, so the time between a
-    killed run's last checkpoint and its end is lost. If earlier hours had no price, they cost today's price.
-
-    Args:
-        settings: the settings of the run.
-        before: what the checkpoint to resume from has kept, from `kept_in`.
+    killed run's last checkpoint and its end is lost. If earlier hours had no price, they cost today's price. `before`
+    is what the checkpoint to resume from has kept, from `kept_in`.
 
     Raises UserError if there is a budget but no price for this device, or if the resumed runs have spent it.
     """
@@ -62,7 +59,6 @@ class Spending:
         return {'gpu_hours': self._hours_before + hours, 'dollars': dollars}
 
     def is_spent(self) -> bool:
-        """Tell whether the budget is spent."""
         return self.budget is not None and self.so_far()['dollars'] >= self.budget
 
 

@@ -36,11 +36,8 @@ def with_found_microbatch(settings: Run, model: ComposerModel,
     occupied. It does not change the weights. All ranks try each size at the same time, because each needs the others'
     answers.
 
-    Args:
-        settings: the settings of the run.
-        model: the model with its switches applied. It is moved to its device. Compiled parts run uncompiled, because
-            compiling takes minutes for each size, and a compiled model usually needs less memory.
-        build_optimizer: builds the optimizer of the run.
+    The model has its switches already, and is moved to its device. Compiled parts run uncompiled, because compiling
+    takes minutes for each size, and a compiled model usually needs less memory.
 
     Raises UserError if not even one image fits.
     """
