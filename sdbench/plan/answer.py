@@ -15,20 +15,7 @@ from sdbench.plan.measured import MEASURED_ERROR, UNSEEN_ERROR
 from sdbench.plan.parts import ENCODE, FORECAST, RESTART_HOURS, TRAIN, Impossible, Plan
 from sdbench.plan.prices import YOUR_PRICE
 from sdbench.plan.search import RECIPE, Training
-from sdbench.plan.verdict import (
-    NO_PRICE,
-    OUTSIDE,
-    PROBABLY_OUTSIDE,
-    PROBABLY_WITHIN,
-    WITHIN,
-    Limit,
-    Verdict,
-    and_list,
-    distances,
-    judge,
-    lowest_speed,
-    standing,
-)
+from sdbench.plan.verdict import INSIDE, UNSURE, Limit, Verdict, and_list, distances, judge, lowest_speed, standing
 from sdbench.records.metrics import filled, rounded, text_table
 from sdbench.report.trainings import grouped
 
@@ -100,8 +87,7 @@ class Answer:
         """Return sentences about the GPUs that are not certainly within the limits, each with its distances."""
         groups = grouped((standing(plan, self.limits),
                           ', '.join(filter(None, [plan.name, distances(plan, self.limits)]))) for plan in self.plans)
-        sentences = [f'{name.capitalize()}: {"; ".join(groups[name])}.'
-                     for name in (PROBABLY_WITHIN, PROBABLY_OUTSIDE, OUTSIDE, NO_PRICE) if name in groups]
+        sentences = [f'{name.capitalize()}: {"; ".join(groups[name])}.' for name in UNSURE if name in groups]
         impossible = grouped(((outcome.reason, outcome.remedy), outcome.name) for outcome in self.outcomes
                              if isinstance(outcome, Impossible))
         sentences += [f'Impossible: {", ".join(names)}, because {reason}. This would help: {remedy}.'
@@ -182,7 +168,7 @@ class Answer:
             steps.append(('Then ask again with the measurements:',
                           [shlex.join(['python', 'plan.py', *records, *self.command])]))
         for plan in self.verdict.best[:1]:
-            if standing(plan, self.limits) in (WITHIN, PROBABLY_WITHIN):
+            if standing(plan, self.limits) in INSIDE:
                 steps.append(self.training_step(plan))
         return steps
 
