@@ -3,7 +3,7 @@ import datetime
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,8 +46,8 @@ class Answer:
     def plans(self) -> list[Plan]:
         """Return the plans with the lowest cost first, and those without a price after them by their days."""
         plans = [outcome for outcome in self.outcomes if isinstance(outcome, Plan)]
-        return sorted(plans, key=lambda plan: (math.isnan(plan.dollars.likely), plan.dollars.likely, plan.days.likely)
-                      if plan.price else (True, 0, plan.days.likely))
+        return sorted(plans, key=lambda plan: (plan.price is None, plan.dollars.likely if plan.price else 0,
+                                               plan.days.likely))
 
     @property
     def title(self) -> str:
@@ -124,16 +124,18 @@ class Answer:
 
     def ranges(self) -> list[str]:
         """Return sentences that say for each part how wide its range is, and why."""
-        pairs = ((basis, and_list(names), plan) for plan in self.plans
-                 for basis, names in grouped((part.speed.basis, part.name) for part in plan.parts).items())
-        groups = grouped(((basis, parts), plan) for basis, parts, plan in pairs)
+        pairs = []
+        for plan in self.plans:
+            parts = grouped((replace(part.speed, images_per_sec=0), part.name) for part in plan.parts)
+            pairs += [((why, and_list(names)), plan) for why, names in parts.items()]
+        groups = grouped(pairs)
         sentences = []
-        for ((error, source, ratio, missing), parts), plans in groups.items():
-            how = source if source == FORECAST else f'{source}, {ratio:.2f} of the forecast speed'
-            if missing:
-                how += f', because this program never measured {and_list(missing)}'
-            sentences.append(f'Range of {100 * error:.0f} % for {parts} on {self.names(plans)}: {how}.')
-        errors = dict.fromkeys(error for (error, *_), _ in groups)
+        for (why, names), plans in groups.items():
+            how = why.source if why.source == FORECAST else f'{why.source}, {why.ratio:.2f} of the forecast speed'
+            if why.missing:
+                how += f', because this program never measured {and_list(why.missing)}'
+            sentences.append(f'Range of {100 * why.error:.0f} % for {names} on {self.names(plans)}: {how}.')
+        errors = dict.fromkeys(why.error for why, _ in groups)
         return sentences + [f'A range of {100 * error:.0f} %: {RANGE_REASONS[error]}.' for error in errors]
 
     def flags(self) -> list[str]:
@@ -241,7 +243,7 @@ class Answer:
     def text(self) -> str:
         """Return the answer for a terminal."""
         blocks = [filled([sentence]) for sentence in [*self.verdict.sentences, self.title]]
-        for has_price in (True, False):
+        for has_price in (True, False):  # a table without costs has room for long names
             rows = [self.cells(plan) for plan in self.plans if (plan.price is not None) == has_price]
             if rows:
                 blocks.append(text_table(rows, ['GPUs', 'per GPU-hour']))
