@@ -169,7 +169,7 @@ def gpus_named(name: str) -> frozenset[str]:
     words = re.findall('[A-Z0-9]+', re.sub('([0-9]) GB', r'\1GB', name.upper()))
     patterns = [rf'\b{"[ -]?".join(word)}\b' for word in words]
     found = [card.name for card in CARDS.values()
-             if all(re.search(pattern, f'{card.name}, {card.aliases}'.upper()) for pattern in patterns)]
+             if words and all(re.search(pattern, f'{card.name}, {card.aliases}'.upper()) for pattern in patterns)]
     return frozenset(found or {spelling(short_name(name))})
 
 
@@ -181,8 +181,10 @@ def full_name(device: str) -> str:
 
 def cards_named(names: Iterable[str]) -> list[Card]:
     """Return the cards that each name means, or all cards without names. Raises UserError for a name of none."""
+    if not names:
+        return list(CARDS.values())
     found = {}
-    for name in names or ('',):
+    for name in names:
         cards = {card.name: card for card in CARDS.values() if card.name in gpus_named(name)}
         if not cards:
             raise UserError(f'--gpu {unknown_gpu(name)}')

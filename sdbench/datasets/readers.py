@@ -33,7 +33,8 @@ from sdbench.errors import BadSample, DataError, UserError, one_line
 from sdbench.files import is_url
 from sdbench.inputs.batches import Named
 from sdbench.inputs.images import decode_whole_image
-from sdbench.stores import PATIENT, download
+from sdbench.stores import download
+from sdbench.stores.addresses import PATIENT
 
 BUFFER_BYTES = 1 << 20  # read buffer of a file
 

@@ -35,7 +35,8 @@ from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, CaptionTables, Column
 from sdbench.errors import UserError
 from sdbench.files import is_url
 from sdbench.inputs.batches import Named
-from sdbench.stores import files_below, parse_address
+from sdbench.stores import files_below
+from sdbench.stores.addresses import parse_address
 
 WILDCARDS = re.compile(r'[*?[]')
 UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ELOOP)  # no permission, deleted, or a broken link

@@ -14,7 +14,7 @@ from sdbench.errors import UserError
 from sdbench.forecast.forecast import forecast
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.stored import has_same_unet
-from sdbench.gpus import CARDS, Card, short_name
+from sdbench.gpus import Card, short_name
 from sdbench.models.folders import BUILT_IN
 from sdbench.plan.parts import CORRECTED, ENCODE, MEASURED, TRAIN, Speed
 from sdbench.records.expected import expected_of
@@ -48,7 +48,7 @@ def read_measurements(rows: Sequence[Row], model_name: str) -> tuple[list[Measur
     sentences = []
     for row in sorted(rows, key=lambda row: row.date):  # in UTC; '' without a date
         record, kind = row.record, row.stage
-        if row.status != RELIABLE or kind not in (TRAIN, ENCODE) or record['device'] not in CARDS:
+        if row.status != RELIABLE or kind not in (TRAIN, ENCODE):
             continue
         waited = record.get('data_wait_fraction') or 0
         name = str(record.get('model_name') or model_name)

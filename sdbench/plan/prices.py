@@ -64,6 +64,8 @@ def read_prices(path: str, kind: str, given: Prices) -> list[Price]:
         try:
             if row['kind'] not in (ON_DEMAND, SPOT):
                 raise ValueError(f'kind {row["kind"]!r} is neither {ON_DEMAND!r} nor {SPOT!r}')
+            if not row['gpu']:
+                raise ValueError('it names no gpu')
             dollars = float(row['dollars_per_gpu_hour'])
             if not 0 <= dollars < math.inf:
                 raise ValueError(f'{row["dollars_per_gpu_hour"]} is not a price')

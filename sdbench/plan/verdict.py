@@ -13,12 +13,15 @@ WITHIN, PROBABLY_WITHIN = 'within', 'probably within'
 PROBABLY_OUTSIDE, OUTSIDE = 'probably outside', 'outside'
 NO_PRICE = 'no price'
 FACTORS = (0.01, 2.0)  # lowest and highest fraction of the forecast speed for which a plan is tried
-BEST = {'dollars': 'Cheapest', 'days': 'Fastest'}  # by metric
-COMPARED = {'dollars': 'cost', 'days': 'days'}  # by metric
+# What the verdict says, by metric: of the best of several plans, of the only one, and of those that are equal
+BEST = {'dollars': 'Cheapest', 'days': 'Fastest'}
+ALONE = {'dollars': 'Cost', 'days': 'Duration'}
+COMPARED = {'dollars': 'cost', 'days': 'days'}
 DOUBTS = {  # of a plan that the verdict names, by its standing
     PROBABLY_WITHIN: 'Only probably within the limits: {}. The slow end of the range exceeds one.',
     PROBABLY_OUTSIDE: 'Probably outside the limits: {}. The fast end of the range is within them, so a measurement may '
-    'change this answer.'}
+    'change this answer.',
+    NO_PRICE: 'Without a price it is not known whether the limits hold for {}.'}
 
 
 @dataclass(frozen=True)
@@ -78,30 +81,35 @@ def lowest_speed(plan: Plan, limits: Sequence[Limit]) -> float | None:
 class Verdict(NamedTuple):
     """What is said of some plans."""
     sentences: list[str]  # the answer first
-    best: list[Plan]  # the best plan, and those that cannot be told apart from it; [] if no plan is possible
-    to_measure: list[Plan]  # at most two of the best, whose measurements may change the answer
+    best: list[Plan]  # the best plan, and those that cannot be told apart from it; [] if all are surely outside
+
+    @property
+    def to_measure(self) -> list[Plan]:
+        """Return at most two plans whose measurements may change the answer."""
+        return [plan for plan in self.best if plan.unmeasured][:2]
 
 
 def judge(plans: Sequence[Plan], limits: Sequence[Limit]) -> Verdict:
     """Return the verdict on some plans. It compares their dollars, unless none costs anything, and their days."""
     if not plans:
-        return Verdict(['This training is possible on none of these GPUs.'], [], [])
+        return Verdict(['This training is possible on none of these GPUs.'], [])
     standings = {plan: standing(plan, limits) for plan in plans}
     inside = [plan for plan in plans if standings[plan] in (WITHIN, PROBABLY_WITHIN)]
+    rivals = [plan for plan in plans if standings[plan] != OUTSIDE]  # each may be the best within the limits
     known = [plan for plan in plans if standings[plan] != NO_PRICE]
     within = ' and '.join(limit.name for limit in limits)
     if inside:
-        # A plan that is probably outside may still be the best one within the limits.
-        rivals = [plan for plan in plans if standings[plan] != OUTSIDE]
         metrics = [metric for metric in BEST if metric == 'days' or any(plan.dollars.most > 0 for plan in inside)]
         ties = {metric: best_and_ties(inside, rivals, metric) for metric in metrics}
-        sentences = comparisons(ties, rivals, len(plans) > 1, f' within {within}' if limits else '')
         best = ties[metrics[0]]
-        named = [plan for plan in plans if any(plan in tied for tied in ties.values())]
+        named = [plan for plan in rivals if any(plan in tied for tied in ties.values())]
+        sentences = compare(ties, f' within {within}' if limits else '', BEST if len(plans) > 1 else ALONE,
+                            all(plan.price for plan in rivals))
     elif known:
-        best = named = [min(known, key=lambda plan: max(limit.of(plan).likely for limit in limits))]
+        named = [min(known, key=lambda plan: max(limit.of(plan).likely for limit in limits))]
+        best = [plan for plan in named if plan in rivals]
         which = 'No plan with a price' if len(known) < len(plans) else 'No plan'
-        sentences = [f'{which} is within {within}. The nearest is {best[0].name}: {distances(best[0], limits)}.']
+        sentences = [f'{which} is within {within}. The nearest is {named[0].name}: {distances(named[0], limits)}.']
     else:
         best = named = plans[:1]
         sentences = [f'No plan has a price, so none can be compared with {within}: give --dollars_per_gpu_hour.']
@@ -109,7 +117,7 @@ def judge(plans: Sequence[Plan], limits: Sequence[Limit]) -> Verdict:
         doubtful = [plan.name for plan in named if standings[plan] == how]
         if doubtful:
             sentences.append(doubt.format(and_list(doubtful)))
-    return Verdict(sentences, best, [plan for plan in to_measure(best) if standings[plan] != OUTSIDE])
+    return Verdict(sentences, best)
 
 
 def best_and_ties(inside: Sequence[Plan], rivals: Sequence[Plan], metric: str) -> list[Plan]:
@@ -120,35 +128,21 @@ def best_and_ties(inside: Sequence[Plan], rivals: Sequence[Plan], metric: str) -
     return [best, *sorted(others, key=lambda plan: getattr(plan, metric).likely)]
 
 
-def to_measure(tied: Sequence[Plan]) -> list[Plan]:
-    """Return the plans to measure in order to tell some plans apart: the first two that are not measured yet."""
-    return [plan for plan in tied if plan.unmeasured][:2]
-
-
-def comparisons(ties: dict[str, list[Plan]], rivals: Sequence[Plan], are_several: bool, within: str) -> list[str]:
+def compare(ties: dict[str, list[Plan]], where: str, labels: dict[str, str], have_prices: bool) -> list[str]:
     """Return a sentence for each metric, which names the best plan, or those that cannot be told apart from it.
 
-    Args:
-        ties: the best plan by each metric, and the rivals that may be better.
-        rivals: the plans that may be within the limits.
-        are_several: whether there was more than one plan to choose from.
-        within: the limits, such as ' within $30,000'; '' without limits.
+    The first one also says which of them to measure. `where` names the limits, such as ' within $30,000'.
     """
-    if not are_several:
-        [plan] = rivals
-        return [f'{plan.name}{within}: {" and ".join(plan.text_of(metric) for metric in ties)}.']
     sentences = []
     for metric, tied in ties.items():
-        where = within
-        if metric == 'dollars' and any(plan.price is None for plan in rivals):
-            where += ' (some GPUs have no price)'
+        unpriced = ' (some GPUs have no price)' if metric == 'dollars' and not have_prices else ''
         if len(tied) == 1:
-            sentences.append(f'{BEST[metric]}{where}: {tied[0].name}, {tied[0].text_of(metric)}.')
+            sentences.append(f'{labels[metric]}{where}{unpriced}: {tied[0].name}, {tied[0].text_of(metric)}.')
             continue
-        sentence = f'{and_list(plan.name for plan in tied)} cannot be told apart by {COMPARED[metric]}{where}'
-        if not sentences:  # the plans to measure are those with the lowest cost
-            names = [plan.name for plan in to_measure(tied)]
-            sentence += f': measure {and_list(names)}' if names else (
+        sentence = f'{and_list(plan.name for plan in tied)} cannot be told apart by {COMPARED[metric]}{where}{unpriced}'
+        if not sentences:
+            to_measure = [plan.name for plan in Verdict([], tied).to_measure]
+            sentence += f': measure {and_list(to_measure)}' if to_measure else (
                 ': their measurements differ by less than their ranges')
         sentences.append(f'{sentence}.')
     return sentences
