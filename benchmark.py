@@ -351,12 +351,7 @@ def train(settings: Run, files: ModelFiles, data: DataSpec, callbacks: Sequence[
 
 
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict | list:
-    """Run the benchmark and return its record, or the forecasts with --dry_run.
-
-    Args:
-        argv: the command line; None means the arguments of this process.
-        callbacks: more callbacks for Composer's Trainer.
-    """
+    """Run the benchmark and return its record, or the forecasts with --dry_run. Composer's Trainer gets `callbacks`."""
     begin()
     with one_line_errors(PROGRAM):
         # Read the flags, and fill in the open ones from the ranks, this machine and the data.

@@ -33,6 +33,7 @@ from sdbench.datasets.sources import Found, find_files, group_into_parts
 from sdbench.datasets.tables import Columns
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import UserError, plural
+from sdbench.files import HELD_OUT, is_url
 from sdbench.flags.train import TINY_MODEL, Model
 from sdbench.flags.training_command import (
     FEWEST_FOR_WHOLE_MODEL,
@@ -41,11 +42,10 @@ from sdbench.flags.training_command import (
     forecast_command,
     training_command,
 )
-from sdbench.inputs.captions import CAPTIONS
+from sdbench.inputs.batches import CAPTIONS
 from sdbench.inputs.images import formats
 from sdbench.inputs.shards import DRAW, HELD_OUT_SIDE
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
-from sdbench.paths import HELD_OUT, is_url
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,11 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def convert(settings: Convert) -> int:
-    """Convert SOURCE into OUT, print a summary, and return the exit status.
-
-    Raises DataError if the conversion cannot continue, and UserError if SOURCE has nothing to convert or OUT belongs to
-    another conversion.
-    """
+    """Convert SOURCE into OUT, print a summary, and return the exit status."""
     # Find the files to convert. An empty SOURCE ends the command before anything is written.
     outputs = [OutputFolder(out, 'OUT') for out in addresses_of_outputs(settings)]
     columns = Columns(settings.image_column, settings.caption_column)
@@ -125,8 +121,10 @@ def addresses_of_outputs(settings: Convert) -> list[str]:
     """Return OUT and, with --held_out, OUT-held-out. If OUT is a whole bucket, that is another bucket."""
     if not settings.held_out:
         return [settings.out]
-    out = settings.out if is_url(settings.out) else os.path.abspath(settings.out)
-    return [settings.out, out.rstrip('/') + HELD_OUT]
+    out = settings.out.rstrip('/')
+    if not is_url(settings.out) and os.path.basename(out) in ('', '.', '..'):
+        out = os.path.abspath(settings.out)  # whose name is known
+    return [settings.out, out + HELD_OUT]
 
 
 def index_extras(settings: Convert, parts: list[str], joined: Joined, side: str) -> dict:

@@ -22,8 +22,18 @@ from torchvision.transforms.functional import to_pil_image
 from sdbench.complete import BATCHES_PER_WORKER
 from sdbench.errors import BadSample, DataError, UserError, unreadable_shard
 from sdbench.flags.train import SD2_BASE, Run
-from sdbench.inputs.batches import NOISE, TIMESTEP, BadSamples, bad_sample_line, collate, decode_sample, normalize
-from sdbench.inputs.captions import CAPTIONS, choose_caption, require_names
+from sdbench.inputs.batches import (
+    CAPTIONS,
+    NOISE,
+    TIMESTEP,
+    BadSamples,
+    bad_sample_line,
+    choose_caption,
+    collate,
+    decode_sample,
+    normalize,
+    require_names,
+)
 from sdbench.inputs.images import decode_image, decode_whole_image
 from sdbench.inputs.loader import CountedCollate, TimedDataLoader, TimedStreamingDataLoader, begin_worker
 from sdbench.inputs.shards import MOMENTS, hash_of_images, number_of_samples, read_index, require_same_origin

@@ -32,9 +32,9 @@ from safetensors.torch import save_file
 from transformers.utils.logging import disable_progress_bar
 
 from sdbench.errors import plural, redacted
+from sdbench.files import EXPORTED
 from sdbench.models.loading import RANDOM, hash_of_weights
 from sdbench.models.single_file import original_tensors
-from sdbench.paths import EXPORTED
 from sdbench.training.weights import about_training, read_exported, read_trained_model, trained_pipeline
 
 
@@ -111,7 +111,6 @@ def write(settings: Export, pipeline: StableDiffusionPipeline, made_of: dict) ->
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Export a checkpoint. `argv` is the command line; None means the arguments of this process."""
     begin()
     settings = parse(Export, __doc__, argv, PROGRAM)
     with one_line_errors(PROGRAM, f'OUT {settings.out} is complete or does not exist'):

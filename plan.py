@@ -22,7 +22,7 @@ from sdbench.flags.times import to_batches
 from sdbench.plan.answer import Answer
 from sdbench.plan.measured import Speeds, read_measurements
 from sdbench.plan.parts import Plan, Preemptions
-from sdbench.plan.prices import ON_DEMAND, SPOT, read_prices
+from sdbench.plan.prices import LIST_PRICES, ON_DEMAND, SPOT, read_prices
 from sdbench.plan.search import Phase, Training, base_setup, cards_wanted, find_plan, with_other_arithmetic
 from sdbench.plan.verdict import Limit
 from sdbench.process import begin, one_line_errors
@@ -52,13 +52,13 @@ def make_answer(settings: PlanSettings, command: list[str], today: datetime.date
     measurements, corrections = read_measurements(read_all(settings.records), model)
     published, _ = read_measurements(read_all(sorted(map(str, ROOT.glob('results/*.jsonl')))), model)
     speeds = Speeds(measurements, published + measurements)
-    prices = read_prices(settings.prices or str(ROOT / 'recipes/prices.csv'), SPOT if settings.spot else ON_DEMAND,
+    prices = read_prices(settings.prices or LIST_PRICES, SPOT if settings.spot else ON_DEMAND,
                          settings.dollars_per_gpu_hour)
 
     # Plan for each GPU that was asked for, and then with each change of the arithmetic.
     outcomes = [find_plan(card, count, training, prices, speeds) for card, count in cards_wanted(settings.gpu)]
     changes = {plan: with_other_arithmetic(plan, training, speeds) for plan in outcomes if isinstance(plan, Plan)}
-    limits = [Limit(figure, most) for figure, most in (('dollars', settings.max_dollars), ('days', settings.max_days))
+    limits = [Limit(metric, most) for metric, most in (('dollars', settings.max_dollars), ('days', settings.max_days))
               if most is not None]
     return Answer(training, outcomes, limits, changes, corrections, command, settings.records,
                   today or datetime.date.today())

@@ -28,7 +28,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from sdbench.costs import DOLLARS_PER_GPU_HOUR, describe_prices, require_named
 from sdbench.records.metrics import COLUMNS, filled
@@ -89,7 +88,7 @@ def report(settings: Report, command: str) -> str:
     if settings.csv:
         write_csv(settings.csv, [row for table in tables for row in table.rows])
     if settings.html:
-        write_page(Path(settings.html), shown, tables, notes, command)
+        write_page(settings.html, shown, tables, notes, command)
     blocks = []
     for table in tables:
         blocks += [table.markdown(), *(filled([sentence]) for sentence in table.sentences)]

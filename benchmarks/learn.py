@@ -37,7 +37,7 @@ from benchmark import StableDiffusion
 from export import main as export
 from sdbench.datasets.output import OutputFolder, PartWriter, join_parts, write_index
 from sdbench.inputs.shards import IMAGES_HASH, LATENT_COLUMNS, MOMENTS, index_hash
-from sdbench.models.built_in import BUILT_IN
+from sdbench.models.folders import BUILT_IN
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from sdbench.errors import UserError, plural
+from sdbench.files import sibling_path
 from sdbench.flags.commands import Encode
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import ENCODER_PRECISIONS, ENCODERS, MOST_WORKERS, TIMES, Run, Train, default_switches
 from sdbench.flags.training_command import fine_tune_instead, trains_random_weights
 from sdbench.inputs.shards import number_of_samples, read_index
-from sdbench.paths import sibling_path
 from sdbench.process import cpu_cores, launcher_variable
 from sdbench.records.status import fewest_batches
 
@@ -42,9 +42,8 @@ def complete(given: Train, index: dict | None) -> Run:
     Only a microbatch of `auto` stays: training replaces it once the model is built (`with_found_microbatch`), and a dry
     run replaces it for each GPU model.
 
-    Args:
-        given: the flags as they were given. A dry run for several GPU counts is completed once for each count.
-        index: the index.json of the shards, with their columns and their number of samples; None for synthetic data.
+    A dry run for several GPU counts is completed once for each count. `index` is the index.json of the shards; None for
+    synthetic data.
 
     Raises UserError for flags that these ranks, this machine or this data cannot serve.
     """
@@ -171,7 +170,6 @@ def complete_encoding(settings: Encode) -> Encode:
 
 
 def or_default(value: Any, default: Any) -> Any:
-    """Return the value of a flag, or the default if the flag was not given (None)."""
     return default if value is None else value
 
 

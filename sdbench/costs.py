@@ -1,10 +1,9 @@
 """Convert images per second to days, GPU-hours and dollars, without torch."""
 import math
 from collections.abc import Collection, Iterable, Sequence
-from functools import cache
 
 from sdbench.errors import UserError
-from sdbench.gpus import cards_named, name_words, short_name, unknown_gpu
+from sdbench.gpus import CARDS, gpus_named, short_name, unknown_gpu
 
 TRAINING_IMAGES = 2_867_200_000  # 1,400,000 steps of 2048 images: Stable Diffusion 2 base, as published
 DOLLARS_PER_GPU_HOUR = 2.0
@@ -23,23 +22,15 @@ def gpu_hours(images_per_sec: float, num_devices: int, num_images: int) -> float
     return days_to_train(images_per_sec, num_images) * 24 * num_devices
 
 
-@cache
-def card_names_for(name: str) -> frozenset[str]:
-    """Return the names of the cards that --gpu would pick for a name; empty if it matches none."""
-    try:
-        return frozenset(card.name for card in cards_named((name,)))
-    except UserError:
-        return frozenset()
-
-
 def last_price(device: str, prices: Sequence[tuple]) -> tuple | None:
     """Return the last price that applies to a GPU; None if there is none.
 
-    A price begins with a GPU name, or None for all GPUs, and the dollars per GPU-hour. `device` is the name of the GPU
-    in a record.
+    A price begins with a GPU name, or None for all GPUs, and the dollars per GPU-hour. It applies to each GPU that its
+    name means. `device` is the name in a record: a hand-written record may say just H100, which means several GPUs, and
+    then the price must apply to all of them.
     """
     for price in reversed(prices):
-        if price[0] is None or price_applies(price[0], device):
+        if price[0] is None or gpus_named(device) <= gpus_named(price[0]):
             return price
     return None
 
@@ -55,22 +46,11 @@ def price_of(device: str, prices: Prices) -> float:
     return math.nan if price is None else price[1]
 
 
-def price_applies(name: str, device: str) -> bool:
-    """Tell whether a price for `name` applies to a device.
-
-    It applies to the GPUs that --gpu would pick for the name. A device that is in no datasheet, such as a MIG slice,
-    needs a price for exactly its name.
-    """
-    cards = card_names_for(device)  # a hand-written record may say just H100, which is several cards
-    if cards:
-        return cards <= card_names_for(name)
-    return name_words(short_name(device)) == name_words(short_name(name))
-
-
 def require_named(devices: Collection[str], prices: Prices) -> None:
-    """Raise UserError for a price whose name is neither a known GPU nor one of these devices of records."""
+    """Raise UserError for a price whose name means neither a known GPU nor one of these devices of records."""
+    known = frozenset(CARDS).union(*map(gpus_named, devices))
     for name, dollars in prices:
-        if name and not card_names_for(name) and not any(price_applies(name, device) for device in devices):
+        if name is not None and known.isdisjoint(gpus_named(name)):
             no_record = 'no record has this GPU, and ' if devices else ''
             raise UserError(f'--dollars_per_gpu_hour {name}={dollars:g}: {no_record}{unknown_gpu(name)}')
 

@@ -69,10 +69,7 @@ def disk_is_full(error: BaseException | None) -> bool:
 
 
 def known_reason(error: BaseException, less_memory: str = 'use a smaller --batch_size or --image_size') -> str | None:
-    """Return in one line why a command failed, with the fix; None if the error is a bug and needs its traceback.
-
-    `less_memory` is the fix if memory ran out.
-    """
+    """Return in one line why a command failed, with the fix; None if the error is a bug and needs its traceback."""
     # These errors already name the file, the disk or the package.
     if isinstance(error, DataError | ImportError):
         return one_line(error)

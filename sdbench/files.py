@@ -1,4 +1,4 @@
-"""Files of this machine: reading text and JSON from users, atomic writes, and locks on folders."""
+"""Names of files, reading text and JSON from users, atomic writes, and locks on folders."""
 import contextlib
 import errno
 import json
@@ -11,7 +11,27 @@ from typing import Any, BinaryIO
 
 from sdbench.errors import UserError
 
+HELD_OUT = '-held-out'  # suffix of the dataset with the held-out samples
+INDEX = 'index.json'  # of a dataset; it is written last, so a dataset with one is complete
+EXPORTED = 'export.json'  # in a pipeline from export.py: the checkpoint and flags that made it
+CLAIM = 'claim.json'  # in an output folder: the program and settings that make it; it is written first
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors from Lustre, or NFS without a lock service
+
+
+def sibling_path(folder: str, name: str) -> str:
+    """Return FOLDER-NAME, a path next to a folder.
+
+    For a folder in a store, return a path in the working directory: s3://BUCKET/KEY/run1 gives run1-NAME.
+    """
+    folder = folder.rstrip('/')
+    if is_url(folder):
+        folder = os.path.basename(folder)
+    return f'{folder}-{name}'
+
+
+def is_url(path: str) -> bool:
+    """Tell whether a path is the address of a store, supported or not. A path that exists here is not."""
+    return ('://' in path or path.startswith('dbfs:')) and not os.path.exists(path)
 
 
 def read_text(path: str, label: str) -> str:
@@ -62,9 +82,8 @@ def locked(path: str | os.PathLike, label: str, seconds: float = 0) -> Iterator[
     """Hold the lock of a folder, and create the folder if needed. The system releases the lock of a killed process.
 
     If the file system has no locks, this prints a warning and locks nothing. filelock's own fallback is a lock that is
-    held as long as its file exists, so if a machine is lost, all other machines would be locked out forever.
-
-    `path` is the lock file in the folder, and `seconds` is how long to wait for another run to end.
+    held as long as its file exists, so if a machine is lost, all other machines would be locked out forever. `seconds`
+    is how long to wait for another run to end.
 
     Raises UserError, which begins with `label`, if another run holds the lock, or the folder cannot be written to.
     """

@@ -3,6 +3,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import NamedTuple
 
 from sdbench.errors import UserError
@@ -115,9 +116,7 @@ def peak_of(device_name: str, precision: str) -> float | None:
     half = precision.removeprefix('amp_')
     if half == 'fp32' or half == 'bf16' and device_name.startswith('Tesla'):  # the V100 and the T4 have no bf16
         return None
-    if device_name not in CARDS:
-        return None
-    return CARDS[device_name].tflops
+    return CARDS[device_name].tflops if device_name in CARDS else None
 
 
 def machines_for(num_devices: int, gpus_per_node: int | str) -> int:
@@ -136,11 +135,6 @@ def is_one_nvlink_domain(device: str, num_devices: int) -> bool:
     return device in CARDS and num_devices <= (CARDS[device].gpus_per_link or 0)
 
 
-def name_words(text: str) -> list[str]:
-    """Return the words of a GPU name in upper case, split at spaces and hyphens; '80 GB' becomes '80GB'."""
-    return re.findall('[A-Z0-9]+', re.sub('([0-9]) GB', r'\1GB', text.upper()))
-
-
 def short_name(device: str) -> str:
     """Return a short name for a GPU, such as 'A100 40GB' for 'NVIDIA A100-SXM4-40GB'."""
     for words in ('NVIDIA ', 'GeForce ', '-SXM4', ' HBM3'):
@@ -154,42 +148,58 @@ OTHER_GPUS = {'A10G': 24, 'A2': 16, 'A16': 16, 'P100': 16, 'RTX 2080 Ti': 11, 'R
               'RTX 5070': 12, 'RTX 5070 Ti': 16, 'RTX 5080': 16, 'RTX A4000': 16, 'RTX A5000': 24}
 
 
-def unknown_gpu(words: str) -> str:
-    """Return an error message for a GPU name that is not known, with the nearest known GPUs by memory or by name."""
-    asked = [word for word in name_words(words) if word not in ('NVIDIA', 'GEFORCE', 'TESLA')]
-    for name, gigabytes in OTHER_GPUS.items():
-        if ''.join(asked) in (''.join(name_words(name)), ''.join(name_words(name.removeprefix('RTX ')))):
-            cards = sorted(CARDS.values(), key=lambda card: abs(card.gib * GIB / 1e9 - gigabytes))[:3]
-            nearest = ', '.join(short_name(card.name) for card in cards)
-            return f'{words} is not a known GPU; with memory nearest to its {gigabytes} GB, there are {nearest}'
-    known = [short_name(name) for name in CARDS]
-    nearest = difflib.get_close_matches(words.upper(), known)
-    remedy = f'did you mean {" or ".join(nearest)}?' if nearest else f'known GPUs are {", ".join(known)}'
-    return f'{words} is not a known GPU; {remedy}'
+def spelling(name: str) -> str:
+    """Return the letters and digits of a GPU name in upper case, without words that many people leave out."""
+    return re.sub('NVIDIA|GEFORCE|TESLA|RTX|[^A-Z0-9]', '', name.upper())
+
+
+NAMES = {spelling(name): name for name in (*CARDS, *OTHER_GPUS)}
+
+
+@cache
+def gpus_named(name: str) -> frozenset[str]:
+    """Return the GPUs that a name means, in --gpu, in a price or in a record.
+
+    This is the GPU with exactly this name, or else every GPU in CARDS whose name contains its words. A GPU that nothing
+    here knows, such as a MIG slice, is meant only by its own full or short name.
+    """
+    if spelling(name) in NAMES:
+        return frozenset({NAMES[spelling(name)]})
+    # Match whole words, but A100SXM also for A100 SXM.
+    words = re.findall('[A-Z0-9]+', re.sub('([0-9]) GB', r'\1GB', name.upper()))
+    patterns = [rf'\b{"[ -]?".join(word)}\b' for word in words]
+    found = [card.name for card in CARDS.values()
+             if words and all(re.search(pattern, f'{card.name}, {card.aliases}'.upper()) for pattern in patterns)]
+    return frozenset(found or {spelling(short_name(name))})
 
 
 def full_name(device: str) -> str:
-    """Return torch's name for a GPU, if the name equals it with or without 'NVIDIA'; any other name is unchanged."""
-    for name in CARDS:
-        if name_words(device) in (name_words(name), name_words(name.removeprefix('NVIDIA '))):
-            return name
-    return device
+    """Return torch's name for a GPU in CARDS that is named exactly; any other name is unchanged."""
+    name = NAMES.get(spelling(device))
+    return name if name in CARDS else device
 
 
 def cards_named(names: Iterable[str]) -> list[Card]:
-    """Return the cards for each name: the card that `full_name` finds, or else all cards whose names contain its words.
-
-    Without names, all cards are returned. Raises UserError for a name that matches no card.
-    """
+    """Return the cards that each name means, or all cards without names. Raises UserError for a name of none."""
+    if not names:
+        return list(CARDS.values())
     found = {}
-    for words in names or ('',):
-        # Match whole words, but RTX4090 also for RTX 4090.
-        patterns = [rf'\b{"[ -]?".join(word)}\b' for word in name_words(words)]
-        cards = [card for card in CARDS.values()
-                 if all(re.search(pattern, f'{card.name}, {card.aliases}'.upper()) for pattern in patterns)]
-        if full_name(words) in CARDS:
-            cards = [CARDS[full_name(words)]]
+    for name in names:
+        cards = {card.name: card for card in CARDS.values() if card.name in gpus_named(name)}
         if not cards:
-            raise UserError(f'--gpu {unknown_gpu(words)}')
-        found |= {card.name: card for card in cards}
+            raise UserError(f'--gpu {unknown_gpu(name)}')
+        found |= cards
     return list(found.values())
+
+
+def unknown_gpu(name: str) -> str:
+    """Return an error message for a GPU name that is not known, with the nearest known GPUs by memory or by name."""
+    gigabytes = OTHER_GPUS.get(NAMES.get(spelling(name)))
+    if gigabytes:
+        cards = sorted(CARDS.values(), key=lambda card: abs(card.gib * GIB / 1e9 - gigabytes))[:3]
+        nearest = ', '.join(short_name(card.name) for card in cards)
+        return f'{name} is not a known GPU; with memory nearest to its {gigabytes} GB, there are {nearest}'
+    known = [short_name(card) for card in CARDS]
+    nearest = difflib.get_close_matches(name.upper(), known)
+    remedy = f'did you mean {" or ".join(nearest)}?' if nearest else f'known GPUs are {", ".join(known)}'
+    return f'{name} is not a known GPU; {remedy}'

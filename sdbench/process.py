@@ -171,10 +171,7 @@ def one_line_errors(program: str, how_to_continue: str = '') -> Iterator[None]:
 
 
 class LogLines:
-    """A file for tqdm that prints each state of a progress bar as a line on stderr, for logs.
-
-    On a terminal, tqdm overwrites the previous state instead, which a log file cannot show.
-    """
+    """A file for tqdm that prints each state of a progress bar as a line on stderr, for logs."""
 
     def write(self, text: str) -> None:
         if text.strip():
@@ -187,12 +184,8 @@ class LogLines:
 def progress_bar(total: int, unit: str, done: int = 0, doing: str | None = None, hidden: bool = False):
     """Return a tqdm progress bar on stderr. If stderr is a log file, it prints a line once per minute.
 
-    Args:
-        total: size of the whole work, in units.
-        unit: text after a number, such as ' images'; 'B' means bytes, which are shown in kB, MB or GB.
-        done: units that an earlier run completed.
-        doing: text before the bar.
-        hidden: True shows nothing.
+    `unit` is the text after a number, such as ' images'; 'B' means bytes, which are shown in kB, MB or GB. `done` is
+    what an earlier run completed, and `doing` the text before the bar.
     """
     from tqdm import tqdm
     options = {'desc': doing and f'{doing}: ', 'total': total, 'initial': done, 'unit': unit, 'unit_scale': unit == 'B',

@@ -1,9 +1,12 @@
 """Describe what decides the speed of a training step: the GPUs, the model, and the switches. Nothing here needs torch.
 
-Flags and records are read into a Setup, and a forecast is calculated from it.
+Flags and records are read into a Setup, and a forecast is calculated from it. If a setup needs too much memory, its
+microbatch becomes smaller, or one of its switches saves memory.
 """
+import bisect
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from sdbench.flags.train import ENCODERS, Train, default_switches
@@ -67,6 +70,7 @@ class Setup:
         return Setup(**default_switches(known['precision'], known['compile'], known['num_devices']) | known)
 
 
+SMALLER_MICROBATCH = 'a smaller --device_train_microbatch_size'  # a key of `changes_that_take_less`
 NAMES = tuple(field.name for field in fields(Setup))
 FLAGS = {name: {'microbatch': 'device_train_microbatch_size'}.get(name, name) for name in NAMES}  # by attribute
 FLAG_DEFAULTS = {field.name: field.default for field in fields(Train) if field.default is not None}
@@ -87,7 +91,7 @@ def with_flag_defaults(record: dict[str, Any]) -> dict[str, Any]:
 def setup_of_settings(settings: Train) -> Setup:
     """Return the setup of a run with these flags. What the flags leave open is None, unless complete.py filled it in.
 
-    The device is None: flags do not name the GPU of a run.
+    Flags do not name the GPU of a run.
     """
     return setup_of_record(vars(settings) | {'device': None})
 
@@ -119,3 +123,43 @@ def settings_of_setup(setup: Setup) -> Train:
               if name not in ('device', 'num_devices', 'latents', 'microbatch')}
     return Train(**values, use_synth_latents=setup.latents, dry_run=(setup.num_devices,),
                  device_train_microbatch_size=setup.microbatch or 'auto')
+
+
+def changes_that_take_less(setup: Setup) -> dict[str, Setup]:
+    """Return the setup with each change that saves memory, keyed by a description of the change.
+
+    Changes that the user has already made are skipped. The first two make a step slower, but train the same model.
+    """
+    half = setup.image_size // 16 * 8
+    changes = {}
+    if setup.microbatch is not None:
+        changes[SMALLER_MICROBATCH] = {'microbatch': 1}
+    changes['--gradient_checkpointing'] = {'gradient_checkpointing': True}
+    changes['without --use_ema'] = {'use_ema': False}
+    if half >= 64:
+        changes[f'--image_size {half}'] = {'image_size': half}
+    changes['latents (encode.py)'] = {'latents': True}
+    changed = {change: replace(setup, **flags) for change, flags in changes.items()}
+    return {change: other for change, other in changed.items() if other != setup}
+
+
+def memory_advice(fits_with: dict[str, bool]) -> str:
+    """Return advice for a GPU with too little memory, from the changes that take less: is each alone enough?"""
+    enough = [change for change, fits in fits_with.items() if fits]
+    if enough:
+        return f'each of these alone is enough: {"; ".join(enough)}'
+    if fits_with:
+        return f'none of these alone is enough: {"; ".join(fits_with)}; combine them, or use a GPU with more memory'
+    return 'use a GPU with more memory'
+
+
+def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """Return the largest size for which `fits` is true, by binary search; None if not even the smallest size fits.
+
+    The sizes are in ascending order, and each is tried at most once. The smallest is tried first, because CUDA's
+    libraries then allocate their handles and workspaces while there is still memory.
+    """
+    if not fits(sizes[0]):
+        return None
+    too_large = bisect.bisect_left(sizes, True, lo=1, key=lambda size: not fits(size))
+    return sizes[too_large - 1]

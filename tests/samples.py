@@ -10,7 +10,7 @@ import pyarrow.parquet
 from PIL import Image, ImageOps
 from streaming import MDSWriter, StreamingDataset
 
-from sdbench.inputs.captions import from_columns
+from sdbench.inputs.batches import from_columns
 from sdbench.inputs.stream import own_shared_memory
 
 

@@ -18,7 +18,7 @@ from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_load
 from ema import EMA
 from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
-from sdbench.models.built_in import BUILT_IN
+from sdbench.models.folders import BUILT_IN
 from sdbench.training.resuming import ExactResume
 from tests.runs import ROOT, assert_equal
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards

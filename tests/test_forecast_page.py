@@ -3,7 +3,7 @@ import json
 import math
 
 from sdbench.forecast.forecast import UNCOUNTED_SHARE, Forecast, forecast
-from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR, TESTED
+from sdbench.forecast.speed import CONSTANTS, LARGEST_ERROR, TESTED
 from sdbench.gpus import CARDS, NETWORK_SHARE, NVLINK_SHARE, PCIE_SHARE, short_name
 from sdbench.setup import setup_of_record
 from tests.runs import ROOT
@@ -80,7 +80,7 @@ def test_the_constants_are_those_of_the_program():
     text = (ROOT / 'docs/forecast-model.md').read_text()
     values = {'*p*': f'{CONSTANTS.peak_share}', '*b*': f'{CONSTANTS.bandwidth_share}',
               '*m*': f'{CONSTANTS.bytes_a_cycle}', '*k*': f'{CONSTANTS.seconds_a_kernel * 1e6:.1f} µs',
-              '*k* in a CUDA graph': f'{IN_A_GRAPH.seconds_a_kernel * 1e6:.2f} µs', 'NVLink': f'{NVLINK_SHARE}',
+              '*k* in a CUDA graph': f'{CONSTANTS.seconds_in_a_graph * 1e6:.2f} µs', 'NVLink': f'{NVLINK_SHARE}',
               'PCIe': f'{PCIE_SHARE}', 'network': f'{NETWORK_SHARE}', 'memory': f'{100 * UNCOUNTED_SHARE:.0f} %'}
     for name, value in values.items():
         assert f'| {name} | {value} |' in text

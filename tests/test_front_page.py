@@ -11,13 +11,13 @@ import torch
 
 import benchmark
 import report
-from benchmarks.forecast.fit import Fitted, predict
+from benchmarks.forecast.fit import predict
 from benchmarks.forecast.points import read_points
 from sdbench.flags.parser import LIMITS, build_parser
 from sdbench.flags.train import Run, Train
 from sdbench.flags.training_command import FEWEST_FROM_RANDOM, FINE_TUNED, training_command
 from sdbench.forecast.forecast import UNCOUNTED_SHARE, DoesNotFit, forecast
-from sdbench.forecast.speed import CONSTANTS, IN_A_GRAPH, LARGEST_ERROR
+from sdbench.forecast.speed import CONSTANTS, LARGEST_ERROR
 from sdbench.gpus import CARDS as KNOWN
 from sdbench.gpus import cards_named
 from sdbench.records.summary import run_summary
@@ -154,7 +154,7 @@ def test_measured_runs_on_one_gpu_are_forecast_within_the_largest_error(gpu):
 def test_the_forecast_error_in_each_published_row_agrees_with_its_forecast():
     rows = read_points()
     published = rows[rows['device'].eq('A100-SXM4-40GB') & rows['by'].eq('mosaicml/diffusion-benchmark')]
-    errors = predict(published, Fitted(CONSTANTS, IN_A_GRAPH)) / published['measured'] - 1
+    errors = predict(published, CONSTANTS) / published['measured'] - 1
     shown = dict(columns(PUBLISHED, 'A100 40GB', 'error of the forecast'))
     errors = dict(zip(published['num_devices'].astype(int).astype(str), errors, strict=True))
     assert shown == {devices: f'{100 * errors[devices]:+.1f} %' for devices in shown}

@@ -1,6 +1,8 @@
 """Claims about the table of GPUs: peaks follow from the architecture, and names find the right card."""
 import pytest
 
+from sdbench.costs import price_of
+from sdbench.errors import UserError
 from sdbench.gpus import CARDS, cards_named, peak_of
 
 # FLOPs per multiprocessor and clock, which depend on the architecture, and names of the cards with that architecture. A
@@ -37,3 +39,17 @@ def test_a_peak_needs_the_exact_gpu_name_and_depends_on_the_precision(name, bf16
     (('NVIDIA-H200', 'B200'), ['NVIDIA H200', 'NVIDIA B200'])])
 def test_a_gpu_is_found_by_whole_words_of_its_name_ignoring_case_spaces_and_hyphens(names, found):
     assert [card.name for card in cards_named(names)] == found
+
+
+def test_a_name_of_another_gpu_is_refused_with_the_nearest_by_memory_and_priced_only_by_its_own_name():
+    with pytest.raises(UserError, match='4070 is not .* nearest to its 12 GB, there are RTX 4070 Ti'):
+        cards_named(['4070'])
+    assert price_of('NVIDIA GeForce RTX 4070', (('RTX 4070', 0.2), ('4070 Ti', 0.3))) == 0.2
+    mig = 'NVIDIA H100 80GB HBM3 MIG 3g.40gb'
+    assert price_of(mig, (('h100 80gb mig 3g.40gb', 1.0), ('H100', 2.0), ('H100 80GB HBM3', 3.0))) == 1.0
+
+
+def test_an_empty_name_means_no_gpu():
+    with pytest.raises(UserError):
+        cards_named([''])
+    assert price_of('NVIDIA B200', (('', 1.0), ('B200', 2.0), ('', 3.0))) == 2.0

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 
 from sdbench.errors import UserError
-from sdbench.hub import find_or_download
+from sdbench.models.folders import find_or_download
 
 ANSWER = SimpleNamespace(headers={}, request=None, status_code=401, url='', text='')  # of the hub
 NOT_IN_THE_CACHE = LocalEntryNotFoundError('we cannot find the snapshot folder')  # raised for most causes

@@ -1,6 +1,7 @@
 """The recipes: the whole training, its two phases, and the recipes for speed."""
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,9 +15,11 @@ from diffusers import StableDiffusionPipeline
 import convert
 import plan
 from benchmark import main
+from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
 from sdbench.flags.plan import SD2_SCHEDULE
 from sdbench.flags.train import Train
+from sdbench.setup import setup_of_settings
 from tests.runs import COMMANDS, ROOT, TINY, Signalled, calls_of, write_noting_programs
 from tests.samples import write_photos
 
@@ -91,6 +94,43 @@ def test_by_default_the_whole_training_is_the_one_that_plan_py_plans_and_names(t
                      'gradient_checkpointing'):
             assert getattr(train, name) == getattr(part.setup, name)
     assert 'MODEL=FOLDER SOURCE=photos sh recipes/stable-diffusion-2.sh' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('flags', [
+    ['--gpu', '1 4090', '--images', '5000000'],
+    ['--gpu', '8 V100-SXM2-32GB', '--training_flags=--precision amp_fp16'],
+    ['--gpu', '4 H100-80GB', '--save_interval', '400ba', '--hours_between_preemptions', '9', '--images', '5000000'],
+    ['--gpu', '8 H100-80GB', '--training_flags=--batch_size 512 --use_synth_data --compile reduce-overhead'],
+    ['--gpu', '8 B200',
+     '--training_flags=--no-compile --encoder_precision fp16 --use_synth_latents --model_name tiny']])
+def test_the_commands_that_a_plan_prints_run_with_its_own_setup(tmp_path, monkeypatch, flags):
+    monkeypatch.chdir(ROOT)
+    answer = plan.main(flags)
+    [planned] = answer.plans
+    (_, measuring), _, (sentence, [training]) = answer.first_steps
+    for part, words in zip(planned.parts, map(shlex.split, measuring), strict=True):
+        program = next(word for word in words if word.endswith('.py'))
+        given = parse(COMMANDS[program], '', words[words.index(program) + 1:])
+        assert given.image_size == part.setup.image_size
+        assert given.compile == part.setup.compile and given.model_name == part.setup.model_name
+
+    # The recipe's commands are those of the plan, too.
+    *variables, _, recipe = shlex.split(training)
+    variables = dict(variable.split('=', maxsplit=1) for variable in variables)
+    launcher = variables.pop('LAUNCH', 'composer').split()
+    assert recipe == 'recipes/stable-diffusion-2.sh' and measuring[-1].startswith(' '.join(launcher))
+    commands = commands_of(tmp_path, **variables | {'MODEL': planned.training[0].setup.model_name})
+    trained = [command for command in commands if isinstance(command, Train)]
+    for train, part in zip(trained, planned.training, strict=True):
+        setup = replace(part.setup, device=None, num_devices=None)
+        assert replace(setup_of_settings(train), num_devices=None, latents=setup.latents) == setup
+        assert train.max_duration == f'{part.steps}ba'
+        assert train.save_interval == f'{part.preemptions.batches}ba'
+    for encode in (command for command in commands if isinstance(command, Encode)):
+        assert encode.compile == setup.compile
+        assert (encode.encoder_precision or 'bf16') == setup.with_defaults().encoder_precision
+    assert setup.latents == any(isinstance(command, Encode) for command in commands)
+    assert ('SOURCE_2' in sentence) == ('--images' not in flags)  # by default each phase has its own images
 
 
 @pytest.mark.parametrize('words, variables, said', [

@@ -11,12 +11,13 @@ The points that are fitted are in published.csv (the original's program) and pub
 microbatches, and other programs for the same work). The points in judged_speeds.csv only test the result.
 """
 import argparse
+from dataclasses import replace
 
 import pandas as pd
 
-from benchmarks.forecast.fit import Fitted, judge, predict
+from benchmarks.forecast.fit import judge, predict
 from benchmarks.forecast.points import read_points, tested_layouts
-from sdbench.forecast.speed import COMPILED, CONSTANTS, IN_A_GRAPH, TESTED
+from sdbench.forecast.speed import CONSTANTS, TESTED
 
 
 def table(points: pd.DataFrame) -> str:
@@ -27,7 +28,7 @@ def table(points: pd.DataFrame) -> str:
     formats = {'num_devices': '{:.0f}', 'device_train_microbatch_size': '{:.0f}', 'measured': '{:.2f}',
                'predicted': '{:.2f}', 'unseen': '{:.2f}', 'error': '{:+.1%}', 'unseen_error': '{:+.1%}'}
     cells = points[[key for key in columns if key in points]].copy()
-    cells['compile'] = ['no' if compile == 'no' else 'yes' for compile in cells['compile']]
+    cells['compile'] = ['yes' if compile else 'no' for compile in cells['compile']]
     for key, template in formats.items():
         if key in cells:
             cells[key] = [template.format(value) for value in cells[key]]
@@ -39,15 +40,6 @@ def errors_in_words(errors: pd.Series) -> str:
     return f'mean error {errors.abs().mean():.1%}, worst {errors.abs().max():.1%}'
 
 
-def print_points_that_are_not_fitted(points: pd.DataFrame, fitted: Fitted) -> None:
-    """Print the points that are not fitted, with the reason and the errors of the forecast."""
-    for reason, others in points[points['left_out'] != ''].groupby('left_out'):
-        others = others.assign(predicted=predict(others, fitted))
-        others['error'] = others['predicted'] / others['measured'] - 1
-        print(f'\n{len(others)} points are not fitted: {reason}; {errors_in_words(others["error"])}')
-        print(table(others))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser('python -m benchmarks.forecast', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -55,23 +47,29 @@ def main() -> None:
     picture = parser.parse_args().picture
     points = read_points()
     judged, fitted = judge(points)
-    is_eager = judged['compile'] == 'no'
 
     # Print the points that are fitted, and their errors.
     print(table(judged))
-    for kind, some in (('eager', judged[is_eager]), ('compiled', judged[~is_eager])):
+    is_compiled = judged['compile'].astype(bool)
+    compiled = judged[is_compiled]
+    for kind, some in (('eager', judged[~is_compiled]), ('compiled', compiled)):
         print(f'{len(some)} {kind} points of {some["device"].nunique()} GPUs')
         print(f'  fitted to all: {errors_in_words(some["error"])}')
         print(f'  fitted without their source: {errors_in_words(some["unseen_error"])}')
-    launched = predict(judged[~is_eager], Fitted(CONSTANTS, COMPILED)) / judged[~is_eager]['measured'] - 1
-    print(f'  if each kernel were launched as in an eager step: {errors_in_words(launched)}')
-    print_points_that_are_not_fitted(points, fitted)
+    all_launched = replace(CONSTANTS, seconds_in_a_graph=CONSTANTS.seconds_a_kernel)
+    errors = predict(compiled, all_launched) / compiled['measured'] - 1
+    print(f'  if each kernel were launched as in an eager step: {errors_in_words(errors)}')
+
+    # Print the points that are not fitted, with the reason.
+    for reason, others in points[points['left_out'] != ''].groupby('left_out'):
+        others = others.assign(predicted=predict(others, fitted))
+        others['error'] = others['predicted'] / others['measured'] - 1
+        print(f'\n{len(others)} points are not fitted: {reason}; {errors_in_words(others["error"])}')
+        print(table(others))
 
     # Compare the constants with the code, because a fit does not change the code.
     print()
-    constants = {'CONSTANTS': (fitted.eager, CONSTANTS), 'IN_A_GRAPH': (fitted.in_a_graph, IN_A_GRAPH),
-                 'TESTED': (tested_layouts(points), TESTED)}
-    for name, (found, in_code) in constants.items():
+    for name, found, in_code in (('CONSTANTS', fitted, CONSTANTS), ('TESTED', tested_layouts(points), TESTED)):
         print(f'{name} {found}: {"as in the code" if found == in_code else f"the code has {in_code}"}')
     if picture:
         from benchmarks.forecast.picture import draw

@@ -4,25 +4,21 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.forecast.fit import Fitted
+from benchmarks.forecast.fit import speeds_of
 from benchmarks.forecast.points import card_of
 from benchmarks.forecast.steps import layout_of, work_of
-from sdbench.forecast.speed import images_per_sec
+from sdbench.forecast.speed import Constants
 
 MICROBATCHES = [1, 2, 4, 8, 16, 32, 64]
 SPEEDS = [5, 10, 20, 40, 80, 160, 320]
 
 
-def draw(points: pd.DataFrame, fitted: Fitted, path: str) -> None:
+def draw(points: pd.DataFrame, constants: Constants, path: str) -> None:
     """Write a picture with the speed over the microbatch on the left and forecast over measured speeds on the right.
 
-    Args:
-        points: the points with their predictions.
-        fitted: the constants.
-        path: file of the picture.
+    `points` have the predictions of `judge`.
     """
     # Each card has a color, and each program has a marker and a line style.
-    points = points.assign(program=points['by'].str.split(',').str[0])  # MLPerf's submitters ran the same one
     devices = sorted(points['device'].unique())
     colors = dict(zip(devices, ('C0', 'C1', 'C2', 'C3', 'C4', 'C5'), strict=True))
     markers = dict(zip(points['program'].unique(), 'os^Dv', strict=True))
@@ -35,14 +31,12 @@ def draw(points: pd.DataFrame, fitted: Fitted, path: str) -> None:
     handles = []
     for (program, device), runs in points.groupby(['program', 'device'], sort=False):
         first = comparable_runs(runs)
-        [line] = over_microbatch.plot(*speeds_over_microbatch(first.iloc[0], fitted), color=colors[device],
+        [line] = over_microbatch.plot(*speeds_over_microbatch(first.iloc[0], constants), color=colors[device],
                                       linestyle=styles[program], linewidth=1.2)
         [dots] = over_microbatch.plot(first['device_train_microbatch_size'], first['measured'], markers[program],
                                       color=colors[device])
-        label = f'{device}, {program}'
-        if runs['compile'].iloc[0] != 'no':
-            label += ', compiled'
-        handles.append(((line, dots), label))
+        compiled = ', compiled' if runs['compile'].iloc[0] else ''
+        handles.append(((line, dots), f'{device}, {program}{compiled}'))
         unseen.plot(runs['measured'], runs['unseen'], markers[program], color=colors[device])
 
     # Set up the axes and the legend.
@@ -66,18 +60,14 @@ def comparable_runs(runs: pd.DataFrame) -> pd.DataFrame:
     return runs[runs['use_ema'] == runs['use_ema'].iloc[0]]
 
 
-def speeds_over_microbatch(point: pd.Series, fitted: Fitted) -> tuple[np.ndarray, list[float]]:
+def speeds_over_microbatch(point: pd.Series, constants: Constants) -> tuple[np.ndarray, np.ndarray]:
     """Return microbatch sizes, and the forecast images/s per GPU of a point's run with each of them."""
-    constants = fitted.eager if point['compile'] == 'no' else fitted.in_a_graph
     layout = layout_of(point)
     microbatches = 16 if layout.microbatches > 1 else 1
     sizes = np.geomspace(MICROBATCHES[0], MICROBATCHES[-1], 25)
-    speeds = []
-    for size in sizes:
-        sized = layout._replace(microbatch=size, images=size * microbatches)
-        speed = images_per_sec(card_of(point), work_of(point), sized, constants)
-        speeds.append(speed / sized.num_devices)
-    return sizes, speeds
+    layouts = [layout._replace(microbatch=size, images=size * microbatches) for size in sizes]
+    runs = [(card_of(point), work_of(point), each, point['compile']) for each in layouts]
+    return sizes, speeds_of(runs, constants)
 
 
 def shade(axes: Axes, worst: float) -> None:

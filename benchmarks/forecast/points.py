@@ -20,16 +20,21 @@ NO_MICROBATCH = f'the microbatch is not stated, and assumed to be {UNSTATED_MICR
 
 
 def read_points() -> pd.DataFrame:
-    """Read the published points, one row each, with the columns of published_speeds.csv and three more.
+    """Read the published points, one row each, with the columns of published_speeds.csv and four more.
 
-    `by` is who measured, `measured` is images/s per GPU, and `left_out` is why the point is not fitted ('' if it is).
+    `by` is who measured, `program` is what ran, `measured` is images/s per GPU, and `left_out` is why the point is not
+    fitted ('' if it is). `compile` is the mode of --compile.
     """
     published = pd.read_csv(ROOT / 'published.csv').assign(**ORIGINAL)
     published = published[published['extrapolated'] == 'no']
     others = pd.read_csv(ROOT / 'benchmarks/forecast/published_speeds.csv')
     judged = pd.read_csv(ROOT / 'benchmarks/forecast/judged_speeds.csv').assign(left_out=JUDGED)
-    points = pd.concat([published, others, judged], ignore_index=True).fillna({'left_out': ''})
+    points = pd.concat([published, others, judged], ignore_index=True)
+    points = points.fillna({'left_out': '', 'encoder_precision': 'bf16'})  # a run without encoders states no precision
     points['by'] = [who_measured(source) for source in points['source']]
+    points['program'] = points['by'].str.split(',').str[0]  # MLPerf's submitters ran the same one
+    # All published compiled steps ran in CUDA graphs.
+    points['compile'] = [False if compile == 'no' else IN_GRAPHS for compile in points['compile']]
 
     # Fill in what a source does not state. In runs without a GPU count, each GPU has one microbatch per step.
     unstated = points['num_devices'].isna()
@@ -61,9 +66,9 @@ def tested_layouts(points: pd.DataFrame) -> dict[bool | str, dict[tuple[str, int
     their source states how they ran, whether they are fitted or only test the fit.
     """
     points = points[points['left_out'].isin(['', JUDGED])]
-    tested = {False: {}, IN_GRAPHS: {}}  # all published compiled steps ran in CUDA graphs
-    of_compile = points['compile'].map(lambda compile: False if compile == 'no' else IN_GRAPHS)
-    for (mode, device, image_size, encoders), runs in points.groupby([of_compile, 'device', 'image_size', 'encoders']):
+    tested = {False: {}, IN_GRAPHS: {}}
+    keys = ['compile', 'device', 'image_size', 'encoders']
+    for (mode, device, image_size, encoders), runs in points.groupby(keys):
         images = (runs['batch_size'] / runs['num_devices']).astype(int)
         layouts = sorted(set(zip(runs['num_devices'].astype(int), images, strict=True)))
         edges = []

@@ -13,7 +13,7 @@ from sdbench.datasets.tables import Columns
 from sdbench.datasets.workers import Part
 from sdbench.flags.commands import Convert
 from sdbench.flags.train import Model
-from sdbench.inputs.captions import MDS_CAPTION_COLUMNS, ONE_CAPTION, to_columns
+from sdbench.inputs.batches import MDS_CAPTION_COLUMNS, ONE_CAPTION, to_columns
 from sdbench.inputs.images import formats
 from sdbench.inputs.tokenizer import is_too_long
 

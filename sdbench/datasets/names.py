@@ -59,7 +59,7 @@ def why_not_read(suffix: str) -> str:
     if suffix.lower() in HEIF_SUFFIXES:
         return f'{suffix} needs a package (pip install pillow-heif)'
     if suffix.lower() in TABLE_SUFFIXES:
-        return f'a {suffix} of this name is read only with --captions'
+        return f'a {suffix} is read only in a folder, by the name of a table of captions or with --captions'
     return f'{suffix or "a file without a suffix"} is not read'
 
 
@@ -84,11 +84,7 @@ def group_by_split(paths: Iterable[str], sources: Iterable[str] = ()) -> dict[st
 
     The first folder or file in a path that has a keyword decides. A path without a keyword belongs to 'train'. The
     folders that all paths share do not count, because a user who gives only the folder test/ wants to convert it.
-    Folders above a source do not count either.
-
-    Args:
-        paths: paths of files, or of samples in a tar.
-        sources: the paths, addresses and globs that found the files.
+    Folders above one of the `sources`, which found the files, do not count either.
     """
     above = {re.split(r'[*?[]', source.rstrip('/'))[0].rpartition('/')[0] + '/' for source in sources}
     parts_of = {}

@@ -23,8 +23,7 @@ from typing import Any, BinaryIO
 from streaming import MDSWriter
 
 from sdbench.errors import DataError, UserError, plural, redacted
-from sdbench.files import atomic_write, locked, parse_json
-from sdbench.paths import CLAIM, INDEX, is_url
+from sdbench.files import CLAIM, INDEX, atomic_write, is_url, locked, parse_json
 from sdbench.stores import download, files_below, upload
 from sdbench.stores.addresses import PATIENT, QUICK, Retry, parse_address
 
@@ -39,13 +38,10 @@ SHARD_BYTES = 1 << 26  # largest size of a shard: Streaming's own default
 class OutputFolder:
     """A folder, or an address in an object store, that one command claims and fills with its results.
 
-    It can be pickled, so workers write to the same place. Its methods raise OSError if OUT cannot be read or written.
+    It can be pickled, so workers write to the same place. `flag` is the name of its flag, for error messages.
 
-    Args:
-        out: folder or address, as the user gave it.
-        flag: name of its flag, for error messages.
-
-    Raises UserError if an address is not supported or cannot be reached.
+    Raises UserError if an address is not supported or cannot be reached. Its methods raise OSError if OUT cannot be
+    read or written.
     """
 
     def __init__(self, out: str, flag: str):
@@ -66,9 +62,7 @@ class OutputFolder:
 
         A store has no lock. Two runs with the same settings may write to it concurrently: their bytes are the same.
 
-        Args:
-            settings: values that the samples depend on, which JSON must support; `program` is the name of the command.
-            sources: the paths and addresses of the input.
+        `settings` are the values that the samples depend on, which JSON must support, and the `program`.
 
         Raises UserError if OUT contains other files, has samples that were made with other settings, or is in use.
         """
@@ -157,11 +151,7 @@ def part_name(*facts) -> str:
 class PartWriter(MDSWriter):
     """Streaming's writer for the shards of one part. It writes each shard to OUT as soon as the shard is full.
 
-    Args:
-        output: where the shards are written.
-        part: name of the part.
-        columns: MDS types by column name.
-        shard_bytes: largest size of a shard.
+    `columns` are the MDS types by column name.
     """
 
     def __init__(self, output: OutputFolder, part: str, columns: dict[str, str], shard_bytes: int = SHARD_BYTES):
@@ -184,10 +174,7 @@ class PartWriter(MDSWriter):
         self.output.write(f'{self.part}/{name}', content)
 
     def finish(self, skipped: Sequence[dict] = ()) -> None:
-        """Write the last shard, and then index.json, which makes the part done.
-
-        `skipped` are lines for skipped.jsonl about samples that are not in this part.
-        """
+        """Write the last shard, and then index.json with the lines for skipped.jsonl, which makes the part done."""
         self.flush_shard()
         index = {'version': 2, 'shards': self.shards, 'skipped': skipped, 'captions': self.captions,
                  'long_captions': self.long_captions, 'shapes': self.shapes}
@@ -217,10 +204,7 @@ class Joined:
 def join_parts(output: OutputFolder, parts: Sequence[str], skipped: Sequence[dict] = ()) -> Joined:
     """Read the index.json of each part, write OUT/skipped.jsonl if anything was skipped, and return the totals.
 
-    Args:
-        output: the dataset. All these parts must be done.
-        parts: names of the parts, in the order of the dataset.
-        skipped: lines for skipped.jsonl in addition to the parts' own. The `reason` begins with its kind and a colon.
+    `parts` are their names in the order of the dataset, and `skipped` are lines in addition to the parts' own.
 
     Raises DataError if a part is missing or damaged.
     """

@@ -30,9 +30,9 @@ from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.sources import File
 from sdbench.datasets.tables import USUAL_COLUMNS, Columns, captions_in, with_name
 from sdbench.errors import BadSample, DataError, UserError, one_line
-from sdbench.inputs.captions import Named
+from sdbench.files import is_url
+from sdbench.inputs.batches import Named
 from sdbench.inputs.images import decode_whole_image
-from sdbench.paths import is_url
 from sdbench.stores import download
 from sdbench.stores.addresses import PATIENT
 
@@ -54,18 +54,11 @@ SMALLEST_SIDE = 8  # pixels: the VAE turns 8 x 8 pixels into one latent pixel
 
 @dataclass
 class Sample:
-    """What was read for one sample.
-
-    Attributes:
-        key: name of the sample in a tar, number of its row in Parquet, or None if the reasons are about a whole file.
-        image: the bytes of its image; None if there is none that can be used.
-        captions: the captions by name, as they were found.
-        reasons: why the image or a caption is missing, for skipped.jsonl. Each begins with its kind and a colon.
-    """
-    key: str | int | None
-    image: bytes | None = None
+    """What was read for one sample."""
+    key: str | int | None  # its name in a tar, its row in Parquet, or None if the reasons are about a whole file
+    image: bytes | None = None  # None if there is none that can be used
     captions: Named = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)  # for skipped.jsonl; each begins with its kind and a colon
 
     def is_usable(self, clean: Callable[[str], str] = str) -> bool:
         """Clean the captions, and return whether the sample has one, and an image that decodes.
@@ -99,10 +92,7 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS, split: str | None
 
     If the file is cut short or damaged, the last item has only the reason; all samples before it are whole.
 
-    Args:
-        file: the file to read; its suffix tells the format.
-        columns: columns of images and captions in Parquet, and suffixes of caption files.
-        split: value of --split. Unless it is ALL_SPLITS, the samples in a tar must belong to one split.
+    Unless `split`, the value of --split, is ALL_SPLITS, the samples in a tar must belong to one split.
 
     Raises DataError if the file cannot be read at the moment, for example because a network file system is down, and
     UserError if a tar has several splits.
@@ -154,13 +144,7 @@ def read_image_file(file: File, columns: Columns) -> Sample:
 
 
 def sample_of_files(key: str, files: dict[str, bytes | str], columns: Columns) -> Sample:
-    """Return the sample that consists of these files.
-
-    Args:
-        key: name of the sample.
-        files: the contents of the files by suffix. A text is the reason why a file cannot be read.
-        columns: the suffixes of caption files, if flags name them.
-    """
+    """Return the sample that consists of these files: their contents by suffix, or in a text why one cannot be read."""
     # A sample has exactly one image.
     sample = Sample(key)
     images = [content for suffix, content in files.items() if is_image(suffix)]
@@ -233,10 +217,11 @@ def read_tar(name: str, columns: Columns, split: str | None) -> Iterator[Sample]
     Raises tarfile.ReadError, or nearly any other exception, if the tar is damaged, and UserError if it has several
     splits.
     """
+    keys = []  # of all images so far, also those in earlier tars of the file
     with open_file(name) as reader:
         for members in list_members(reader):
+            keys += [key for key, files in members.items() if any(map(is_image, files))]
             if split != ALL_SPLITS:
-                keys = [key for key, files in members.items() if any(map(is_image, files))]
                 require_one_split(group_by_split(keys), name, 'unpack the tar to convert one of them')
             for key, files in members.items():
                 if isinstance(files, str):

@@ -33,8 +33,8 @@ from sdbench.datasets.names import (
 )
 from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, CaptionTables, Columns
 from sdbench.errors import UserError
-from sdbench.inputs.captions import Named
-from sdbench.paths import is_url
+from sdbench.files import is_url
+from sdbench.inputs.batches import Named
 from sdbench.stores import files_below
 from sdbench.stores.addresses import parse_address
 
@@ -43,21 +43,14 @@ UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ELOOP)  # no permis
 
 
 class File(NamedTuple):
-    """A tar, a Parquet file or an image that is to be converted.
-
-    Attributes:
-        name: absolute path, or address in a store.
-        size: in bytes, including the files with its captions.
-        captions: for an image, names of the files in its folder that may contain its caption.
-        changed: changes if the file is written again: the modification times in nanoseconds of the file and its
-            captions, or the ETag in a store.
-        table_captions: captions that a table has for the image, by name; None if no table names it.
-    """
-    name: str
-    size: int
-    captions: tuple[str, ...] = ()
+    """A tar, a Parquet file or an image that is to be converted."""
+    name: str  # absolute path, or address in a store
+    size: int  # in bytes, including the files with its captions
+    captions: tuple[str, ...] = ()  # for an image, names of the files in its folder that may contain its caption
+    # Changes if the file is written again: the modification times in nanoseconds of the file and its captions, or the
+    # ETag in a store
     changed: tuple[int | str, ...] = ()
-    table_captions: Named | None = None
+    table_captions: Named | None = None  # captions that a table has for the image; None if no table names it
 
     def identity(self) -> list:
         """Return the values that are hashed for the name of its part, so the name changes if the file changes."""
@@ -136,12 +129,7 @@ def find_files(sources: Sequence[str], excluded: Iterable[str] = (), captions: s
 
 
 class Search:
-    """A search of SOURCE, with the list of everything that it skips.
-
-    Args:
-        sources: as the user gave them.
-        excluded: folders or addresses that are not searched.
-    """
+    """A search of `sources`, with the list of everything that it skips. It does not search what is `excluded`."""
 
     def __init__(self, sources: Iterable[str], excluded: Iterable[str]):
         self.sources = [source if is_url(source) else os.path.abspath(source) for source in sources]
@@ -151,12 +139,9 @@ class Search:
         self.searched: set[str] = set()  # real paths of the folders that were searched
 
     def skip(self, name: str, reason: str, key: int | None = None) -> None:
-        """Record that a file, a folder or a row of a table is skipped.
+        """Record that a file, a folder or a row of a table is skipped; `key` is the number of the row.
 
-        Args:
-            name: path or address.
-            reason: begins with its kind and a colon, such as 'no caption: details'.
-            key: number of the row in a table.
+        The reason begins with its kind and a colon, such as 'no caption: details'.
         """
         self.skipped.append({'source': name, 'key': key, 'reason': reason})
 
@@ -196,7 +181,7 @@ class Search:
                 self.skip(path, 'unusable key: it contains //, /./ or /../; copy the object to another key')
             elif is_hidden(name) and not names_hidden:
                 self.skip(path, 'hidden')
-            elif is_written_by_img2dataset(name, present):
+            elif is_written_by_img2dataset(name, present) and file.key != key:
                 continue
             elif is_shard(split_name(file.key)[1]):
                 yield File(path, file.size, changed=(file.changed,))
@@ -267,9 +252,12 @@ class Search:
             file = self.file_at(path)
             if file is None:
                 continue
-            if is_hidden(name) and path not in self.sources:
+            is_given = path in self.sources
+            if is_hidden(name) and not is_given:
                 self.skip(path, 'hidden')
-            elif is_written_by_img2dataset(name, folder.present) or tables.path_of(path) in tables.read:
+            elif tables.path_of(path) in tables.read:
+                continue
+            elif is_written_by_img2dataset(name, folder.present) and not is_given:
                 continue
             elif is_shard(suffix):
                 yield file

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from sdbench.datasets.names import CAPTION_SUFFIXES, split_name
 from sdbench.errors import UserError, one_line
-from sdbench.inputs.captions import ONE_CAPTION, Named
+from sdbench.inputs.batches import ONE_CAPTION, Named
 
 # Names of the tables that are found in SOURCE. The first three are the names in Hugging Face's ImageFolder.
 TABLES = ('metadata.csv', 'metadata.jsonl', 'metadata.parquet', 'captions.csv')
@@ -76,10 +76,7 @@ class CaptionTables:
 
     Paths are compared after links in their folders are resolved, so a row may reach a folder by any of its names.
 
-    Args:
-        columns: the columns that the flags name.
-        skip: function that is called with a table's path, a reason and a row number for each row, or caption in a row,
-            that is not used.
+    `skip` is called with a table's path, a reason and a row number for each row, or caption in a row, that is not used.
     """
 
     def __init__(self, columns: Columns, skip: Callable[[str, str, int], None]):
@@ -199,7 +196,6 @@ def captions_in(cell: Any) -> tuple[list[str], list[str]]:
 
 
 def is_coco(path: str) -> bool:
-    """Tell whether a table is read in the layout of COCO."""
     return split_name(path)[1].lower() == COCO
 
 

@@ -89,10 +89,7 @@ def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing:
 class LocalWorkers(AbstractContextManager):
     """A pool of processes on this machine, which end with this process. If one dies, `call` starts a new pool.
 
-    Args:
-        do: function that makes a list of parts.
-        number: number of processes.
-        use_gpu: function that each process first calls with the number of a GPU for it alone. None: use no GPU.
+    `do` makes a list of parts. Each process first calls `use_gpu`, if given, with the number of a GPU for it alone.
     """
 
     def __init__(self, do: Callable, number: int, use_gpu: Callable[[int], None] | None = None):
@@ -158,11 +155,8 @@ def begin_process(environment: dict[str, str], numbers: SimpleQueue, use_gpu: Ca
 class RayWorkers(AbstractContextManager):
     """Tasks on a Ray cluster, as many at the same time as the cluster has CPUs or GPUs.
 
-    Args:
-        do: function that makes a list of parts.
-        address: address of the cluster, for `ray.init`.
-        on_gpus: whether each task uses one GPU and sees no other. Tasks then wait until the cluster has a GPU. Each
-            task is a new process, because an old process would keep memory on the GPU that the next task gets.
+    With `on_gpus` each task uses one GPU and sees no other, and waits until the cluster has one. Each task is a new
+    process, because an old process would keep memory on the GPU that the next task gets.
 
     Raises UserError if no cluster answers at that address.
     """

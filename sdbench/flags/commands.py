@@ -6,6 +6,7 @@ from dataclasses import MISSING
 
 from sdbench.costs import TRAINING_IMAGES, Prices
 from sdbench.errors import UserError
+from sdbench.files import EXPORTED, is_url
 from sdbench.flags.parser import (
     count,
     file_ending,
@@ -19,8 +20,7 @@ from sdbench.flags.parser import (
     whole_number,
 )
 from sdbench.flags.train import MOST_WORKERS, Encoders, Model, Results, pixels, price
-from sdbench.hub import CLIP_MODEL
-from sdbench.paths import EXPORTED, is_url
+from sdbench.models.folders import CLIP_MODEL
 from sdbench.process import launcher_variable
 
 REQUIRED = MISSING  # as the default of a flag

@@ -66,12 +66,9 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
           program: str | None = None) -> Settings:
     """Parse a command line and return the settings. A mistake in it prints one line and exits with status 2.
 
-    Args:
-        cls: the dataclass. It and its bases are the groups in --help, in this order, each under its heading. If a
-            group has a method `check`, it is called at the end, and raises UserError for values that do not fit.
-        description: description for --help.
-        argv: the arguments. None: sys.argv.
-        program: name of the command. None: the name of the script.
+    The dataclass and its bases are the groups in --help, in this order, each under its heading. If a group has a method
+    `check`, it is called at the end, and raises UserError for values that do not fit. By default `argv` are the
+    arguments of this process, and `program` is the name of the script.
     """
     parser = build_parser(cls, description, program)
     try:

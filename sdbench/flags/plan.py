@@ -18,7 +18,7 @@ HOURS_BETWEEN_PREEMPTIONS = 6.0  # assumed for spot machines, because no cloud s
 
 def gpus_wanted(text: str) -> tuple[int, str]:
     """Convert the GPUs of a plan, such as '16 L40S', to their count and name. A name alone means GPUS of that GPU."""
-    found = re.fullmatch(r'\s*(?:([1-9][0-9]{0,5})\s*x?\s+)?(\S.*?)\s*', text)
+    found = re.fullmatch(r'\s*(?:([1-9][0-9]{0,5})(?:\s*x\s*|\s+))?(\S.*?)\s*', text)
     if found is None or found[2].isdecimal() and len(found[2]) < 4:  # such as the 8 of an unquoted 8 H100
         raise argparse.ArgumentTypeError(f"{text} is not a GPU count and a GPU name in quotes, such as '16 L40S'")
     return int(found[1] or GPUS), found[2]
@@ -83,3 +83,7 @@ class PlanSettings(PlanFlags, Machines, Money, Files):
         if len(self.images) not in (1, len(self.schedule)):
             raise UserError(f'--images has {len(self.images)} numbers and --schedule {len(self.schedule)} phases; give '
                             'one number, or one for each phase')
+        sizes = [size for _, size in self.schedule]
+        for size in sizes:
+            if sizes.count(size) > 1:  # its images would be encoded and paid for twice
+                raise UserError(f'--schedule has two phases at {size} pixels; give one with the steps of both')

@@ -27,7 +27,6 @@ def microbatch(text: str) -> int | Literal['auto']:
 
 
 def divisors(number: int) -> list[int]:
-    """List the divisors of a number in ascending order."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
@@ -185,7 +184,8 @@ class Cost:
     gpu: tuple[str, ...] = flag((), 'GPUs to forecast, by name or part of a name, such as A100-40GB H200 (default: all '
                                 'known GPUs)', nargs='+', metavar='NAME', needs='dry_run')
     dollars_per_gpu_hour: Prices = flag((), 'price per GPU-hour in dollars, for every GPU or by GPU name, such as '
-                                        f'H100=2.5 H200=3.2 (default: {DOLLARS_PER_GPU_HOUR} for every GPU)',
+                                        'H100=2.5 H200=3.2 (default: recipes/prices.csv in a forecast, or else '
+                                        f'{DOLLARS_PER_GPU_HOUR} for every GPU)',
                                         type=price, nargs='+', metavar='PRICE')
     budget: float | None = flag(None, 'maximum cost of the training in dollars, including earlier runs that this run '
                                 'resumes; at this limit the run saves a checkpoint and stops (default: no limit)',
@@ -308,7 +308,6 @@ class Run(Train):
 
     @property
     def latents(self) -> bool:
-        """Tell whether the run trains on latents, for which it needs no VAE."""
         return self.encoders == ENCODERS[True]
 
     @property

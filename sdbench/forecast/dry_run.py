@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sdbench.complete import complete, index_of_data
-from sdbench.costs import days_to_train, describe_prices, price_of
+from sdbench.costs import days_to_train
 from sdbench.errors import UserError, plural
 from sdbench.flags.train import Run, Train, divisors
 from sdbench.forecast.forecast import (
@@ -23,11 +23,11 @@ from sdbench.forecast.forecast import (
 )
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.gpus import GIB, Card, cards_named, short_name
-from sdbench.microbatches import SMALLER_MICROBATCH, changes_that_take_less, memory_advice
+from sdbench.plan.prices import LIST_PRICES, ON_DEMAND, Price, price_for, read_prices
 from sdbench.process import launcher_variable
 from sdbench.records.metrics import filled, format_days, rounded, text_table
 from sdbench.records.status import NOT_IN_A_FORECAST
-from sdbench.setup import Setup, setup_of_settings
+from sdbench.setup import SMALLER_MICROBATCH, Setup, changes_that_take_less, memory_advice, setup_of_settings
 
 IN_BRACKETS = (f'In brackets: the forecast divided and multiplied by {1 + LARGEST_ERROR:.2f}, its largest error on '
                'published speeds that were not used to fit it.')
@@ -35,13 +35,11 @@ NOT_TESTED = 'A speed without brackets is not tested: no published run had the s
 MOST_MICROBATCHES = 9  # columns in the memory table, which ends with the first microbatch that does not fit
 MEMORY = (f'CUDA and its libraries take more than the counted memory: a microbatch fits if {UNCOUNTED_SHARE:.0%} more '
           'fits.')
-NO_SPEED = 'No speed for {}: the peak in {} is not known. Try --precision amp_fp16, for which more peaks are known.'
 
 
 def forecast_training(settings: Train) -> list[Forecast]:
-    """Print the forecasts for a run, whose settings are as the flags gave them, with the GPU counts of --dry_run.
+    """Print and return the forecasts for a run, one for each GPU of --gpu and each GPU count that has enough memory.
 
-    Returns the forecasts, one for each GPU of --gpu and each GPU count, except where memory is too small for one image.
     Raises UserError if the model or the remote is not known, or if no GPU has enough memory.
     """
     if launcher_variable('RANK'):  # rank 0 prints them
@@ -49,7 +47,7 @@ def forecast_training(settings: Train) -> list[Forecast]:
 
     # Make a forecast for each GPU count on each card with enough memory.
     index = index_of_data(settings)
-    runs = [complete(replace(settings, dry_run=(devices,)), index) for devices in sorted(settings.dry_run)]
+    runs = [complete(replace(settings, dry_run=(devices,)), index) for devices in sorted({*settings.dry_run})]
     setups = [setup_of_settings(run) for run in runs]
     cards = cards_named(settings.gpu)
     by_card = {}
@@ -63,20 +61,20 @@ def forecast_training(settings: Train) -> list[Forecast]:
     if not by_card:
         raise UserError(too_little_memory(setups[0], max(cards, key=lambda card: card.gib)))
 
-    # Print them with the cheapest card first, and details of its first forecast.
-    prices = settings.dollars_per_gpu_hour
-    ordered = sorted(by_card.values(), key=lambda found: dollars_per_image(found[0], prices))
+    # Print them with the cheapest card first, then those without a price, and details of the first forecast.
+    prices = read_prices(LIST_PRICES, ON_DEMAND, settings.dollars_per_gpu_hour)
+    ordered = sorted(by_card.values(), key=lambda found: cost_of_an_image(found[0], prices))
     forecasts = list(itertools.chain(*ordered))
-    rows = [row_of(found, group[0], runs[0], len(runs) > 1) for group in ordered for found in group]
-    sentences = what_figures_mean(runs[0], forecasts)
+    rows = [row_of(found, group[0], runs[0], prices, len(runs) > 1) for group in ordered for found in group]
+    sentences = what_numbers_mean(runs[0], forecasts, prices)
     if no_room:
         sentences.append(f'Not enough memory: {", ".join(no_room)}.')
     first = forecasts[0]
     if len(rows) > 1:
         sentences.append(f'The rest is about {first.setup.num_devices} x {short_name(first.card.name)} alone; choose '
                          'others with --gpu and --dry_run.')
-    asked = next(setup for setup in setups if setup.num_devices == first.setup.num_devices)
-    print(title(runs[0]), f'{text_table(rows)}\n{filled(sentences)}', *explanation(asked, first), sep='\n\n')
+    print(title(runs[0]), f'{text_table(rows)}\n{filled(sentences)}', *explanation(first, setups[0].microbatch),
+          sep='\n\n')
     return forecasts
 
 
@@ -90,7 +88,6 @@ def forecast_or_none(setup: Setup, card: Card) -> Forecast | None:
 
 def too_little_memory(setup: Setup, largest: Card) -> str:
     """Return an error message with the changes that would help on the largest card, which has too little memory."""
-    setup = replace(setup, device=largest.name)
     microbatch = setup.microbatch or 1
     fits_with = {change: forecast_or_none(changed, largest) is not None
                  for change, changed in changes_that_take_less(setup).items()}
@@ -98,13 +95,21 @@ def too_little_memory(setup: Setup, largest: Card) -> str:
             f'asked for has {largest.gib:g}; {memory_advice(fits_with)}')
 
 
-def dollars_per_image(found: Forecast, prices: Sequence[tuple]) -> float:
-    """Return the cost of an image in dollars for an hour; infinite without a price or a speed."""
-    dollars = price_of(found.card.name, prices) * found.setup.num_devices / found.images_per_sec
-    return math.inf if math.isnan(dollars) else dollars
+def dollars_per_gpu_hour(found: Forecast, prices: Sequence[Price]) -> float:
+    """Return the price of a forecast's GPU; NaN if it has none."""
+    price = price_for(found.setup, prices)
+    return math.nan if price is None else price.dollars
 
 
-def row_of(found: Forecast, first: Forecast, settings: Run, has_efficiency: bool) -> dict[str, str]:
+def cost_of_an_image(found: Forecast, prices: Sequence[Price]) -> tuple[float, float]:
+    """Return the cost of an image in dollars and in GPU-seconds; infinite without a price or a speed."""
+    seconds = found.setup.num_devices / found.images_per_sec
+    dollars = seconds * dollars_per_gpu_hour(found, prices) / 3600
+    return math.inf if math.isnan(dollars) else dollars, math.inf if math.isnan(seconds) else seconds
+
+
+def row_of(found: Forecast, first: Forecast, settings: Run, prices: Sequence[Price], has_efficiency: bool
+           ) -> dict[str, str]:
     """Return the cells of a forecast in the table, by heading; '-' for what is not known.
 
     `first` is the forecast for the fewest GPUs of the same card, whose speed per GPU is an efficiency of 100 %.
@@ -113,7 +118,7 @@ def row_of(found: Forecast, first: Forecast, settings: Run, has_efficiency: bool
     each = speed / devices
     days = days_to_train(speed, settings.training_images or math.nan)
     hours = days * 24 * devices
-    dollars = hours * price_of(found.card.name, settings.dollars_per_gpu_hour)
+    dollars = hours * dollars_per_gpu_hour(found, prices)
     bounds = ' ({} to {})'.format(*map(rounded, found.images_per_sec_range)) if found.is_tested else ''
     cells = {'GPUs': f'{devices} x {found.card.name.removeprefix("NVIDIA ")}', 'microbatch': found.setup.microbatch,
              'GiB taken': f'{found.gib:.1f}', 'images/s': known(speed, rounded) + bounds}
@@ -145,34 +150,38 @@ def title(settings: Run) -> str:
                    f'This is a forecast from the arithmetic, bytes and kernels of a step. {NOT_IN_A_FORECAST}'])
 
 
-def what_figures_mean(settings: Run, forecasts: Sequence[Forecast]) -> list[str]:
+def what_numbers_mean(settings: Run, forecasts: Sequence[Forecast], prices: Sequence[Price]) -> list[str]:
     """Return sentences that say what the numbers in the table mean and how accurate they are."""
     sentences = []
     if settings.training_images:
-        names = [found.card.name for found in forecasts]
-        prices = describe_prices((name, price_of(name, settings.dollars_per_gpu_hour)) for name in names)
+        used = {}  # text about a price by the name of its GPU
+        for found in forecasts:
+            price = price_for(found.setup, prices)
+            if price is not None:
+                used[short_name(found.card.name)] = f'${price.dollars:.2f} {price.provider}'
+        per_hour = '; '.join(f'{name} {text}' for name, text in used.items()) or 'no price'
         epochs = ''
         if settings.remote:
             epochs = f' ({rounded(settings.training_images / settings.batch_size / settings.batches_per_epoch)} epochs)'
-        sentences.append(f'Days and dollars: {settings.training_images:,} images{epochs}, {prices} '
-                         '(--dollars_per_gpu_hour).')
+        sentences.append(f'Days and dollars: {settings.training_images:,} images{epochs}; per GPU-hour {per_hour} '
+                         '(recipes/prices.csv, or --dollars_per_gpu_hour).')
     sentences += filter(None, [network_sentence(found.setup for found in forecasts)])
-    unknown = dict.fromkeys(short_name(found.card.name) for found in forecasts if math.isnan(found.images_per_sec))
-    if unknown:
-        sentences.append(NO_SPEED.format(', '.join(unknown), settings.precision))
+    if any(math.isnan(found.images_per_sec) for found in forecasts):
+        sentences.append(f'A speed of - means that the peak of the GPU in {settings.precision} is not known. Try '
+                         '--precision amp_fp16, for which more peaks are known.')
+    if any(found.gib > found.card.gib for found in forecasts):
+        sentences.append('Where GiB taken exceeds the memory of the GPU, the microbatch may still fit, because GiB '
+                         f'taken includes a margin of {UNCOUNTED_SHARE:.0%}.')
     if any(found.is_tested for found in forecasts):
         sentences.append(IN_BRACKETS)
     return [*sentences, NOT_TESTED]
 
 
-def explanation(setup: Setup, first: Forecast) -> list[str]:
-    """Return blocks of text: what single changes would do, the memory by item, and where the time goes.
-
-    Args:
-        setup: the setup as the flags gave it. Its microbatch is None if the largest was looked for.
-        first: the forecast for it on the card that the text is about.
-    """
-    blocks = [text_table(change_rows(setup, first)), f'{memory_table(first)}\n{MEMORY}']
+def explanation(first: Forecast, given_microbatch: int | None) -> list[str]:
+    """Return blocks of text: what single changes would do, the memory by item, and where the time goes."""
+    changes = change_rows(first, given_microbatch)
+    blocks = [text_table(changes)] if changes else []
+    blocks.append(f'{memory_table(first)}\n{MEMORY}')
     if not math.isnan(first.images_per_sec):
         seconds = first.seconds
         kinds = [f'{kind} {part / seconds.total():.0%}' for kind, part in seconds.most_common()
@@ -182,14 +191,17 @@ def explanation(setup: Setup, first: Forecast) -> list[str]:
     return blocks
 
 
-def change_rows(setup: Setup, first: Forecast) -> list[dict]:
-    """Return a row for each single change that may make a run faster or fit.
+def change_rows(first: Forecast, given_microbatch: int | None) -> list[dict]:
+    """Return a row for each single change that may make the run of a forecast faster or fit.
 
-    It has the microbatch that fits, its images/s, and their ratio to the images/s of the forecast.
+    Without a given microbatch, each change has the largest that then fits.
     """
-    changes = {'the largest microbatch': {'microbatch': None},
-               '--encoder_precision bf16': {'encoder_precision': 'bf16'},
-               '--half_precision_norms': {'half_precision_norms': True}}
+    setup = replace(first.setup, microbatch=given_microbatch)
+    half = 'fp16' if setup.precision == 'amp_fp16' else 'bf16'
+    changes = {'the largest microbatch': {'microbatch': None}}
+    if setup.encoder_precision == 'fp32':
+        changes[f'--encoder_precision {half}'] = {'encoder_precision': half}
+    changes['--half_precision_norms'] = {'half_precision_norms': True}
     if setup.num_devices > 1:
         changes['--allreduce_precision bf16'] = {'allreduce_precision': 'bf16'}
     changed = {change: replace(setup, **flags) for change, flags in changes.items()}
@@ -198,9 +210,9 @@ def change_rows(setup: Setup, first: Forecast) -> list[dict]:
 
     rows = []
     for change, other_setup in changed.items():
-        if other_setup == setup:
-            continue
         other = forecast_or_none(other_setup, first.card)
+        if other and other.setup == first.setup:  # it changes nothing
+            continue
         row = {'one change': change, 'microbatch': other.setup.microbatch if other else 'none', 'images/s': '',
                'times as fast': ''}
         if other and not math.isnan(first.images_per_sec):

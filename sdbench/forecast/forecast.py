@@ -11,10 +11,7 @@ from sdbench.flags.commands import Encode
 from sdbench.flags.train import SD2_BASE, divisors
 from sdbench.forecast.compiling import compiled_memory, compiled_work
 from sdbench.forecast.speed import (
-    COMPILED,
     CONSTANTS,
-    IN_A_GRAPH,
-    IN_GRAPHS,
     LARGEST_ERROR,
     TESTED,
     BatchSplit,
@@ -25,8 +22,7 @@ from sdbench.forecast.speed import (
 from sdbench.forecast.step import Step
 from sdbench.forecast.stored import has_same_unet, step_of
 from sdbench.gpus import GIB, NETWORK_SHARE, Card, peak_of
-from sdbench.microbatches import largest_that_fits
-from sdbench.setup import Setup
+from sdbench.setup import Setup, largest_that_fits
 
 # GPU memory that the count does not include, as a fraction of the count: CUDA itself, workspaces of its libraries, and
 # fragmentation of the allocator. On milabench's H200 NVML shows 55 GiB for 49.7 counted, and 115.6 GiB for 106.2.
@@ -91,7 +87,7 @@ def forecast(setup: Setup, card: Card) -> Forecast:
 
     # The speed of the training
     setup = replace(setup, microbatch=microbatch)
-    constants = {False: CONSTANTS, IN_GRAPHS: IN_A_GRAPH}.get(setup.compile, COMPILED)
+    constants = CONSTANTS.for_mode(setup.compile)
     work = work_of(setup, step)
     network = network_rate(setup, card)
     split = BatchSplit(microbatch, setup.device_batch_size, setup.num_devices, setup.allreduce_precision, network)

@@ -22,6 +22,8 @@ import numpy as np
 
 from sdbench.gpus import Card
 
+IN_GRAPHS = 'reduce-overhead'  # the mode of --compile that replays CUDA graphs
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -30,18 +32,22 @@ class Constants:
     bandwidth_share: float  # bytes that kernels move per byte of memory bandwidth; above 1, as caches serve some
     bytes_a_cycle: float  # bytes that a multiprocessor can move per clock cycle, however fast the memory is
     seconds_a_kernel: float  # time of a kernel besides its work: its launch, and its first and last blocks
+    seconds_in_a_graph: float  # the same in a CUDA graph, which launches nothing; MLPerf's compiled steps ran in one
+
+    def for_mode(self, compile: bool | str) -> 'Constants':
+        """Return the constants for steps with this --compile. No published point tests its default mode."""
+        if not compile:
+            return self
+        seconds = self.seconds_in_a_graph if compile == IN_GRAPHS else self.seconds_a_kernel
+        return replace(self, bytes_a_cycle=math.inf, seconds_a_kernel=seconds)  # memory alone limits Triton's kernels
 
 
-CONSTANTS = Constants(peak_share=0.495, bandwidth_share=1.25, bytes_a_cycle=13.2, seconds_a_kernel=1.36e-05)
-# For compiled steps, whose Triton kernels are limited by memory alone. No published point tests the default mode.
-COMPILED = replace(CONSTANTS, bytes_a_cycle=math.inf)
-# For compiled steps in a CUDA graph, which launches nothing. This fifth constant is fitted to MLPerf's compiled points.
-IN_A_GRAPH = replace(COMPILED, seconds_a_kernel=3.34e-06)
+CONSTANTS = Constants(peak_share=0.495, bandwidth_share=1.25, bytes_a_cycle=13.2, seconds_a_kernel=1.36e-05,
+                      seconds_in_a_graph=3.34e-06)
 # The largest relative error, in either direction, on a published point from a source that was not used to fit the
 # constants. Leaving out each source in turn gives 11.7 % for eager steps and 6.5 % for compiled ones. Five points on
 # several machines, published later, give 13.3 %.
 LARGEST_ERROR = 0.14
-IN_GRAPHS = 'reduce-overhead'  # the mode of --compile that replays CUDA graphs
 # The published points, all of Stable Diffusion 2: by the mode of --compile, then by card, image size and whether the
 # training was on latents, pairs of the GPU count and the images per GPU in a step. A pair is omitted if another
 # one has at least as many GPUs and at most as many images per GPU, because that one tests more.
@@ -92,7 +98,7 @@ class StepWork(NamedTuple):
     buckets: np.ndarray = np.empty((0, 5))
 
 
-def seconds_of(card: Card, work: np.ndarray, images: int, times: int, constants: Constants = CONSTANTS) -> np.ndarray:
+def seconds_of(card: Card, work: np.ndarray, images: int, times: int, constants: Constants) -> np.ndarray:
     """Return the seconds (...) that a card takes for work (..., 4) on `images` images, in `times` repetitions."""
     arithmetic = constants.peak_share * card.tflops * 1e12
     memory = constants.bandwidth_share * card.gigabytes_per_sec * 1e9
@@ -103,7 +109,7 @@ def seconds_of(card: Card, work: np.ndarray, images: int, times: int, constants:
     return work @ costs
 
 
-def seconds_of_waiting(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> float:
+def seconds_of_waiting(card: Card, step: StepWork, split: BatchSplit, constants: Constants) -> float:
     """Return the seconds for which a step waits for the gradient all-reduce after its last backward pass.
 
     Buckets are sent one after another, each as soon as it is full. When a bucket is full, this bucket and all later
@@ -125,7 +131,7 @@ def seconds_of_waiting(card: Card, step: StepWork, split: BatchSplit, constants:
     return max(0.0, (sending - computing).max())
 
 
-def seconds_by_kind(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> Counter:
+def seconds_by_kind(card: Card, step: StepWork, split: BatchSplit, constants: Constants) -> Counter:
     """Return the seconds of a step by kind of operator; the key WAITING has the wait for the all-reduce."""
     # Each kind of work, and how many times it is done in a step
     parts = [(step.model, split.microbatches), (step.encoder, split.microbatches),
@@ -137,6 +143,6 @@ def seconds_by_kind(card: Card, step: StepWork, split: BatchSplit, constants: Co
     return seconds
 
 
-def images_per_sec(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> float:
+def images_per_sec(card: Card, step: StepWork, split: BatchSplit, constants: Constants) -> float:
     """Return the images per second of all GPUs together."""
     return split.num_devices * split.images / seconds_by_kind(card, step, split, constants).total()

@@ -77,7 +77,6 @@ class StepMemory:
         return found
 
     def at(self, operators: set[int]) -> 'StepMemory':
-        """Return the memory at these operators alone."""
         rows = sorted(operators)
         return replace(self, alive=self.alive[rows], in_encoder=self.in_encoder[rows])
 
@@ -92,7 +91,6 @@ class Step:
     nbytes: dict[str, int]  # of the weights of `unet`, `text_encoder` and `vae`
 
     def to_json(self) -> str:
-        """Return the step as JSON, without loss."""
         return json.dumps(self, default=lambda value: value.tolist() if isinstance(value, np.ndarray) else vars(value))
 
     @classmethod

@@ -19,7 +19,7 @@ from typing import Any
 
 from sdbench.files import atomic_write
 from sdbench.forecast.step import Step
-from sdbench.models.built_in import BUILT_IN, CONFIG_FILES
+from sdbench.models.folders import BUILT_IN, CONFIG_FILES
 from sdbench.setup import Setup
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path, PurePosixPath
 
 from sdbench.errors import UserError, one_line
-from sdbench.paths import INDEX, is_url
+from sdbench.files import INDEX, is_url
 from sdbench.stores import download
 
 MOMENTS = 'moments'  # column in encode.py's shards and key in a batch: mean and log variance, float16 (8, H/8, W/8)

@@ -30,9 +30,8 @@ from streaming.base.util import bytes_to_int
 from streaming.base.world import World
 
 from sdbench.errors import DataError, UserError, unreadable_shard
-from sdbench.files import atomic_write
+from sdbench.files import INDEX, atomic_write
 from sdbench.inputs.shards import index_hash
-from sdbench.paths import INDEX
 from sdbench.stores import download
 from sdbench.stores.addresses import PATIENT, Retry
 
@@ -50,9 +49,7 @@ class VerifiedStream(Stream):
         index: the index.json of the dataset.
         remote: folder or object store with the shards. None: the shards are in `local`.
         local: folder for the cache, which is a subfolder of it. None: see `cache_folder`.
-        cache_limit: size of the cache in bytes, or a text such as 500gb, above which the oldest copies are deleted. It
-            has no effect on shards that are read in place.
-        retry: how often a request to a store is tried.
+        cache_limit: size of the cache in bytes, or a text such as 500gb, above which the oldest copies are deleted.
     """
 
     def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from sdbench.errors import UserError
-from sdbench.hub import find_or_download
+from sdbench.models.folders import find_or_download
 
 CAPTION_LENGTH = 77  # tokens in a caption: the number of positions in the text encoder
 CLIP_VOCABULARY = 49408  # number of token ids
@@ -46,10 +46,7 @@ def pipeline_tokenizer(name: str | None = None):
 
 
 def build_tokenizer(name: str | None = None) -> Tokenizer:
-    """Build a tokenizer that pads or truncates each caption to 77 tokens; `token_ids` uses it.
-
-    It returns the same ids as `pipeline_tokenizer(name)`, and raises the same error.
-    """
+    """Build a tokenizer for `token_ids`. It returns the same 77 ids as `pipeline_tokenizer(name)`."""
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # the loader's workers already run in parallel
     loaded = pipeline_tokenizer(name)
     tokenizer = loaded.backend_tokenizer
@@ -72,8 +69,6 @@ def hash_of_tokenizer(name: str | None = None) -> str:
     """Return a SHA-256, in hex, of the token ids that `build_tokenizer(name)` returns for its whole vocabulary.
 
     Tokenizers that return the same ids have the same hash, even if different libraries saved them in different files.
-
-    Raises UserError if there is no tokenizer with that name.
     """
     if name is None:
         return CLIP_HASH

@@ -8,7 +8,7 @@ from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import CLIPModel, CLIPProcessor
 
 from sdbench.errors import UserError, one_line
-from sdbench.hub import CLIP_MODEL
+from sdbench.models.folders import CLIP_MODEL
 from sdbench.models.loading import load_weights
 
 NETWORK = 'inception-v3-compat 2048'  # torch-fidelity's network, whose features equal those from TensorFlow in 2015
@@ -40,13 +40,11 @@ def load_fid(path: str) -> FrechetInceptionDistance:
 class Clip(CLIPModel):
     """A CLIPModel that returns features as tensors, for torchmetrics up to 1.9; transformers 5 returns an object."""
 
-    def get_image_features(self, *args, **kwargs) -> torch.Tensor:
-        """Return embeddings float32 (B, D)."""
+    def get_image_features(self, *args, **kwargs) -> torch.Tensor:  # float32 (B, D)
         features = super().get_image_features(*args, **kwargs)
         return getattr(features, 'pooler_output', features)
 
-    def get_text_features(self, *args, **kwargs) -> torch.Tensor:
-        """Return embeddings float32 (B, D)."""
+    def get_text_features(self, *args, **kwargs) -> torch.Tensor:  # float32 (B, D)
         features = super().get_text_features(*args, **kwargs)
         return getattr(features, 'pooler_output', features)
 

@@ -42,7 +42,6 @@ def flops_of_latents(vae_config: dict, image_size: int) -> int:
 
 
 def count_flops(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Call a function, and return the number of its FLOPs and its result."""
     with FlopCounterMode(display=False) as counter:
         result = call()
     return counter.get_total_flops(), result

@@ -17,9 +17,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.errors import UserError, one_line
 from sdbench.flags.train import TINY_MODEL
-from sdbench.hub import find_or_download
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, build_tokenizer
-from sdbench.models.built_in import BUILT_IN, CONFIG_FILES
+from sdbench.models.folders import BUILT_IN, CONFIG_FILES, find_or_download
 from sdbench.models.names import OLDER_NAMES, save_older_names
 
 # Schedulers that can sample from a model trained with DDPM. EDMEulerScheduler has continuous timesteps.
@@ -45,18 +44,11 @@ RANDOM = 'random'  # replaces the hash of random weights
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The folder of a model in diffusers' layout, and the contents of its configuration files.
-
-    Attributes:
-        name: the name that the user gave.
-        folder: folder with the subfolders unet, vae, text_encoder and scheduler.
-        configs: the content of the configuration file in each subfolder.
-        pretrained: whether the VAE and the text encoder have trained weights, or random ones.
-    """
-    name: str
-    folder: Path
-    configs: dict[str, dict]
-    pretrained: bool
+    """The folder of a model in diffusers' layout, and the contents of its configuration files."""
+    name: str  # as the user gave it
+    folder: Path  # with the subfolders unet, vae, text_encoder and scheduler
+    configs: dict[str, dict]  # the content of the configuration file in each subfolder
+    pretrained: bool  # whether the VAE and the text encoder have trained weights, or random ones
 
     @property
     def tokenizer(self) -> str | None:
@@ -66,7 +58,6 @@ class ModelFiles:
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids that the text encoder knows."""
         return CLIPTextConfig(**self.configs['text_encoder']).vocab_size
 
     @property
@@ -106,7 +97,7 @@ class ModelFiles:
 def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     """Find the files of a model: built in, in the folder `name`, or downloaded once from the hub repository `name`.
 
-    Raises UserError if there is no such model, or if weights are missing that `pretrained` needs.
+    Raises UserError if there is no such model, or if it lacks weights that `pretrained` needs.
     """
     # Download only the configurations, the tokenizer, and the weights that are needed, but never the UNet's weights.
     require_no_single_file(name, f'--model_name {name}')
@@ -189,7 +180,6 @@ def read_configs(folder: Path, label: str) -> dict[str, dict]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with weights in a folder of diffusers or transformers."""
     return [*folder.glob('*.safetensors'), *folder.glob('*.bin')]
 
 
@@ -215,7 +205,7 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
     if wrong:
         raise UserError(f'{label}: {folder} holds the weights of another model: {len(wrong)} are missing or '
                         f'unexpected, first {wrong[0]}; give a model whose weights fit its configuration')
-    return network.float().requires_grad_(False).eval()
+    return frozen(network, 'fp32')
 
 
 def hash_of_weights(*networks: torch.nn.Module) -> str:
@@ -229,10 +219,7 @@ def hash_of_weights(*networks: torch.nn.Module) -> str:
 
 
 def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
-    """Build the VAE, frozen, in eval mode, with weights in `precision`, a key of DTYPES.
-
-    Raises UserError if its weights do not load.
-    """
+    """Build the VAE, frozen, in eval mode, with weights in `precision`, a key of DTYPES."""
     if files.pretrained:
         vae = load_weights(AutoencoderKL, files.folder / 'vae', f'--model_name {files.name}')
     else:
@@ -241,7 +228,7 @@ def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
 
 
 def build_unet(files: ModelFiles) -> UNet2DConditionModel:
-    """Build the UNet with random weights. Raises UserError if diffusers cannot build it from its configuration."""
+    """Build the UNet with random weights."""
     try:
         return UNet2DConditionModel.from_config(files.configs['unet'])
     except (TypeError, ValueError, ZeroDivisionError) as error:
@@ -250,10 +237,7 @@ def build_unet(files: ModelFiles) -> UNet2DConditionModel:
 
 
 def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:
-    """Build the CLIP text encoder, frozen, in eval mode, with weights in `precision`, a key of DTYPES.
-
-    Raises UserError if its weights do not load.
-    """
+    """Build the CLIP text encoder, frozen, in eval mode, with weights in `precision`, a key of DTYPES."""
     config = CLIPTextConfig(**files.configs['text_encoder'])
     if not files.pretrained:
         text_encoder = CLIPTextModel(config)
@@ -290,10 +274,7 @@ def frozen(module: torch.nn.Module, precision: str) -> torch.nn.Module:
 
 
 def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
-    """Build the tokenizer of --tokenizer, or else the model's own, because models pad with different tokens.
-
-    Raises UserError if it does not load, or if it has more tokens than the text encoder knows.
-    """
+    """Build the tokenizer of --tokenizer, or else the model's own, because models pad with different tokens."""
     name = name or files.tokenizer
     tokenizer = build_tokenizer(name)
     if tokenizer.get_vocab_size() > files.vocab_size:

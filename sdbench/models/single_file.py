@@ -121,7 +121,6 @@ def difference_from_original(pipeline: StableDiffusionPipeline) -> str | None:
 
 
 def renamed(name: str, patterns: dict[str, str]) -> str:
-    """Return a name in which each pattern is replaced."""
     for pattern, original in patterns.items():
         name = re.sub(pattern, original, name)
     return name

@@ -26,10 +26,7 @@ MOST_KINDS_OF_BLOCKS = 64  # Stable Diffusion 2's UNet has 15 kinds of residual 
 
 
 def apply_switches(model: ComposerModel, settings: Train) -> None:
-    """Apply the switches of the settings to the model, in place.
-
-    Raises UserError if xformers is not built for this version of torch or this GPU.
-    """
+    """Apply the switches to the model, in place. Raises UserError if xformers does not work here."""
     # Set memory format and precision first: compiling sees the result.
     convolutional = [model.unet]
     if model.vae is not None:

@@ -1,24 +1,22 @@
 """The whole answer of plan.py: title, verdict, table, notes and first steps, from which text, CSV and HTML are made."""
 import datetime
 import math
-import re
 import shlex
-import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from sdbench.errors import plural
-from sdbench.flags.plan import SD2_SCHEDULE
-from sdbench.flags.train import SD2_BASE
 from sdbench.forecast.forecast import network_sentence
 from sdbench.forecast.speed import LARGEST_ERROR
+from sdbench.plan.commands import MEASURED_STEPS, measuring_command, shell_lines, switches, training_command
 from sdbench.plan.measured import MEASURED_ERROR, UNSEEN_ERROR
-from sdbench.plan.parts import ENCODE, FORECAST, RESTART_HOURS, TRAIN, Impossible, Part, Plan
+from sdbench.plan.parts import ENCODE, FORECAST, RESTART_HOURS, TRAIN, Impossible, Plan
 from sdbench.plan.prices import YOUR_PRICE
-from sdbench.plan.search import INPUT_FLAGS, RECIPE, Training, flags_of
+from sdbench.plan.search import RECIPE, Training
 from sdbench.plan.verdict import (
+    NO_PRICE,
     OUTSIDE,
     PROBABLY_OUTSIDE,
     PROBABLY_WITHIN,
@@ -31,18 +29,17 @@ from sdbench.plan.verdict import (
     lowest_speed,
     standing,
 )
-from sdbench.records.metrics import WIDTH, filled, rounded, text_table
+from sdbench.records.metrics import filled, rounded, text_table
+from sdbench.report.trainings import grouped
 
 RANGE_REASONS = {
     MEASURED_ERROR: 'the same GPUs and code differ by 2 to 4 % between MLPerf submitters',
     LARGEST_ERROR: 'published and measured runs like it differed by no more from their forecasts',
     UNSEEN_ERROR: 'published forecasts of this kind were off by up to 28 % on GPUs that their authors had not measured'}
-MEASURED_STEPS = 100  # of each phase, in the commands that measure a plan
 WARMUP_STEPS = 3
 ENCODED_PER_GPU = 3200  # images to encode for a measurement: 100 batches on each GPU
 MOST_CHANGED = 4  # plans for which a change of the arithmetic is shown in any case
 SMALLEST_CHANGE = 0.005  # fraction of the days below which a change is not worth a line
-QUOTED = r''''[^']*'|"[^"]*"'''  # in a shell command
 MINUTES_TO_START = 5  # of a measurement: it starts and compiles
 
 
@@ -93,18 +90,18 @@ class Answer:
     def cells(self, plan: Plan) -> dict[str, str]:
         """Return the cells of a plan in the table, by heading; '' for a cost without a price."""
         has_price = plan.price is not None
-        return {'GPUs': plan.name, 'days': plan.days.text(2), 'GPU-hours': f'{plan.gpu_hours.likely:,.0f}',
-                'GPU cost': f'${plan.gpu_dollars.likely:,.0f}' if has_price else '',
+        return {'GPUs': plan.name, 'days': plan.days.text(2), 'GPU-hours': rounded(plan.gpu_hours.likely),
+                'GPU cost': f'${rounded(plan.gpu_dollars.likely)}' if has_price else '',
                 'whole cost': f'${plan.dollars.text(0)}' if has_price else '',
                 'per GPU-hour': plan.price.describe(self.today) if has_price else 'no price'}
 
     @property
     def not_within(self) -> list[str]:
         """Return sentences about the GPUs that are not certainly within the limits, each with its distances."""
-        groups = grouped((standing(plan, self.limits), f'{plan.name}, {distances(plan, self.limits)}')
-                         for plan in self.plans)
+        groups = grouped((standing(plan, self.limits),
+                          ', '.join(filter(None, [plan.name, distances(plan, self.limits)]))) for plan in self.plans)
         sentences = [f'{name.capitalize()}: {"; ".join(groups[name])}.'
-                     for name in (PROBABLY_WITHIN, PROBABLY_OUTSIDE, OUTSIDE) if name in groups]
+                     for name in (PROBABLY_WITHIN, PROBABLY_OUTSIDE, OUTSIDE, NO_PRICE) if name in groups]
         impossible = grouped(((outcome.reason, outcome.remedy), outcome.name) for outcome in self.outcomes
                              if isinstance(outcome, Impossible))
         sentences += [f'Impossible: {", ".join(names)}, because {reason}. This would help: {remedy}.'
@@ -112,33 +109,45 @@ class Answer:
         if any(plan.price is None for plan in self.plans):
             sentences.append('For a GPU without a price, give --dollars_per_gpu_hour NAME=DOLLARS, or NAME=0 if it is '
                              'your own.')
+        larger = [plan.name for plan in self.plans
+                  if plan.price and (plan.price.gpus_per_machine or 0) > plan.num_devices // plan.machines]
+        if larger:
+            sentences.append(f'The price of {and_list(larger)} is per GPU of a machine with more GPUs, which may be '
+                             'rented only as a whole.')
         return sentences
 
     @property
     def details(self) -> list[str]:
         """Return sentences about the ranges, the flags, and what is assumed."""
-        network = network_sentence(part.setup for plan in self.plans for part in plan.training)
-        sentences = [*self.ranges(), *self.flags(), *self.arithmetic(), *self.corrections, self.storage(), network]
+        sentences = [*self.ranges(), *self.flags(), *self.arithmetic(), *self.corrections]
+        for plan in self.plans[:1]:
+            kept = plan.storage
+            sentences.append(f'Storage of {plan.name}: {rounded(kept.images_tb)} TB of images, '
+                             f'{rounded(kept.latents_tb)} TB of latents and {rounded(kept.checkpoints_tb)} TB of '
+                             f'checkpoints at ${kept.dollars_per_tb_month:g} per TB and month '
+                             f'(--dollars_per_tb_month). Traffic: {rounded(kept.read_tb)} TB read at '
+                             f'${kept.dollars_per_tb_read:g} per TB (--dollars_per_tb_read).')
+        sentences.append(network_sentence(part.setup for plan in self.plans for part in plan.training))
         preemptions = self.training.preemptions
         if math.isfinite(preemptions.hours):
-            sentences.append(f'Each machine is preempted every {preemptions.hours:g} hours on average. Each time, '
-                             f'{60 * RESTART_HOURS:.0f} minutes pass until the work goes on, and a training repeats '
-                             f'half of a save interval of {preemptions.batches} steps.')
+            sentences.append(f'Each machine is assumed to be preempted every {preemptions.hours:g} h on average. Each '
+                             f'time, {60 * RESTART_HOURS:.0f} minutes pass until the work goes on, and a training '
+                             f'repeats half of a save interval of {preemptions.batches} steps.')
         sentences.append('Not included: waiting for data, evaluations and failures.')
         return [sentence for sentence in sentences if sentence]
 
     def ranges(self) -> list[str]:
         """Return sentences that say for each part how wide its range is, and why."""
-        groups = grouped((part.speed.basis, (plan, part.name)) for plan in self.plans for part in plan.parts)
+        pairs = ((basis, and_list(names), plan) for plan in self.plans
+                 for basis, names in grouped((part.speed.basis, part.name) for part in plan.parts).items())
+        groups = grouped(((basis, parts), plan) for basis, parts, plan in pairs)
         sentences = []
-        for (error, source, ratio, missing), chosen in groups.items():
+        for ((error, source, ratio, missing), parts), plans in groups.items():
             how = source if source == FORECAST else f'{source}, {ratio:.2f} of the forecast speed'
             if missing:
                 how += f', because this program never measured {and_list(missing)}'
-            plans_by_parts = grouped((and_list(parts), plan) for plan, parts in grouped(chosen).items())
-            where = '; '.join(f'{parts} on {self.names(plans)}' for parts, plans in plans_by_parts.items())
-            sentences.append(f'Range of {100 * error:.0f} % for {where}: {how}.')
-        errors = dict.fromkeys(error for error, *_ in groups)
+            sentences.append(f'Range of {100 * error:.0f} % for {parts} on {self.names(plans)}: {how}.')
+        errors = dict.fromkeys(error for (error, *_), _ in groups)
         return sentences + [f'A range of {100 * error:.0f} %: {RANGE_REASONS[error]}.' for error in errors]
 
     def flags(self) -> list[str]:
@@ -151,60 +160,67 @@ class Answer:
     def arithmetic(self) -> list[str]:
         """Return a sentence for each change of the arithmetic, with the days that it would give.
 
-        It names the first plans, and every plan whose standing to the limits would change.
+        It names the first plans, and every plan whose standing to the limits would change, unless the days hardly do.
         """
         texts = []
         for number, plan in enumerate(self.plans):
             for how, changed in self.changes[plan].items():
-                matters = standing(plan, self.limits) != standing(replace(changed, price=plan.price), self.limits)
-                is_shown = number < MOST_CHANGED and abs(plan.days.likely / changed.days.likely - 1) >= SMALLEST_CHANGE
-                if matters or is_shown:
-                    days = f'{changed.days.likely:.2f} instead of {plan.days.likely:.2f} days'
-                    texts.append((how, f'{plan.name} {days}'))
+                matters = number < MOST_CHANGED or standing(plan, self.limits) != standing(changed, self.limits)
+                if matters and abs(plan.days.likely / changed.days.likely - 1) >= SMALLEST_CHANGE:
+                    texts.append((how, f'{plan.name} {rounded(changed.days.likely, 2)} instead of '
+                                  f'{rounded(plan.days.likely, 2)} days'))
         return [f'With {how}: {", ".join(days)}.' for how, days in grouped(texts).items()]
-
-    def storage(self) -> str:
-        """Return a sentence about storage and traffic of the first plan."""
-        if not self.plans:
-            return ''
-        storage = self.plans[0].storage
-        return (f'Storage of {self.plans[0].name}: {rounded(storage.images_tb)} TB of images, '
-                f'{rounded(storage.latents_tb)} TB of latents and {rounded(storage.checkpoints_tb)} TB of checkpoints '
-                f'at ${storage.dollars_per_tb_month:g} per TB and month (--dollars_per_tb_month). Traffic: '
-                f'{rounded(storage.read_tb)} TB read at ${storage.dollars_per_tb_read:g} per TB '
-                '(--dollars_per_tb_read).')
 
     @property
     def first_steps(self) -> list[tuple[str, list[str]]]:
         """Return what to do first: sentences, each with commands: measure up to two plans, plan again, and train."""
-        to_measure = []
-        for plan in [plan for plan in self.verdict.best if plan.unmeasured][:2]:
-            commands = tuple(measuring_command(plan, part) for part in plan.unmeasured)
-            to_measure.append((commands, self.measuring_sentence(plan)))
-        steps = [('\n'.join(sentences), list(commands)) for commands, sentences in grouped(to_measure).items()]
+        to_measure = grouped((tuple(measuring_command(plan, part) for part in plan.unmeasured),
+                              self.measuring_sentence(plan)) for plan in self.verdict.to_measure)
+        steps = [('\n'.join(sentences), list(commands)) for commands, sentences in to_measure.items()]
         if steps:
             records = [*self.records, *([] if 'results.jsonl' in self.records else ['results.jsonl'])]
             steps.append(('Then ask again with the measurements:',
                           [shlex.join(['python', 'plan.py', *records, *self.command])]))
-        best = self.verdict.best
-        if best and standing(best[0], self.limits) in (WITHIN, PROBABLY_WITHIN):
-            steps.append(whole_training(best[0]))
+        for plan in self.verdict.best[:1]:
+            if standing(plan, self.limits) in (WITHIN, PROBABLY_WITHIN):
+                steps.append(self.training_step(plan))
         return steps
+
+    def training_step(self, plan: Plan) -> tuple[str, list[str]]:
+        """Return a sentence and the command that trains a plan, if the recipe for one machine can train it."""
+        command = training_command(plan)
+        if command is None:
+            return f'docs/two-phases.md says how to train {plan.name} with these flags.', []
+        start = 'If the measurements confirm this, train' if plan.unmeasured else 'Train'
+        sentence = (f'{start} it on {plan.name}, with your images in the folder photos and the weights of the encoders '
+                    'in MODEL (docs/two-phases.md).')
+        first, second = self.training.phases
+        if second.different_images != first.different_images:
+            sentence += (f' Give the {second.different_images:,} images of the second phase as SOURCE_2, with EVAL, or '
+                         'it uses those of the first phase.')
+        return sentence, [command]
 
     def measuring_sentence(self, plan: Plan) -> str:
         """Return what to measure of a plan, where, how long it takes, what it costs, and the speed it needs."""
-        on_one_machine = ENCODED_PER_GPU * plan.num_devices // plan.machines  # images
+        # Say what is measured. An encoding runs on one of the machines, with a part of the user's images.
+        parts = plan.unmeasured
+        on_one_machine = min([ENCODED_PER_GPU * plan.num_devices // plan.machines,
+                              *(part.images for part in parts if part.kind == ENCODE)])
         whats = {TRAIN: f'{MEASURED_STEPS} steps',
                  ENCODE: f'the encoding of {on_one_machine:,} IMAGES from convert.py'}
-        what = and_list(dict.fromkeys(whats[part.kind] for part in plan.unmeasured))
-        sizes = and_list(dict.fromkeys(f'{part.setup.image_size} px' for part in plan.unmeasured))
+        what = and_list(dict.fromkeys(whats[part.kind] for part in parts))
+        sizes = and_list(dict.fromkeys(f'{part.setup.image_size} px' for part in parts))
+        has_provider = plan.price and plan.price.provider != YOUR_PRICE
+        place = f'{plan.name} from {plan.price.provider}' if has_provider else plan.name
+
+        # Calculate the minutes and the cost. One machine encodes its images as fast as all machines encode theirs.
         images = {TRAIN: (MEASURED_STEPS + WARMUP_STEPS) * self.training.base.batch_size,
-                  ENCODE: ENCODED_PER_GPU * plan.num_devices}  # one machine takes as long for its part of them
-        minutes = sum(MINUTES_TO_START + images[part.kind] / part.speed.images_per_sec / 60 for part in plan.unmeasured)
+                  ENCODE: on_one_machine * plan.machines}
+        minutes = sum(MINUTES_TO_START + images[part.kind] / part.speed.images_per_sec / 60 for part in parts)
         cost = f' and ${minutes / 60 * plan.num_devices * plan.price.dollars:,.2f}' if plan.price else ''
-        is_listed = plan.price and plan.price.provider != YOUR_PRICE
-        place = f'{plan.name} from {plan.price.provider}' if is_listed else plan.name
         sentence = f'Measure {what}, at {sizes}, on {place}: about {minutes:.0f} minutes{cost}.'
+
+        # Say which speed the limits need.
         needed = lowest_speed(plan, self.limits)
         if needed is not None:
             speeds = ' or '.join(f'{rounded(part.speed.images_per_sec * needed)} images/s at {part.setup.image_size} px'
@@ -223,9 +239,9 @@ class Answer:
                 row |= {'standing': 'impossible', 'reason': outcome.reason, 'remedy': outcome.remedy}
                 continue
             row['standing'] = standing(outcome, self.limits) if self.limits else ''
-            for figure in ('days', 'gpu_hours', 'gpu_dollars', 'storage_dollars', 'dollars'):
-                value = getattr(outcome, figure)
-                row |= {figure: value.likely, f'{figure}_least': value.least, f'{figure}_most': value.most}
+            for metric in ('days', 'gpu_hours', 'gpu_dollars', 'storage_dollars', 'dollars'):
+                value = getattr(outcome, metric)
+                row |= {metric: value.likely, f'{metric}_least': value.least, f'{metric}_most': value.most}
             if outcome.price:
                 row |= {'dollars_per_gpu_hour': outcome.price.dollars, 'provider': outcome.price.provider,
                         'price_date': outcome.price.date, 'price_is_old': outcome.price.is_old(self.today)}
@@ -248,65 +264,3 @@ class Answer:
             blocks.append('\n'.join([filled(sentence.splitlines()), *(shell_lines(command) for command in commands)]))
         blocks.append(filled(self.details))
         return '\n\n'.join(filter(None, blocks))
-
-
-def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list]:
-    """Return the second values of pairs by their first values, in the order of their first appearance."""
-    groups = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
-
-
-def switches(part: Part) -> list[str]:
-    """Return the flags of a part that trains besides those of RECIPE and its image size."""
-    return [f'--{INPUT_FLAGS[part.setup.latents]}', *flags_of(part.setup)]
-
-
-def whole_training(plan: Plan) -> tuple[str, list[str]]:
-    """Return a sentence and the command that trains a plan, where the recipe for one machine can train it."""
-    setups = {replace(part.setup, image_size=None, model_name=SD2_BASE) for part in plan.training}
-    sizes = [part.setup.image_size for part in plan.training]
-    if plan.machines > 1 or len(setups) > 1 or sizes != [size for _, size in SD2_SCHEDULE]:
-        return f'docs/two-phases.md says how to train {plan.name} with these flags.', []
-    [setup] = setups
-    variables = '' if setup.latents else 'LATENTS= '
-    flags = flags_of(setup)
-    if flags:
-        variables += f'PHASE_FLAGS={shlex.quote(" ".join(["@recipes/fastest.txt", *flags]))} '
-    for number, (part, (steps, _)) in enumerate(zip(plan.training, SD2_SCHEDULE, strict=True), start=1):
-        if part.steps != steps:
-            variables += f'STEPS_{number}={part.steps} '
-    model = plan.training[0].setup.model_name
-    model = 'FOLDER' if model == SD2_BASE else shlex.quote(model)
-    start = 'If the measurements agree, train' if plan.unmeasured else 'Train'
-    return (f'{start} it on {plan.name}, with your images in the folder photos and the weights of the encoders in '
-            f'{model} (docs/two-phases.md):',
-            [f'{variables}MODEL={model} SOURCE=photos sh recipes/stable-diffusion-2.sh'])
-
-
-def measuring_command(plan: Plan, part: Part) -> str:
-    """Return the command that measures a part of a plan: a training on all of its machines, an encoding on one."""
-    size = part.setup.image_size
-    if part.kind == ENCODE:
-        mode = {True: ['--compile'], False: []}.get(part.setup.compile, [f'--compile {part.setup.compile}'])
-        flags = [flag for flag in flags_of(part.setup) if flag.startswith(('--model_name', '--encoder_precision'))]
-        return ' '.join(['python encode.py --remote IMAGES --out', f'trial-latents-{size} --image_size {size}', *flags,
-                         *mode])
-    launcher = 'composer'  # on all GPUs of a machine
-    each = plan.num_devices // plan.machines
-    if plan.machines == 1 and each != plan.card.gpus_per_node:
-        launcher += f' -n {each}'
-    if plan.machines > 1:
-        launcher += (f' -n {each} --world_size {plan.num_devices} --node_rank $N --base_rank $(({each} * N)) '
-                     '--master_addr $HOST --master_port 29500')
-    return ' '.join([launcher, 'benchmark.py', RECIPE, *switches(part), f'--image_size {size}',
-                     f'--measure_batches {MEASURED_STEPS}'])
-
-
-def shell_lines(command: str) -> str:
-    """Return a shell command in lines of at most WIDTH characters, none of which ends between quotes."""
-    whole = re.sub(QUOTED, lambda quoted: quoted[0].replace(' ', '\0'), command)
-    lines = textwrap.wrap(whole, WIDTH - 2, initial_indent=4 * ' ', subsequent_indent=8 * ' ', break_on_hyphens=False,
-                          break_long_words=False)
-    return ' \\\n'.join(lines).replace('\0', ' ')

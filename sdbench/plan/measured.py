@@ -14,8 +14,8 @@ from sdbench.errors import UserError
 from sdbench.forecast.forecast import forecast
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.forecast.stored import has_same_unet
-from sdbench.gpus import CARDS, Card, short_name
-from sdbench.models.built_in import BUILT_IN
+from sdbench.gpus import Card, short_name
+from sdbench.models.folders import BUILT_IN
 from sdbench.plan.parts import CORRECTED, ENCODE, MEASURED, TRAIN, Speed
 from sdbench.records.expected import expected_of
 from sdbench.records.read import MEASURED as RELIABLE
@@ -48,7 +48,7 @@ def read_measurements(rows: Sequence[Row], model_name: str) -> tuple[list[Measur
     sentences = []
     for row in sorted(rows, key=lambda row: row.date):  # in UTC; '' without a date
         record, kind = row.record, row.stage
-        if row.status != RELIABLE or kind not in (TRAIN, ENCODE) or record['device'] not in CARDS:
+        if row.status != RELIABLE or kind not in (TRAIN, ENCODE):
             continue
         waited = record.get('data_wait_fraction') or 0
         name = str(record.get('model_name') or model_name)
@@ -86,8 +86,9 @@ class Speeds:
         """Return the speed at which all GPUs train or encode. Raises DoesNotFit if the card has too little memory."""
         expected = forecast(setup, card)
         complete = expected.setup
+        network = network_of(complete)
         alike = [each for each in self.measurements if each.kind == kind and each.setup.device == card.name
-                 and (kind == ENCODE or network_of(each.setup) == network_of(complete))]
+                 and (kind == ENCODE or network_of(each.setup) in (None, network))]
 
         # A training finds its microbatch by itself, unless a flag gives it, so it will have the one that was measured.
         is_fixed = setup.microbatch is not None
@@ -99,10 +100,13 @@ class Speeds:
                 expected = forecast(replace(setup, microbatch=newest.setup.microbatch), card)
             return Speed(expected.speed_of(kind) * newest.ratio, MEASURED_ERROR, MEASURED, newest.ratio)
 
-        # Without a measurement of this --compile, one of another corrects it, too. Otherwise a GPU that is slower than
-        # its forecast would make the setups win that nobody has measured on it.
+        # Without a measurement over this network, one on a single machine corrects it, too, and without one of this
+        # --compile, one of another. Otherwise a GPU that is slower than its forecast would make the setups win that
+        # nobody has measured on it.
         missing = () if kind == TRAIN and expected.is_tested else self.never_measured(kind, complete)
         error = UNSEEN_ERROR if missing else LARGEST_ERROR
+        if kind == TRAIN:
+            alike = [each for each in alike if network_of(each.setup) == network] or alike
         alike = [each for each in alike if each.setup.compile == complete.compile] or alike
         if not alike:
             return Speed(expected.speed_of(kind), error, missing=missing)
@@ -110,7 +114,7 @@ class Speeds:
         return Speed(expected.speed_of(kind) * ratio, error, CORRECTED, ratio, missing)
 
     def never_measured(self, kind: str, setup: Setup) -> tuple[str, ...]:
-        """Return in words what no record measures of a part: its GPU, several GPUs, its input with its compiler."""
+        """Return in words what no record measures of a part, such as its GPU, or its input with the compiler."""
         of_card = [each.setup for each in self.evidence if (each.kind, each.setup.device) == (kind, setup.device)]
         if kind == ENCODE:
             return () if of_card else ('encoding',)
@@ -119,6 +123,8 @@ class Speeds:
         missing = []
         if setup.num_devices > 1 and all(other.num_devices == 1 for other in of_card):
             missing.append('several of these GPUs')
+        elif network_of(setup) and all(network_of(other) is None for other in of_card):
+            missing.append('several machines with this GPU')
         if all((other.latents, bool(other.compile)) != (setup.latents, bool(setup.compile)) for other in of_card):
             how = 'with' if setup.compile else 'without'
             missing.append(f'{"latents" if setup.latents else "images"} {how} the compiler')

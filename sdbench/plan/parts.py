@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from sdbench.costs import SECONDS_PER_DAY
 from sdbench.gpus import Card, short_name
 from sdbench.plan.prices import Price, Storage
+from sdbench.records.metrics import rounded
 from sdbench.setup import Setup
 
 RESTART_HOURS = 0.25  # from a preemption until training goes on: new machine, libraries, checkpoint, compilation
@@ -31,12 +32,8 @@ class Range:
 
     def text(self, decimals: int, unit: str = '') -> str:
         """Return the number with its range, such as '25.47 days (19.90 to 32.60)'."""
-        likely, least, most = (f'{value:,.{decimals}f}' for value in (self.likely, self.least, self.most))
+        likely, least, most = (rounded(value, decimals) for value in (self.likely, self.least, self.most))
         return f'{likely}{unit} ({least} to {most})'
-
-    def overlaps(self, other: 'Range') -> bool:
-        """Tell whether two ranges have a value in common."""
-        return self.least <= other.most and other.least <= self.most
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,6 @@ class Part:
 
     @property
     def steps(self) -> int:
-        """Return the optimizer steps of a part that trains."""
         return self.images // self.setup.batch_size
 
     @property
@@ -148,19 +144,17 @@ class Plan(Gpus):
 
     @property
     def training(self) -> tuple[Part, ...]:
-        """Return the parts that train, one for each phase."""
         return tuple(part for part in self.parts if part.kind == TRAIN)
 
     @property
     def unmeasured(self) -> tuple[Part, ...]:
         return tuple(part for part in self.parts if part.speed.source != MEASURED)
 
-    def text_of(self, figure: str) -> str:
-        """Return the dollars or the days with their range, such as '25.47 days (19.90 to 32.60)'."""
-        return f'${self.dollars.text(0)}' if figure == 'dollars' else self.days.text(2, ' days')
+    def text_of(self, metric: str) -> str:
+        """Return the 'dollars' or the 'days' with their range, such as '25.47 days (19.90 to 32.60)'."""
+        return f'${self.dollars.text(0)}' if metric == 'dollars' else self.days.text(2, ' days')
 
     def at_speed(self, factor: float) -> 'Plan':
-        """Return the plan with every speed multiplied by `factor`."""
         parts = [replace(part, speed=replace(part.speed, images_per_sec=part.speed.images_per_sec * factor))
                  for part in self.parts]
         return replace(self, parts=tuple(parts))

@@ -31,20 +31,20 @@ def draw_intervals(plans: Sequence[Plan], limits: Sequence[Limit]) -> Any:
     figure = Figure(figsize=(WIDTH_INCHES, 0.27 * sum(heights)), layout='constrained')
     axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for (name, shown), panel in zip(panels.items(), axes, strict=True):
-        draw_panel(panel, name, shown, [limit for limit in limits if limit.figure == name])
+        draw_panel(panel, name, shown, [limit for limit in limits if limit.metric == name])
     return figure
 
 
-def draw_panel(axes: Any, figure: str, plans: Sequence[Plan], limits: Sequence[Limit]) -> None:
+def draw_panel(axes: Any, metric: str, plans: Sequence[Plan], limits: Sequence[Limit]) -> None:
     """Draw the days or dollars of plans, the first at the top, and a line for the limit."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     for position, plan in enumerate(plans):
-        value = getattr(plan, figure)
+        value = getattr(plan, metric)
         axes.plot([value.least, value.most], [position] * 2, color=COLOR, linewidth=5, alpha=0.45,
                   solid_capstyle='round')
         point, = axes.plot([value.likely], [position], 'o', color=COLOR)
-        set_tooltips(point, [f'{plan.name}\n{plan.text_of(figure)}'])
+        set_tooltips(point, [f'{plan.name}\n{plan.text_of(metric)}'])
     for limit in limits:
         axes.axvline(limit.most, color=LIMIT_COLOR, linewidth=1.5)
         axes.annotate(limit.name, (limit.most, 1), (0, 2), xycoords=('data', 'axes fraction'), ha='center',
@@ -58,6 +58,6 @@ def draw_panel(axes: Any, figure: str, plans: Sequence[Plan], limits: Sequence[L
     axes.tick_params(labelsize=FONT_SIZE)
     axes.set_yticks(range(len(plans)), [textwrap.fill(plan.name, NAME_CHARACTERS) for plan in plans])
     axes.set_ylim(len(plans) - 0.4, -0.6)
-    axes.set_xlabel(HEADINGS[figure], fontsize=FONT_SIZE)
+    axes.set_xlabel(HEADINGS[metric], fontsize=FONT_SIZE)
     axes.grid(axis='x', alpha=0.3)
     axes.spines[['top', 'right']].set_visible(False)

@@ -3,13 +3,17 @@ import csv
 import datetime
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from sdbench.costs import Prices, require_named
+from sdbench.costs import Prices, last_price, require_named
 from sdbench.errors import UserError
 from sdbench.files import read_text
+from sdbench.setup import Setup
 
+LIST_PRICES = str(Path(__file__).parents[2] / 'recipes' / 'prices.csv')
 ON_DEMAND, SPOT = 'on demand', 'spot'
 COLUMNS = ('gpu', 'dollars_per_gpu_hour', 'provider', 'gpus_per_machine', 'kind', 'date', 'source')
 OLD_DAYS = 90  # a list price that is older is marked
@@ -60,6 +64,8 @@ def read_prices(path: str, kind: str, given: Prices) -> list[Price]:
         try:
             if row['kind'] not in (ON_DEMAND, SPOT):
                 raise ValueError(f'kind {row["kind"]!r} is neither {ON_DEMAND!r} nor {SPOT!r}')
+            if not row['gpu']:
+                raise ValueError('it names no gpu')
             dollars = float(row['dollars_per_gpu_hour'])
             if not 0 <= dollars < math.inf:
                 raise ValueError(f'{row["dollars_per_gpu_hour"]} is not a price')
@@ -72,6 +78,12 @@ def read_prices(path: str, kind: str, given: Prices) -> list[Price]:
 
     require_named((), given)
     return prices + [Price(*price) for price in given]
+
+
+def price_for(setup: Setup, prices: Sequence[Price]) -> Price | None:
+    """Return the last price that applies to the GPU of a setup, in machines with enough of them; None if none does."""
+    machine = setup.num_devices // setup.machines
+    return last_price(setup.device, [price for price in prices if (price.gpus_per_machine or machine) >= machine])
 
 
 @dataclass(frozen=True)
@@ -91,5 +103,4 @@ class Storage:
 
 
 def terabytes(images: int, size: int, bytes_per_pixel: float) -> float:
-    """Return the TB of images or latents of a size in pixels."""
     return images * size ** 2 * bytes_per_pixel / 1e12

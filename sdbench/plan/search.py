@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from sdbench.costs import last_price
 from sdbench.errors import UserError
 from sdbench.flags.parser import build_parser, parse
 from sdbench.flags.plan import GPUS, PlanSettings
@@ -16,7 +15,15 @@ from sdbench.forecast.forecast import DoesNotFit
 from sdbench.gpus import CARDS, Card, cards_named, peak_of
 from sdbench.plan.measured import Speeds
 from sdbench.plan.parts import ENCODE, TRAIN, Impossible, Part, Plan, Preemptions
-from sdbench.plan.prices import CHECKPOINT_TB, JPEG_BYTES_PER_PIXEL, LATENT_BYTES_PER_PIXEL, Price, Storage, terabytes
+from sdbench.plan.prices import (
+    CHECKPOINT_TB,
+    JPEG_BYTES_PER_PIXEL,
+    LATENT_BYTES_PER_PIXEL,
+    Price,
+    Storage,
+    price_for,
+    terabytes,
+)
 from sdbench.setup import FLAGS, Setup, setup_of_settings
 
 RECIPE = '@recipes/fastest.txt --use_ema'  # flags of every plan, before --training_flags
@@ -27,6 +34,10 @@ ARITHMETIC = {
     '--allreduce_precision bf16, which rounds the gradients': {'allreduce_precision': 'bf16'},
     '--half_precision_norms, which computes norm layers in half precision': {'half_precision_norms': True},
     '--no-half_precision_norms, which computes norm layers in float32': {'half_precision_norms': False}}
+# Flags with which a training may be possible on other GPUs
+REMEDIES = {"--training_flags='--precision amp_fp16'": {'precision': 'amp_fp16'},
+            "--training_flags='--no-use_ema', which trains a model without EMA": {'use_ema': False},
+            'no --device_train_microbatch_size, which then is the largest that fits': {'microbatch': None}}
 
 
 class Phase(NamedTuple):
@@ -51,7 +62,7 @@ class Training:
 def base_setup(settings: PlanSettings) -> tuple[Setup, frozenset[str]]:
     """Return the setup that all plans share, and the names of the flags in --training_flags, which no search changes.
 
-    Ends the process with one line if a flag is wrong. Raises UserError for a flag that does not change a step.
+    Raises UserError for a flag that does not change a step.
     """
     words = shlex.split(settings.training_flags)
     parse(Train, '', ['--dry_run', '1', *words], 'plan.py')
@@ -70,24 +81,6 @@ def recipe_flags() -> list[str]:
     return [*shlex.split(RECIPE.replace('@', f'@{ROOT}/')), '--dry_run', '1']
 
 
-def flags_of(setup: Setup) -> list[str]:
-    """Return the flags that a command with this setup needs besides RECIPE, its launcher, input and image size."""
-    recipe = setup_of_settings(parse(Train, '', recipe_flags()))
-    skipped = ['device', 'num_devices', 'gpus_per_node', 'image_size', 'latents']
-    if not setup.needs_network:
-        skipped.append('network_gbits')
-    words = []
-    for name, flag in FLAGS.items():
-        value = getattr(setup, name)
-        if name in skipped or value == getattr(recipe, name):
-            continue
-        if isinstance(value, bool):
-            words.append(f'--{flag}' if value else f'--no-{flag}')
-        else:
-            words.append(f'--{flag} {f"{value:g}" if isinstance(value, float) else shlex.quote(str(value))}')
-    return words
-
-
 def cards_wanted(gpus: Sequence[tuple[int, str]]) -> list[tuple[Card, int]]:
     """Return each GPU model with its count; without any, GPUS of each known GPU."""
     wanted = []
@@ -98,7 +91,19 @@ def cards_wanted(gpus: Sequence[tuple[int, str]]) -> list[tuple[Card, int]]:
 
 def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence[Price], speeds: Speeds
               ) -> Plan | Impossible:
-    """Return the fastest plan for some GPUs, or why there is none and what would help.
+    """Return the fastest plan for some GPUs, or why there is none and what would help."""
+    found = fastest_plan(card, num_devices, training, prices, speeds)
+    if isinstance(found, Impossible):
+        for how, values in REMEDIES.items():
+            changed = replace(training, base=replace(training.base, **values))
+            if isinstance(fastest_plan(card, num_devices, changed, (), speeds), Plan):
+                found = replace(found, remedy=f'{found.remedy}, or {how}')
+    return found
+
+
+def fastest_plan(card: Card, num_devices: int, training: Training, prices: Sequence[Price], speeds: Speeds
+                 ) -> Plan | Impossible:
+    """Return the fastest plan for some GPUs with the flags that the training fixes, or why there is none.
 
     The phases do not depend on each other, so each is planned for itself: on encoded latents, or on images.
     """
@@ -106,7 +111,7 @@ def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence
     precision = base.with_defaults().precision
     if peak_of(card.name, precision) is None:
         return Impossible(card, num_devices, f'its peak in {precision} is not known, so no speed can be forecast',
-                          "--training_flags='--precision amp_fp16', for which more peaks are known")
+                          'another GPU or --precision')
     if base.batch_size % num_devices:
         largest = base.batch_size // num_devices * num_devices or num_devices
         return Impossible(card, num_devices, f'a batch of {base.batch_size} images is not divisible by {num_devices} '
@@ -124,27 +129,15 @@ def find_plan(card: Card, num_devices: int, training: Training, prices: Sequence
             except DoesNotFit as error:
                 too_large.append(error)
         if not ways:
-            return too_large_for(card, num_devices, phase, training, speeds, too_large)
+            least = min(too_large, key=lambda error: error.gib_needed)
+            images = 'one image takes' if least.microbatch == 1 else f'a microbatch of {least.microbatch} takes'
+            reason = f'at {phase.size} px {images} {least.gib_needed:.1f} GiB, more than the GPU has'
+            return Impossible(card, num_devices, reason, 'a GPU with more memory')
         parts += min(ways, key=lambda way: sum(part.days.likely for part in way))
     if not all(math.isfinite(part.days.most) for part in parts):
         return Impossible(card, num_devices, 'a preemption may come before the work since the last checkpoint is saved',
                           'a shorter --save_interval, fewer machines, or machines that are preempted less often')
-    machine = num_devices // base.machines
-    large_enough = [price for price in prices if (price.gpus_per_machine or machine) >= machine]
-    return Plan(card, num_devices, tuple(parts), last_price(card.name, large_enough), storage_of(parts, training))
-
-
-def too_large_for(card: Card, num_devices: int, phase: Phase, training: Training, speeds: Speeds,
-                  errors: Sequence[DoesNotFit]) -> Impossible:
-    """Return that a phase fits on a GPU with no switch, and what would help."""
-    error = min(errors, key=lambda error: error.gib_needed)
-    images = 'one image takes' if error.microbatch == 1 else f'a microbatch of {error.microbatch} takes'
-    remedy = 'a GPU with more memory'
-    without_ema = replace(training, base=replace(training.base, use_ema=False))
-    if training.base.use_ema and isinstance(find_plan(card, num_devices, without_ema, (), speeds), Plan):
-        remedy += ", or --training_flags='--no-use_ema', which trains a model without EMA"
-    reason = f'at {phase.size} px {images} {error.gib_needed:.1f} GiB, more than the GPU has'
-    return Impossible(card, num_devices, reason, remedy)
+    return Plan(card, num_devices, tuple(parts), price_for(base, prices), storage_of(parts, training))
 
 
 def candidates(setup: Setup, fixed: frozenset[str]) -> Iterator[Setup]:
@@ -193,13 +186,13 @@ def storage_of(parts: Sequence[Part], training: Training) -> Storage:
 
 
 def with_other_arithmetic(plan: Plan, training: Training, speeds: Speeds) -> dict[str, Plan]:
-    """Return the best plans for the same GPUs with each single change of the arithmetic, by what makes the change."""
+    """Return the fastest plans for the same GPUs with each single change of the arithmetic, by what changes it."""
     changed = {}
     for how, values in ARITHMETIC.items():
         base = replace(training.base, **values)
         if base == training.base or plan.num_devices == 1 and 'allreduce_precision' in values:
             continue
-        other = find_plan(plan.card, plan.num_devices, replace(training, base=base), (), speeds)
+        other = fastest_plan(plan.card, plan.num_devices, replace(training, base=base), (), speeds)
         if isinstance(other, Plan):
-            changed[how] = other
+            changed[how] = replace(other, price=plan.price)
     return changed

@@ -13,23 +13,32 @@ WITHIN, PROBABLY_WITHIN = 'within', 'probably within'
 PROBABLY_OUTSIDE, OUTSIDE = 'probably outside', 'outside'
 NO_PRICE = 'no price'
 FACTORS = (0.01, 2.0)  # lowest and highest fraction of the forecast speed for which a plan is tried
+# What the verdict says, by metric: of the best of several plans, of the only one, and of those that are equal
+BEST = {'dollars': 'Cheapest', 'days': 'Fastest'}
+ALONE = {'dollars': 'Cost', 'days': 'Duration'}
+COMPARED = {'dollars': 'cost', 'days': 'days'}
+DOUBTS = {  # of a plan that the verdict names, by its standing
+    PROBABLY_WITHIN: 'Only probably within the limits: {}. The slow end of the range exceeds one.',
+    PROBABLY_OUTSIDE: 'Probably outside the limits: {}. The fast end of the range is within them, so a measurement may '
+    'change this answer.',
+    NO_PRICE: 'Without a price it is not known whether the limits hold for {}.'}
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit for the `dollars` or the `days` of a plan."""
-    figure: str
+    """A limit for a metric of a plan: 'dollars' or 'days'."""
+    metric: str
     most: float
 
     @property
     def name(self) -> str:
-        if self.figure == 'dollars':
+        if self.metric == 'dollars':
             return f'${rounded(self.most)}'
         return '1 day' if self.most == 1 else f'{self.most:g} days'
 
     def of(self, plan: Plan) -> Range:
         """Return the number of a plan as a fraction of the limit."""
-        return getattr(plan, self.figure) * (1 / self.most)
+        return getattr(plan, self.metric) * (1 / self.most)
 
 
 def standing(plan: Plan, limits: Sequence[Limit]) -> str:
@@ -46,20 +55,9 @@ def standing(plan: Plan, limits: Sequence[Limit]) -> str:
 
 def distances(plan: Plan, limits: Sequence[Limit]) -> str:
     """Return the fraction of each limit that a plan takes, such as '108 % of 42 days (85 to 139 %)'."""
-    texts = []
-    for limit in limits:
-        share = limit.of(plan) * 100
-        if math.isnan(share.likely):  # no price
-            continue
-        texts.append(f'{share.likely:.0f} % of {limit.name} ({share.least:.0f} to {share.most:.0f} %)')
-    return ' and '.join(texts)
-
-
-def best_and_ties(plans: Sequence[Plan], figure: str) -> list[Plan]:
-    """Return the plan with the lowest number, and then the others whose ranges overlap with its range."""
-    known = [plan for plan in plans if not math.isnan(getattr(plan, figure).likely)]
-    known.sort(key=lambda plan: getattr(plan, figure).likely)
-    return [plan for plan in known if getattr(plan, figure).overlaps(getattr(known[0], figure))]
+    percentages = {limit.name: limit.of(plan) * 100 for limit in limits}
+    return ' and '.join(f'{share.likely:.0f} % of {limit} ({share.least:.0f} to {share.most:.0f} %)'
+                        for limit, share in percentages.items() if not math.isnan(share.likely))
 
 
 def lowest_speed(plan: Plan, limits: Sequence[Limit]) -> float | None:
@@ -83,60 +81,71 @@ def lowest_speed(plan: Plan, limits: Sequence[Limit]) -> float | None:
 class Verdict(NamedTuple):
     """What is said of some plans."""
     sentences: list[str]  # the answer first
-    best: list[Plan]  # the best plan, and those that cannot be told apart from it; [] if no plan is possible
+    best: list[Plan]  # the best plan, and those that cannot be told apart from it; [] if all are surely outside
+
+    @property
+    def to_measure(self) -> list[Plan]:
+        """Return at most two plans whose measurements may change the answer."""
+        return [plan for plan in self.best if plan.unmeasured][:2]
 
 
 def judge(plans: Sequence[Plan], limits: Sequence[Limit]) -> Verdict:
-    """Return the verdict on some plans. They are compared by their dollars, or by their days if none has a price."""
+    """Return the verdict on some plans. It compares their dollars, unless none costs anything, and their days."""
     if not plans:
         return Verdict(['This training is possible on none of these GPUs.'], [])
     standings = {plan: standing(plan, limits) for plan in plans}
     inside = [plan for plan in plans if standings[plan] in (WITHIN, PROBABLY_WITHIN)]
+    rivals = [plan for plan in plans if standings[plan] != OUTSIDE]  # each may be the best within the limits
+    known = [plan for plan in plans if standings[plan] != NO_PRICE]
     within = ' and '.join(limit.name for limit in limits)
-    if not inside:
-        # Name the plan that exceeds its limits least.
-        known = [plan for plan in plans if standings[plan] != NO_PRICE]
-        if not known:
-            sentence = f'No plan has a price, so none can be compared with {within}: give --dollars_per_gpu_hour.'
-            return Verdict([sentence], [plans[0]])
-        closest = min(known, key=lambda plan: max(limit.of(plan).likely for limit in limits))
+    if inside:
+        metrics = [metric for metric in BEST if metric == 'days' or any(plan.dollars.most > 0 for plan in inside)]
+        ties = {metric: best_and_ties(inside, rivals, metric) for metric in metrics}
+        best = ties[metrics[0]]
+        named = [plan for plan in rivals if any(plan in tied for tied in ties.values())]
+        sentences = compare(ties, f' within {within}' if limits else '', BEST if len(plans) > 1 else ALONE,
+                            all(plan.price for plan in rivals))
+    elif known:
+        named = [min(known, key=lambda plan: max(limit.of(plan).likely for limit in limits))]
+        best = [plan for plan in named if plan in rivals]
         which = 'No plan with a price' if len(known) < len(plans) else 'No plan'
-        sentences = [f'{which} is within {within}. The nearest is {closest.name}: {distances(closest, limits)}.']
-        if standings[closest] == PROBABLY_OUTSIDE:
-            sentences.append('The fast end of its range is within the limits, so a measurement may change this answer.')
-        return Verdict(sentences, [closest])
-
-    # Name the plan that costs least, or those that cannot be told apart, and then the fastest.
-    prices = [plan for plan in inside if plan.price]
-    ties = {figure: best_and_ties(inside, figure) for figure in (['dollars', 'days'] if prices else ['days'])}
-    sentences = []
-    for number, (figure, tied) in enumerate(ties.items()):
-        where = f' within {within}' if limits and number == 0 else ''
-        if figure == 'dollars' and len(prices) < len(inside):
-            where += ' (some GPUs have no price)'
-        sentences.append(comparison(tied, figure, where))
-    unsure = [plan.name for plan in inside if standings[plan] == PROBABLY_WITHIN
-              and any(plan in tied for tied in ties.values())]
-    if unsure:
-        sentences.append(f'Only probably within the limits: {and_list(unsure)}. The slow end of the range exceeds one.')
-    return Verdict(sentences, next(iter(ties.values())))
+        sentences = [f'{which} is within {within}. The nearest is {named[0].name}: {distances(named[0], limits)}.']
+    else:
+        best = named = plans[:1]
+        sentences = [f'No plan has a price, so none can be compared with {within}: give --dollars_per_gpu_hour.']
+    for how, doubt in DOUBTS.items():
+        doubtful = [plan.name for plan in named if standings[plan] == how]
+        if doubtful:
+            sentences.append(doubt.format(and_list(doubtful)))
+    return Verdict(sentences, best)
 
 
-def comparison(tied: Sequence[Plan], figure: str, where: str) -> str:
-    """Return a sentence that names the best plan by days or cost, or those that cannot be told apart from it.
+def best_and_ties(inside: Sequence[Plan], rivals: Sequence[Plan], metric: str) -> list[Plan]:
+    """Return the plan with the lowest metric among `inside`, and then the rivals that may have a lower one."""
+    known = [plan for plan in inside if not math.isnan(getattr(plan, metric).likely)]
+    best = min(known, key=lambda plan: getattr(plan, metric).likely)
+    others = [plan for plan in rivals if plan != best and getattr(plan, metric).least <= getattr(best, metric).most]
+    return [best, *sorted(others, key=lambda plan: getattr(plan, metric).likely)]
 
-    Args:
-        tied: the best plan, and the others whose ranges overlap with its range.
-        figure: `dollars` or `days`.
-        where: the limits that they keep, such as ' within $30,000'; '' without limits.
+
+def compare(ties: dict[str, list[Plan]], where: str, labels: dict[str, str], have_prices: bool) -> list[str]:
+    """Return a sentence for each metric, which names the best plan, or those that cannot be told apart from it.
+
+    The first one also says which of them to measure. `where` names the limits, such as ' within $30,000'.
     """
-    if len(tied) == 1:
-        best = {'dollars': 'Cheapest', 'days': 'Fastest'}[figure]
-        return f'{best}{where}: {tied[0].name}, {tied[0].text_of(figure)}.'
-    to_measure = [plan.name for plan in tied if plan.unmeasured][:2]
-    advice = f'measure {and_list(to_measure)}' if to_measure else 'their measurements differ by less than their ranges'
-    by = {'dollars': 'by cost', 'days': 'by days'}[figure]
-    return f'{and_list([plan.name for plan in tied])} cannot be told apart {by}{where}: {advice}.'
+    sentences = []
+    for metric, tied in ties.items():
+        unpriced = ' (some GPUs have no price)' if metric == 'dollars' and not have_prices else ''
+        if len(tied) == 1:
+            sentences.append(f'{labels[metric]}{where}{unpriced}: {tied[0].name}, {tied[0].text_of(metric)}.')
+            continue
+        sentence = f'{and_list(plan.name for plan in tied)} cannot be told apart by {COMPARED[metric]}{where}{unpriced}'
+        if not sentences:
+            to_measure = [plan.name for plan in Verdict([], tied).to_measure]
+            sentence += f': measure {and_list(to_measure)}' if to_measure else (
+                ': their measurements differ by less than their ranges')
+        sentences.append(f'{sentence}.')
+    return sentences
 
 
 def and_list(names: Iterable[str]) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 
 from sdbench.costs import days_to_train, gpu_hours, price_of
 from sdbench.errors import plural
+from sdbench.files import sibling_path
 from sdbench.flags.times import to_batches
 from sdbench.flags.train import Run
-from sdbench.paths import sibling_path
 from sdbench.records.metrics import EVALUATION_LINES, LINES, TRAINING_LINES, format_metric, summary_lines, text_table
 from sdbench.records.status import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
@@ -16,7 +16,6 @@ MUCH_WAITING_FOR_DATA = 0.05
 
 
 def run_summary(record: dict, settings: Run) -> str:
-    """Return the summary of a benchmark or a training, one line per metric."""
     values = record | notes_on_training(record, settings) | notes_on_speed(record, settings)
     return '\n'.join(summary_lines(LINES if settings.measures else TRAINING_LINES, values))
 

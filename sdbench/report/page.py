@@ -1,13 +1,13 @@
 """Write a report as one HTML file that opens without a network: figures, tables, notes and the command.
 
-page.html is the template. Jinja, which torch depends on, escapes everything that the template inserts, and the
-Content-Security-Policy of the page forbids all requests. itables brings DataTables, which sorts and filters the tables.
-Readers without JavaScript, such as mail programs, still show the tables.
+The Content-Security-Policy of its template, page.html, forbids all requests. itables brings DataTables, which sorts and
+filters the tables. Readers without JavaScript, such as mail programs, still show the tables.
 """
 import datetime
 from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sdbench.errors import UserError, redacted
 from sdbench.records.read import WITH_SPEED
@@ -15,7 +15,7 @@ from sdbench.records.versions import git_commit
 from sdbench.report.tables import Table
 
 
-def write_page(path: Path, figures: dict[str, str], tables: Sequence[Table], notes: Sequence[str],
+def write_page(path: str, figures: dict[str, str], tables: Sequence[Table], notes: Sequence[str],
                command: str) -> None:
     """Write the report as an HTML file. Raises UserError if itables is not installed.
 
@@ -26,8 +26,6 @@ def write_page(path: Path, figures: dict[str, str], tables: Sequence[Table], not
         notes: sentences below the tables, after those of the tables.
         command: the command that made the page.
     """
-    import jinja2
-
     try:
         import itables
     except ImportError:
@@ -45,12 +43,21 @@ def write_page(path: Path, figures: dict[str, str], tables: Sequence[Table], not
 
     sentences = [sentence for table in tables for sentence in table.sentences]
 
-    # Fill in the template. The figures, the tables and DataTables are part of the page, which loads nothing.
+    # The figures, the tables and DataTables are part of the page, which loads nothing.
+    fill_template(Path(__file__).with_name('page.html'), path, command, figures=figures, tables=shown,
+                  notes=[*sentences, *notes], style=(bundle / 'dt_bundle.css').read_text(),
+                  library=b64encode((bundle / 'dt_bundle.js').read_bytes()).decode())
+
+
+def fill_template(template: Path, path: str, command: str, **values: Any) -> None:
+    """Write an HTML page from a template, with the command, the commit and the date.
+
+    Jinja, which torch depends on, escapes all values. Passwords in the command are replaced by asterisks.
+    """
+    import jinja2
+
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(Path(__file__).with_name('page.html').read_text())
-    page = template.render(
-        figures=figures, tables=shown, notes=[*sentences, *notes], command=redacted(command), commit=git_commit(),
-        date=datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M UTC'),
-        style=(bundle / 'dt_bundle.css').read_text(),
-        library=b64encode((bundle / 'dt_bundle.js').read_bytes()).decode())
-    path.write_text(page, encoding='utf-8')
+    page = environment.from_string(template.read_text()).render(
+        values, command=redacted(command), commit=git_commit(),
+        date=f'{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}')
+    Path(path).write_text(page, encoding='utf-8')

@@ -26,7 +26,7 @@ from sdbench.records.metrics import COLUMNS, format_metric
 from sdbench.records.read import EXTRAPOLATED, WITH_SPEED, Row
 from sdbench.records.settings import EVAL_DATA, EVALUATION_SETTINGS, LOSS_SETTINGS, SETTINGS
 from sdbench.records.status import FORECAST
-from sdbench.report.speeds import gpu_count, one_row_per_gpu_count, setting_of
+from sdbench.report.speeds import gpu_count, one_row_per_gpu_count
 from sdbench.report.tables import Table, describe_differences, describe_gpus, line_labels, recipe_flags, shared_settings
 from sdbench.report.trainings import grouped
 from sdbench.setup import setup_of_record, setup_of_settings
@@ -151,7 +151,7 @@ def draw_days(table: Table, training_images: int | None) -> Any:
     rows = [row for row in table.rows if 'days' in row.metrics]
     if not rows:
         raise UserError('no training in these records has days; for the tiny model, --training_images adds them')
-    groups = [one_row_per_gpu_count(runs) for runs in grouped(rows, setting_of)]
+    groups = [one_row_per_gpu_count(runs) for runs in grouped((row.setting, row) for row in rows).values()]
     for row in itertools.chain(*groups):
         row.metrics['days'] = days_to_train(row.metrics['images_per_sec'], training_images)  # of the median
     firsts = [runs[0] for runs in groups]
@@ -226,9 +226,7 @@ def draw_learned(rows: Sequence[Row], prices: Prices) -> Any:
         raise UserError('no training in these records was evaluated; --eval_remote evaluates one')
 
     # Losses that can be compared are in a panel over images, and in one over dollars.
-    comparable = {}
-    for curve in losses.values():
-        comparable.setdefault(tuple(curve[0].settings[key] for key in LOSS_SETTINGS), []).append(curve)
+    comparable = grouped((tuple(curve[0].settings[key] for key in LOSS_SETTINGS), curve) for curve in losses.values())
     titles = line_labels([curves[0][0] for curves in comparable.values()], LOSS_SETTINGS)
     panels = []
     for curves, title in zip(comparable.values(), titles, strict=True):
@@ -266,8 +264,8 @@ def draw_quality(table: Table) -> Any:
     for across, up, key in (('clip_score', 'fid', 'trained_batches'), ('images_seen', 'fid', 'guidance'),
                             ('images_seen', 'clip_score', 'guidance')):
         keys = [*EVALUATION_SETTINGS, key]
-        groups = grouped([row for row in table.rows if {across, up} <= row.metrics.keys()],
-                         lambda row, keys=keys: tuple(row.settings[key] for key in keys))
+        scored = [row for row in table.rows if {across, up} <= row.metrics.keys()]
+        groups = [*grouped((tuple(row.settings[key] for key in keys), row) for row in scored).values()]
         names = line_labels([rows[0] for rows in groups], keys)
         if key == 'trained_batches':
             for number, rows in enumerate(groups):

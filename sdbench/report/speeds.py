@@ -1,8 +1,7 @@
 """Make the tables of speeds and of scores, with efficiency, days, dollars and predictions for more GPUs."""
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from operator import attrgetter
 
 import numpy as np
 from scipy.optimize import nnls
@@ -17,8 +16,6 @@ from sdbench.records.read import EXTRAPOLATED, MEASURED, UNRELIABLE, WITH_SPEED,
 from sdbench.records.settings import EVALUATION_SETTINGS, LOSS_SETTINGS, SETTINGS
 from sdbench.report.tables import Table, line_labels, shared_settings
 from sdbench.report.trainings import grouped, median_row
-
-setting_of = attrgetter('setting')
 
 
 def gpu_count(row: Row) -> int:
@@ -41,7 +38,7 @@ def speed_table(rows: Sequence[Row], settings: Report) -> Table:
             row.settings['run'] = str(number)
         keys = ['run', *keys, 'date', 'git_commit']
     else:
-        order = {setting: number for number, setting in enumerate(dict.fromkeys(map(setting_of, rows)))}
+        order = {setting: number for number, setting in enumerate(dict.fromkeys(row.setting for row in rows))}
         rows = merge_repeated_runs(rows)
         if settings.extrapolate:
             predicted, sentences = predict_speeds(rows, settings.extrapolate)
@@ -63,7 +60,8 @@ def number_settings(rows: Sequence[Row]) -> None:
     A run on one machine uses no network. If the runs with the same other settings use a single network, the run counts
     to that network, because the efficiency on several machines is relative to one machine.
     """
-    for runs in grouped(rows, lambda row: tuple(row.settings[key] for key in SETTINGS if key != 'network')):
+    others = [key for key in SETTINGS if key != 'network']
+    for runs in grouped((tuple(row.settings[key] for key in others), row) for row in rows).values():
         networks = {row.settings['network'] for row in runs} - {None}
         only = networks.pop() if len(networks) == 1 else None
         for row in runs:
@@ -78,8 +76,9 @@ def merge_repeated_runs(rows: Sequence[Row]) -> list[Row]:
     """
     merged = []
     measured = [row for row in rows if row.status == MEASURED]
-    for runs in grouped(measured, lambda row: (row.setting, gpu_count(row), row.settings['num_nodes'],
-                                               row.training if 'eval_loss' in row.metrics else None)):
+    same = grouped(((row.setting, gpu_count(row), row.settings['num_nodes'],
+                     row.training if 'eval_loss' in row.metrics else None), row) for row in measured)
+    for runs in same.values():
         # The longest training is the one whose result is shown.
         runs.sort(key=lambda row: (row.metrics.get('trained_batches', 0), row.date, row.identity))
         merged.append(median_row(runs))
@@ -110,11 +109,12 @@ def add_metrics(rows: Sequence[Row], settings: Report) -> list[str]:
 
     # Efficiency is shown only for settings that were measured on several GPU counts.
     if settings.compare:
-        add_ratio_to_first(rows, lambda row: (row.settings['model_name'], row.settings['image_size']),
-                           'images_per_sec', 'speed_over_first')
+        same = grouped(((row.settings['model_name'], row.settings['image_size']), row) for row in rows)
+        add_ratio_to_first(same.values(), 'images_per_sec', 'speed_over_first')
     else:
-        scaled = [row for runs in grouped(rows, setting_of) if len({*map(gpu_count, runs)}) > 1 for row in runs]
-        add_ratio_to_first(scaled, setting_of, 'images_per_sec_per_device', 'scaling_efficiency')
+        same = grouped((row.setting, row) for row in rows)
+        scaled = [runs for runs in same.values() if len({*map(gpu_count, runs)}) > 1]
+        add_ratio_to_first(scaled, 'images_per_sec_per_device', 'scaling_efficiency')
 
     if any('days' in row.metrics for row in rows):
         return [f'Days: for training on {images:,} images (--training_images).']
@@ -128,9 +128,9 @@ def add_cost(row: Row, prices: Prices) -> None:
         row.metrics['cost_usd'] = row.metrics['total_gpu_hours'] * price
 
 
-def add_ratio_to_first(rows: Sequence[Row], group: Callable[[Row], tuple], key: str, ratio: str) -> None:
+def add_ratio_to_first(groups: Iterable[Sequence[Row]], key: str, ratio: str) -> None:
     """Add a metric divided by the metric of the first measured row in the same group."""
-    for runs in grouped(rows, group):
+    for runs in groups:
         measured = [row.metrics[key] for row in runs if row.status == MEASURED]
         for row in runs:
             if measured and row.status in WITH_SPEED:
@@ -144,14 +144,10 @@ def one_row_per_gpu_count(runs: Sequence[Row]) -> list[Row]:
     row has the median of the runs on the fewest machines.
     """
     found = []
-    for same in grouped(sorted(runs, key=gpu_count), gpu_count):
-        best = grouped(sorted(same, key=preference), preference)[0]
-        found.append(median_row(best))
+    for _, same in sorted(grouped((gpu_count(row), row) for row in runs).items()):
+        by_preference = grouped(((row.status != MEASURED, row.settings['num_nodes'] or 0), row) for row in same)
+        found.append(median_row(by_preference[min(by_preference)]))
     return found
-
-
-def preference(row: Row) -> tuple:
-    return row.status != MEASURED, row.settings['num_nodes'] or 0
 
 
 def predict_speeds(rows: Sequence[Row], counts: Sequence[int]) -> tuple[list[Row], list[str]]:
@@ -160,7 +156,7 @@ def predict_speeds(rows: Sequence[Row], counts: Sequence[int]) -> tuple[list[Row
     Each setting that was measured on at least three GPU counts is fitted by itself.
     """
     trained = [row for row in rows if row.stage == 'train' and row.status == MEASURED]
-    settings = grouped(trained, setting_of)
+    settings = grouped((row.setting, row) for row in trained).values()
     names = line_labels([runs[0] for runs in settings], SETTINGS)
     predicted = []
     sentences = []

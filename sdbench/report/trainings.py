@@ -1,7 +1,8 @@
 """Join the runs of a training that was resumed, and measure repeated runs by their median."""
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from sdbench.records.metrics import RUN_METRICS
 from sdbench.records.read import MEASURED, UNRELIABLE, WITH_SPEED, Row, joined_notes, speed_row
@@ -15,12 +16,12 @@ OTHER_CURVES = 'other_evaluations'
 SHARED_ID = 'another training has the same id: a copied --save_folder'
 
 
-def grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
-    """Return the rows of each value of a key, in the order in which the values appear."""
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list]:
+    """Return the second values of pairs by their first values, in the order of their first appearance."""
     groups = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return list(groups.values())
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def split_trainings(rows: Sequence[Row]) -> list[list[Row]]:
@@ -31,7 +32,7 @@ def split_trainings(rows: Sequence[Row]) -> list[list[Row]]:
     id, and all their rows have a note.
     """
     trainings = []
-    for parts in grouped(rows, lambda row: row.record.get('training_id', id(row))):
+    for parts in grouped((row.record.get('training_id', id(row)), row) for row in rows).values():
         found = []
         for part in sorted(parts, key=lambda part: (part.record.get('first_batch', 0), part.date, part.identity)):
             first = part.record.get('first_batch')
@@ -76,8 +77,9 @@ def join_trainings(rows: Sequence[Row]) -> list[Row]:
                   for curve in (newest.record, *newest.record.get(OTHER_CURVES, ()))]
         result = {key: last.record[key] for key in RESULT_KEYS if key in last.record}
 
-        for runs in grouped(parts, lambda part: tuple(part.settings[key] for key in (*SPEED_SETTINGS, 'num_nodes'))
-                            + (part.metrics['num_devices'],)):
+        setups = grouped(((*(part.settings[key] for key in (*SPEED_SETTINGS, 'num_nodes')),
+                           part.metrics['num_devices']), part) for part in parts)
+        for runs in setups.values():
             row = median_row([run for run in runs if run.status == MEASURED] or runs[-1:])
             if len(parts) > 1:
                 row = with_result(row, result | curves[0], is_one_run=runs == [last])

@@ -73,7 +73,7 @@ def client_errors(label: str) -> Iterator[None]:
         if status == 404 and not re.search('NoSuchBucket|ContainerNotFound', message):
             raise FileNotFoundError(f'{label}: there is no such file ({message})') from None
         raise OSError(f'{label} cannot be read or written ({message}); check the address, the credentials, '
-                      'S3_ENDPOINT_URL and the network') from None
+                      'S3_ENDPOINT_URL and the network as in docs/stores.md') from None
 
 
 def download(address: str, path: str, label: str, retry: Retry = QUICK, in_threads: bool = True) -> None:

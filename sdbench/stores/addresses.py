@@ -17,14 +17,9 @@ class Address(NamedTuple):
 
 
 class Retry(NamedTuple):
-    """How often a request is tried if its error may be temporary.
-
-    Attributes:
-        tries: attempts per request, with pauses in between that get longer.
-        timeout: seconds without a byte after which a request is tried again.
-    """
-    tries: int
-    timeout: float
+    """How often a request is tried if its error may be temporary."""
+    tries: int  # attempts per request, with pauses in between that get longer
+    timeout: float  # seconds without a byte after which a request is tried again
 
 
 QUICK = Retry(tries=4, timeout=20)  # for the start of a command, when a wrong address or name must show soon

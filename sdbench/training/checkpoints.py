@@ -26,9 +26,8 @@ from torch.torch_version import TorchVersion
 from tqdm import tqdm
 
 from sdbench.errors import DataError, UserError, disk_is_full, one_line
-from sdbench.files import atomic_write, locked
+from sdbench.files import atomic_write, is_url, locked
 from sdbench.models.names import use_installed_names
-from sdbench.paths import is_url
 from sdbench.stores import addresses_in, download, upload
 from sdbench.stores.addresses import QUICK
 from sdbench.training.compatibility import Mismatch, add_missing_networks
@@ -91,10 +90,7 @@ def refuse_other_files(folder: str, autoresume: bool) -> None:
 
 
 def paths_in(folder: str, flag: str = '--save_folder') -> list[str]:
-    """List the paths or URIs in a folder or an object store, without subfolders; an empty list if it does not exist.
-
-    Raises OSError, which names `flag` or the folder, if they cannot be listed.
-    """
+    """List the paths or URIs in a folder or an object store, without subfolders; an empty list if it does not exist."""
     if is_url(folder):
         return addresses_in(folder, f'{flag} {folder}')
     if not os.path.lexists(folder):
@@ -113,10 +109,7 @@ def write_text_in(folder: str, name: str, text: str) -> None:
 
 
 def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
-    """List the paths or URIs of the checkpoints in a folder or a store, sorted by batch.
-
-    Raises OSError, which names `flag` or the folder, if it cannot be listed.
-    """
+    """List the paths or URIs of the checkpoints in a folder or a store, sorted by batch."""
     found = []
     for name in paths_in(folder, flag):
         match = FILE_NAME_PATTERN.fullmatch(os.path.basename(name))
@@ -147,10 +140,7 @@ def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
 
 
 def newest_complete(folder: str, flag: str) -> str | None:
-    """Return the newest complete checkpoint that this rank sees.
-
-    Raises UserError if one cannot be read, and OSError if the folder cannot be listed.
-    """
+    """Return the newest complete checkpoint that this rank sees. Raises UserError if one cannot be read."""
     for name in reversed(checkpoints_in(folder, flag)):
         # Skip a truncated copy. A file that the disk cannot read now is different: resuming from an older checkpoint
         # would throw away days of training because of an error that may last a minute.
@@ -175,11 +165,8 @@ def load_checkpoint(path: str | os.PathLike, label: str | None = None) -> dict:
     """Load a checkpoint to the CPU, without running code that the file may hold.
 
     The file is memory-mapped: a tensor is read when it is used, and the ranks of a host share the pages. The tensors of
-    the text encoder get the names of the installed version of transformers, whichever version has saved them.
-
-    Args:
-        path: path of the file on this machine.
-        label: name of the file in error messages, if the user knows it by another name than `path`.
+    the text encoder get the names of the installed version of transformers, whichever version has saved them. `label`
+    is the name of the file in error messages, if the user knows it by another name than `path`.
 
     Raises UserError if it holds more than tensors and plain types, and KeyError or TypeError if it holds no model.
     """
@@ -224,13 +211,8 @@ def load_training(state: State, logger: Logger, path: str, label: str, folder: s
     It replaces the `load_path` of Composer's Trainer, which would run code from the file, and would ignore without a
     warning tensors that exist only in the checkpoint or only in the model (strict=False).
 
-    Args:
-        state: Composer's state, before a checkpoint is loaded.
-        logger: Composer's logger.
-        path: the checkpoint on this machine.
-        label: its path or URI, for error messages.
-        folder: the --save_folder, for error messages.
-        flags: the flags of this run, from `facts_to_keep`.
+    `path` is the checkpoint on this machine, `label` and `folder` are its path or URI and the --save_folder for error
+    messages, and `flags` are those of this run, from `facts_to_keep`.
 
     Raises UserError if the checkpoint is from another run or model.
     """

@@ -39,9 +39,7 @@ def facts_of_model(files: ModelFiles, image_size: int, unet: Any, text_encoder: 
 def comparable(**configs: Mapping[str, Any]) -> dict[str, dict]:
     """Return the settings in configurations that change the computation, by part, converted to JSON types.
 
-    Args:
-        configs: the configuration of each part. Take it from the network or the scheduler and not from its file, which
-            may lack defaults.
+    Take each configuration from the network or the scheduler and not from its file, which may lack defaults.
     """
     kept = {}
     for part, config in configs.items():
@@ -57,11 +55,7 @@ def difference_of_models(before: dict, now: dict) -> str | None:
     """Describe the first difference between the model that weights were trained as and another one; None if equal.
 
     Only facts and settings that both sides have are compared, because each version of diffusers and transformers knows
-    other settings.
-
-    Args:
-        before: `facts_of_model` from the training, or a part of it.
-        now: `facts_of_model` of the other model.
+    other settings. Both are from `facts_of_model`.
     """
     for part, config in now['configs'].items():
         trained = before.get('configs', {}).get(part, {})

@@ -18,12 +18,7 @@ TRACED_BATCHES = 3
 
 
 def build_loggers(settings: Run, name: str) -> list[LoggerDestination]:
-    """Return Composer's loggers for the flags that are given.
-
-    Args:
-        settings: the settings of the run.
-        name: the name of the training. A resume has the same name, so it continues the curves.
-    """
+    """Return Composer's loggers for the flags. A resume has the same `name`, so it continues the curves."""
     loggers = []
     if settings.tensorboard:
         loggers.append(TensorBoard(settings.tensorboard))

@@ -18,8 +18,7 @@ from sdbench.errors import UserError, is_out_of_memory, plural
 from sdbench.flags.train import Run, divisors
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
-from sdbench.microbatches import changes_that_take_less, largest_that_fits
-from sdbench.setup import setup_of_settings
+from sdbench.setup import changes_that_take_less, largest_that_fits, setup_of_settings
 from sdbench.training.ranks import print_on_rank_0
 
 RESERVED_FRACTION = 1 / 32  # of GPU memory, kept free for the fragmentation of a long run and for NCCL's channels
@@ -37,11 +36,8 @@ def with_found_microbatch(settings: Run, model: ComposerModel,
     occupied. It does not change the weights. All ranks try each size at the same time, because each needs the others'
     answers.
 
-    Args:
-        settings: the settings of the run.
-        model: the model with its switches applied. It is moved to its device. Compiled parts run uncompiled, because
-            compiling takes minutes for each size, and a compiled model usually needs less memory.
-        build_optimizer: builds the optimizer of the run.
+    The model has its switches already, and is moved to its device. Compiled parts run uncompiled, because compiling
+    takes minutes for each size, and a compiled model usually needs less memory.
 
     Raises UserError if not even one image fits.
     """

@@ -16,11 +16,7 @@ SCHEDULES = {  # each without and with a warm-up
 
 
 def build_schedule(name: str, warmup: str | None, final: float = 0.0) -> optim.ComposerScheduler:
-    """Build the learning rate schedule of this name, as multiples of --learning_rate.
-
-    `warmup` is the length of the linear warm-up, such as 10000ba, or None. `final` is the last multiple of cosine and
-    linear.
-    """
+    """Build a schedule of multiples of --learning_rate. `final` is the last multiple of cosine and linear."""
     plain, with_warmup = SCHEDULES[name]
     end = {'alpha_f': final} if final else {}  # the constant schedules do not take this argument
     if warmup:

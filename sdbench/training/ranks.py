@@ -22,8 +22,7 @@ ENDING = (b'\na signal came: the run ends after this batch; a launcher kills it 
 def join_ranks(timeout: int) -> None:
     """Start the process group, if there are several ranks, and divide the host's cores among them.
 
-    Args:
-        timeout: seconds to wait for all ranks, now and in each collective operation.
+    `timeout` is how many seconds to wait for all ranks, now and in each collective operation.
 
     Raises UserError if two ranks would share a GPU, if SLURM has started several tasks without ranks, or if some ranks
     do not join within `timeout`.
@@ -73,10 +72,7 @@ def print_on_rank_0(text: str) -> None:
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
-    """Call a function on rank 0 only, and return its result on all ranks.
-
-    Raises the same errors as `on_every_rank`.
-    """
+    """Call a function on rank 0 only, and return its result on all ranks. Errors are as in `on_every_rank`."""
     def on_this_rank() -> Any:
         return function() if dist.get_global_rank() == 0 else None
     return on_every_rank(on_this_rank)[0]

@@ -73,12 +73,8 @@ def facts_to_keep(settings: Run, files: ModelFiles, dataset: Dataset, before: di
     The identity is `training_id`, 12 random hexadecimal digits; `beginning`, the readable part of its name, which is
     the last part of --save_folder; and `load_weights`, the origin of its first weights without passwords, or None.
 
-    Args:
-        settings: the settings of the run.
-        files: the files of its model.
-        dataset: the training data.
-        before: what the checkpoint to resume from has kept; empty for a new training.
-        data_before: the datasets that the weights of --load_weights were trained on, from `load_initial_weights`.
+    `before` is what the checkpoint to resume from has kept, and is empty for a new training. `data_before` are the
+    datasets that the weights of --load_weights were trained on.
     """
     # A resumed training keeps its identity. Characters that a folder name should not have become hyphens.
     beginning = os.path.basename(os.path.abspath(settings.save_folder or 'run').rstrip('/'))
@@ -136,7 +132,6 @@ def require_same_flags(before: dict, now: dict) -> None:
 
 
 def probabilities(weights: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return the weights of captions as probabilities."""
     total = sum(weight for _, weight in weights)
     return {name: round(weight / total, 9) for name, weight in weights if weight}
 
@@ -146,9 +141,6 @@ class ExactResume(Callback):
 
     Composer restores the random state in the middle of an epoch only if it iterates over the skipped batches itself,
     which it does not do with StreamingDataLoader. Therefore every batch gets a seed from run, batch and rank.
-
-    Args:
-        seed: seed of the run.
     """
 
     def __init__(self, seed: int):
@@ -173,7 +165,6 @@ class ExactResume(Callback):
                         moments[name] = torch.empty_like(parameter, dtype=moment.dtype).copy_(moment)
 
     def batch_start(self, state, logger) -> None:
-        """Seed the batch's noise and timesteps."""
         seeds = np.random.SeedSequence((self.seed, state.timestamp.batch.value, dist.get_global_rank()))
         torch.manual_seed(int(seeds.generate_state(1)[0]))
 

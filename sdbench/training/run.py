@@ -18,7 +18,7 @@ from sdbench.errors import DataError, UserError, known_reason, one_line, plural,
 from sdbench.flags.times import to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Run
 from sdbench.flags.training_command import caution_about_steps
-from sdbench.inputs.captions import CAPTIONS
+from sdbench.inputs.batches import CAPTIONS
 from sdbench.models.loading import weight_files
 from sdbench.process import launcher_variable
 from sdbench.records.record import append_record, make_record

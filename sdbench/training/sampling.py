@@ -40,13 +40,8 @@ class Sampling:
     EMA weights if there are any, and from the same noise each time, while the other ranks wait.
 
     The training result does not change by a single bit: nothing here uses torch's global random state, and the
-    compiled model of the training is neither run nor compiled again.
-
-    Args:
-        settings: the settings of the run.
-        prompts: the prompts.
-        model: the model. If it trains on latents, a VAE is loaded from `files`.
-        files: the files of the model.
+    compiled model of the training is neither run nor compiled again. If the model trains on latents, a VAE is loaded
+    from `files`.
     """
 
     def __init__(self, settings: Run, prompts: list[str], model: ComposerModel, files: ModelFiles):

@@ -9,7 +9,7 @@ from composer import ComposerModel
 from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
 from sdbench.errors import UserError, one_line
-from sdbench.files import parse_json
+from sdbench.files import EXPORTED, parse_json
 from sdbench.inputs.tokenizer import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.generation import build_pipeline
 from sdbench.models.loading import (
@@ -20,7 +20,6 @@ from sdbench.models.loading import (
     load_weights,
     require_no_single_file,
 )
-from sdbench.paths import EXPORTED
 from sdbench.training.checkpoints import load_checkpoint, local_copy, newest_checkpoint
 from sdbench.training.compatibility import (
     EXTRA_STATE,
@@ -69,13 +68,10 @@ class TrainedModel:
 
 
 def read_trained_model(source: str, flag: str) -> TrainedModel:
-    """Read the model of a checkpoint, or of the newest checkpoint in a folder or an object store.
+    """Read the model of a checkpoint, whose name ends with .pt, or of the newest one in a folder or an object store.
 
     Files are memory-mapped, so the optimizer state, most of a checkpoint, is never read. All ranks call this together.
-
-    Args:
-        source: path or URI of a checkpoint, which ends with .pt, or of a folder with checkpoints.
-        flag: the flag or argument that named `source`, for error messages.
+    `flag` is the flag or argument that named `source`, for error messages.
 
     Raises UserError if there is no such checkpoint, or it cannot be read or trusted.
     """
@@ -140,7 +136,6 @@ def read_exported(folder: str) -> dict:
 
 
 def with_prefix_removed(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """Return the tensors whose names begin with the prefix, keyed by their names without the prefix."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
@@ -151,13 +146,8 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
     """Load the weights of --load_weights into `model`. Everything else in the training starts anew.
 
     Random frozen networks of a checkpoint are loaded, too, because the UNet needs those that it was trained with.
-
-    Args:
-        path: a checkpoint or a folder of checkpoints, as for `read_trained_model`, or a diffusers folder with a UNet or
-            a pipeline.
-        model: a StableDiffusion.
-        files: the files of that model.
-        tokenizer: the --tokenizer of the run; None means the model's own.
+    `path` is a checkpoint or a folder of checkpoints, as for `read_trained_model`, or a diffusers folder with a UNet or
+    a pipeline. `tokenizer` is the --tokenizer of the run; None means the model's own.
 
     Returns the state of the EMA in the checkpoint, for its `load_state_dict`, or None if there is no EMA; and the
     datasets that the weights were trained on, as `data_of` returns them.
@@ -209,12 +199,8 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
                      raw_weights: bool = False) -> StableDiffusionPipeline:
     """Make a diffusers pipeline of a checkpoint, on the CPU. Warns if its EMA weights are still near the initial ones.
 
-    Args:
-        trained: the model in the checkpoint. The UNet's tensors are not copied.
-        label: name of the checkpoint in error messages.
-        model_name: the model that has the configurations; None means the --model_name of the training.
-        tokenizer: the tokenizer; None means the tokenizer of the training.
-        raw_weights: use the raw (non-EMA) weights, even if there are EMA weights.
+    The UNet's tensors are not copied. `label` is the name of the checkpoint in error messages. `model_name` and
+    `tokenizer` replace those of the training.
 
     Raises UserError if the checkpoint does not fit `model_name`, or a file is missing.
     """
@@ -262,7 +248,7 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
 def trained_files(trained: TrainedModel, label: str, model_name: str | None) -> ModelFiles:
     """Return the files of a checkpoint's model, with the weights of the frozen networks unless those are random.
 
-    Raises UserError if there is no such model, or no VAE that can decode. For the arguments see `trained_pipeline`.
+    Raises UserError if there is no such model, or no VAE that can decode.
     """
     name = model_name or trained.facts.get('model_name')
     if name is None:
@@ -281,13 +267,7 @@ def trained_files(trained: TrainedModel, label: str, model_name: str | None) -> 
 
 
 def trained_tokenizer(trained: TrainedModel, files: ModelFiles, given: str | None, label: str) -> str | None:
-    """Return the name of the tokenizer that a checkpoint was trained with; None for CLIP's own.
-
-    Args:
-        trained: the model in the checkpoint.
-        files: the files of its model.
-        given: the tokenizer that the user names; None looks for the tokenizer of the training.
-        label: name of the checkpoint in error messages.
+    """Return the name of the tokenizer that a checkpoint was trained with, or of the `given` one; None for CLIP's own.
 
     Raises UserError if the tokenizer gives other token ids than the one of the training.
     """

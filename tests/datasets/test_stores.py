@@ -18,7 +18,7 @@ from werkzeug.wrappers import Request, Response
 
 from sdbench.datasets.output import OutputFolder, PartWriter, join_parts, write_index
 from sdbench.datasets.readers import open_file
-from sdbench.paths import CLAIM
+from sdbench.files import CLAIM
 from sdbench.stores import addresses_in, download, files_below, upload
 from sdbench.stores.azure import azure_service
 from sdbench.stores.google import google_client

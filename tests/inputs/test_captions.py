@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from data import HeldOutSamples, StreamingLAIONDataset
-from sdbench.inputs.captions import choose_caption
+from sdbench.inputs.batches import choose_caption
 from tests.samples import three_captions
 
 CAPTIONS = {'short': ['a'], 'long': ['b', 'c'], 'tags': ['d']}

@@ -1,9 +1,14 @@
-"""Download models from the Hugging Face hub."""
+"""Find the folder of a model: built in, on this machine, or downloaded from the hub. Nothing here needs torch."""
 import os
 from pathlib import Path
 
 from sdbench.errors import UserError, one_line
+from sdbench.flags.train import SD2_BASE, TINY_MODEL
 
+# Configurations without weights, because random ones are as fast. Only tiny has a trained VAE.
+BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', TINY_MODEL: Path(__file__).parent / 'tiny'}
+CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'config.json',
+                'scheduler': 'scheduler_config.json'}
 CLIP_MODEL = 'openai/clip-vit-large-patch14'  # the usual one for CLIP scores
 
 
