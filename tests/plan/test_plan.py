@@ -482,6 +482,20 @@ def test_records_of_another_model_correct_nothing_and_those_of_a_copy_under_anot
                    answer.corrections)
 
 
+def test_each_run_corrects_the_plan_or_is_named_with_why_it_does_not(tmp_path):
+    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
+    [plain] = answer_to(*argv).plans
+    train = record_of(plain.training[0], H200, 0.5, device='H200 SXM')  # as clouds call it
+    dated = train | {'date': '2026-01-31T20:00+00:00', 'images_per_sec': 0.8 * train['images_per_sec']}
+    cases = [({'measured_batches': 3}, 'only 3 measured batches'), ({'status': 'failed'}, 'its status is failed'),
+             ({'device': 'NVIDIA H800'}, 'there is no forecast for its stage or its GPU')]
+    records = write_records(tmp_path / 'r.jsonl', train, dated, *(dated | other for other, _ in cases))
+    answer = answer_to(records, *argv)
+    assert answer.plans[0].training[0].speed.ratio == pytest.approx(0.5)  # a run without a date is the newest
+    assert sorted(sentence.partition('because ')[2] for sentence in answer.corrections) == sorted(
+        f'{why}.' for _, why in cases)
+
+
 def test_a_microbatch_that_a_flag_gives_is_corrected_by_runs_with_it(tmp_path):
     argv = ['--gpu', '8 H200', '--images', 10 ** 6]
     [plain] = answer_to(*argv).plans
