@@ -464,6 +464,9 @@ def test_the_picture_has_the_range_of_each_plan_and_the_limits(tmp_path):
     svg = (tmp_path / 'x.svg').read_text()
     for words in ('8 x H200', '8 x B200', '20 days', '$9,999', 'dollars, with storage'):
         assert words in svg
+    answer = answer_to('--figure', tmp_path / 'x.svg')
+    svg = ' '.join(re.sub('<[^>]+>', ' ', (tmp_path / 'x.svg').read_text()).split())
+    assert len(answer.plans) > 10 and all(one.name in svg for one in answer.plans)
 
 
 def test_records_of_another_model_correct_nothing_and_those_of_a_copy_under_another_name_do(tmp_path):
