@@ -186,6 +186,8 @@ def test_flags_that_the_user_gives_are_fixed_and_named():
 def test_flags_without_an_effect_on_a_plan_are_refused(flag, remedy, capfd):
     line = one_error_line(['--training_flags', flag], capfd, plan.main)
     assert line.endswith(f'--training_flags: {flag.split()[0]} has no effect on a plan; {remedy}')
+    line = one_error_line(['--training_flags', f"'{flag}"], capfd, plan.main)
+    assert line.endswith('is not one or several flags: No closing quotation')
 
 
 def test_two_phases_at_one_image_size_would_encode_the_images_twice_and_are_refused(capfd):
