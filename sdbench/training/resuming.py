@@ -38,9 +38,10 @@ TOKENIZER = 'tokenizer_sha256'  # the result of `hash_of_tokenizer`
 def kept_in(state: dict) -> dict[str, Any]:
     """Return what benchmark.py keeps in a checkpoint besides weights and moments.
 
-    The keys are `training_id`, `beginning`, `load_weights` and `flags`, as in `facts_to_keep`; `gpu_hours`, `dollars`
-    and `device`; `saved`, the names of checkpoints; `loss`; and the `batch`, `sample` and `epoch` that the training has
-    reached. Earlier versions did not keep all of them, and other programs keep only the last three.
+    The keys are `training_id`, `beginning`, `load_weights` and `flags`, as in `facts_to_keep`; `gpu_hours`,
+    `gpu_hours_by_device`, `dollars` and `device`; `saved`, the names of checkpoints; `loss`; and the `batch`, `sample`
+    and `epoch` that the training has reached. Earlier versions did not keep all of them, and other programs keep only
+    the last three.
     """
     timestamp = state.get('timestamp', {}).get('Timestamp', {})
     kept = {unit: timestamp.get(unit) for unit in ('batch', 'sample', 'epoch')}
