@@ -40,7 +40,7 @@ from sdbench.inputs.shards import MOMENTS, hash_of_images, number_of_samples, re
 from sdbench.inputs.stream import VerifiedDataset, VerifiedStream
 from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer, token_ids
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
-from sdbench.stores import PATIENT, Retry
+from sdbench.stores.addresses import PATIENT, Retry
 
 DIFFERENT_SAMPLES = 16  # different synthetic samples, for a loader that collates samples itself
 EVALUATION_SEED = 17  # does not depend on --seed, because the losses of trainings with different seeds must compare

@@ -26,7 +26,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -132,8 +132,8 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
     return pipeline, about
 
 
-def with_progress(steps: Iterable, doing: str, total: int) -> Iterable:
-    with progress_bar(total, ' steps', doing=doing, hidden=dist.get_global_rank() > 0) as bar:
+def with_progress(steps: Sequence, doing: str) -> Iterator:
+    with progress_bar(len(steps), ' steps', doing=doing, hidden=dist.get_global_rank() > 0) as bar:
         for step in steps:
             yield step
             bar.update()
@@ -155,7 +155,7 @@ def read_references(settings: Evaluate, index: dict, image_size: int, fid: Frech
     captions = []
     images = []  # the next batch for `fid`
     dataset = StreamingLAIONDataset(settings.data, image_size=image_size, index=index, batch_size=1)
-    for number in with_progress(range(first, stop), 'reading DATA', stop - first):
+    for number in with_progress(range(first, stop), 'reading DATA'):
         try:
             sample = dataset.sample(number)
         except BadSample as error:
@@ -194,7 +194,7 @@ def generate_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, capt
 
     # Generate each image from noise that depends on its number only. It is then the same for every batch size.
     start = time.perf_counter()
-    for guidance, numbers in with_progress(batches, 'generating', len(batches)):
+    for guidance, numbers in with_progress(batches, 'generating'):
         seeds = [settings.seed * SEED_STRIDE + number for number in numbers]
         images = generate(pipeline, seeds, image_size, settings.steps, guidance,
                           prompt=[captions[number] for number in numbers])
@@ -229,7 +229,7 @@ def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics:
     # Update the metrics with the images of this rank, batch by batch.
     numbers = samples_of_rank(settings)
     starts = range(0, len(numbers), settings.batch_size)
-    for start in with_progress(starts, f'scoring at guidance {guidance:g}', len(starts)):
+    for start in with_progress(starts, f'scoring at guidance {guidance:g}'):
         batch = numbers[start:start + settings.batch_size]
         tensors = [pil_to_tensor(Image.open(image_path(settings, guidance, number))) for number in batch]
         for name, metric in metrics.items():

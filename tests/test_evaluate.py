@@ -19,7 +19,7 @@ from benchmark import main as train
 from export import main as export
 from sdbench.flags.commands import Evaluate
 from sdbench.flags.parser import parse
-from sdbench.inputs.images import decode_image, resize
+from sdbench.inputs.images import decode_image
 from sdbench.inputs.shards import DRAW, IMAGES_HASH, hash_of_images, read_index, was_trained_on
 from sdbench.models.feature_extractors import load_clip, load_fid
 from sdbench.records.summary import evaluation_summary
@@ -107,15 +107,16 @@ def test_the_first_caption_of_an_image_is_used_or_the_one_that_caption_names(sev
 
 def test_two_processes_with_another_batch_size_generate_and_score_the_same_images(
         server, tmp_path, evaluated, pipeline, shards, clip):
-    argv = arguments(pipeline, shards, tmp_path / 'out', *clip, *INCEPTION, '--guidance', 1,
+    argv = arguments(pipeline, shards, tmp_path / 'out', *clip, *INCEPTION, *TWO_SCALES,
                      '--batch_size', 3)
     log = tmp_path / 'log'
     assert run_ranks(server, [log, log], by_small_network, [(argv,)] * 2) == [0, 0], log.read_text()
     by_two = json.loads((tmp_path / 'results.jsonl').read_text())
-    assert (by_two['num_devices'], by_two['images_generated']) == (2, 5)
-    difference = images_in(tmp_path / 'out', 1.0).int() - images_in(evaluated.out, 1.0).int()
-    assert difference.abs().max() <= 1  # rounding depends on the batch size
-    assert by_two['scores'] == [pytest.approx(evaluated.record['scores'][0], rel=1e-3)]
+    assert (by_two['num_devices'], by_two['images_generated']) == (2, 10)
+    for by_two_ranks, by_one in zip(by_two['scores'], evaluated.record['scores'], strict=True):
+        assert by_two_ranks == pytest.approx(by_one, rel=1e-3)
+        images = [images_in(out, by_one['guidance']).int() for out in (tmp_path / 'out', evaluated.out)]
+        assert (images[0] - images[1]).abs().max() <= 1  # rounding depends on the batch size
 
 
 def test_an_interrupted_evaluation_generates_only_missing_images_and_ends_like_an_uninterrupted_one(
@@ -184,7 +185,7 @@ def test_the_features_for_the_fid_equal_those_of_torch_fidelity(tmp_path, sample
     weights = str(tmp_path / 'inception.pth')
     save_inception(weights)
     reference = FeatureExtractorInceptionV3('inception-v3-compat', ['2048'], feature_extractor_weights_path=weights)
-    pictures = torch.stack([resize(decode_image(sample['jpg'], SIZE), SIZE) for sample in samples[:2]])
+    pictures = torch.stack([decode_image(sample['jpg'], SIZE) for sample in samples[:2]])
     with torch.no_grad():
         torch.testing.assert_close(load_fid(weights).inception(pictures), reference(pictures)[0])
 

@@ -24,7 +24,8 @@ from streaming import MDSWriter
 
 from sdbench.errors import DataError, UserError, plural, redacted
 from sdbench.files import CLAIM, INDEX, atomic_write, is_url, locked, parse_json
-from sdbench.stores import PATIENT, QUICK, Retry, download, files_below, parse_address, upload
+from sdbench.stores import download, files_below, upload
+from sdbench.stores.addresses import PATIENT, QUICK, Retry, parse_address
 
 LOCK = f'{CLAIM}.lock'  # held by the run that writes to a folder
 SKIPPED = 'skipped.jsonl'  # which samples and files were skipped, and why

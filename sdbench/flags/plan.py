@@ -83,3 +83,7 @@ class PlanSettings(PlanFlags, Machines, Money, Files):
         if len(self.images) not in (1, len(self.schedule)):
             raise UserError(f'--images has {len(self.images)} numbers and --schedule {len(self.schedule)} phases; give '
                             'one number, or one for each phase')
+        sizes = [size for _, size in self.schedule]
+        for size in sizes:
+            if sizes.count(size) > 1:  # its images would be encoded and paid for twice
+                raise UserError(f'--schedule has two phases at {size} pixels; give one with the steps of both')

@@ -32,7 +32,8 @@ from streaming.base.world import World
 from sdbench.errors import DataError, UserError, unreadable_shard
 from sdbench.files import INDEX, atomic_write
 from sdbench.inputs.shards import index_hash
-from sdbench.stores import PATIENT, Retry, download
+from sdbench.stores import download
+from sdbench.stores.addresses import PATIENT, Retry
 
 # Numbers for the names of shared memory. Other programs with Streaming count from 0, and macOS limits the length.
 MEMORY_NUMBERS = range(10 ** 6, 2 ** 31)

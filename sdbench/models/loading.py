@@ -97,7 +97,7 @@ class ModelFiles:
 def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     """Find the files of a model: built in, in the folder `name`, or downloaded once from the hub repository `name`.
 
-    Raises UserError if there is no such model, or if weights are missing that `pretrained` needs.
+    Raises UserError if there is no such model, or if it lacks weights that `pretrained` needs.
     """
     # Download only the configurations, the tokenizer, and the weights that are needed, but never the UNet's weights.
     require_no_single_file(name, f'--model_name {name}')
@@ -205,7 +205,7 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
     if wrong:
         raise UserError(f'{label}: {folder} holds the weights of another model: {len(wrong)} are missing or '
                         f'unexpected, first {wrong[0]}; give a model whose weights fit its configuration')
-    return network.float().requires_grad_(False).eval()
+    return frozen(network, 'fp32')
 
 
 def hash_of_weights(*networks: torch.nn.Module) -> str:
@@ -228,7 +228,7 @@ def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
 
 
 def build_unet(files: ModelFiles) -> UNet2DConditionModel:
-    """Build the UNet with random weights. Raises UserError if diffusers cannot build it from its configuration."""
+    """Build the UNet with random weights."""
     try:
         return UNet2DConditionModel.from_config(files.configs['unet'])
     except (TypeError, ValueError, ZeroDivisionError) as error:
@@ -274,10 +274,7 @@ def frozen(module: torch.nn.Module, precision: str) -> torch.nn.Module:
 
 
 def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
-    """Build the tokenizer of --tokenizer, or else the model's own, because models pad with different tokens.
-
-    Raises UserError if it does not load, or if it has more tokens than the text encoder knows.
-    """
+    """Build the tokenizer of --tokenizer, or else the model's own, because models pad with different tokens."""
     name = name or files.tokenizer
     tokenizer = build_tokenizer(name)
     if tokenizer.get_vocab_size() > files.vocab_size:

@@ -45,7 +45,10 @@ def switches(part: Part) -> list[str]:
 
 def encoding_flags(setup: Setup) -> list[str]:
     """Return the flags with which encode.py encodes as a plan assumes it, besides the model, input and image size."""
-    flags = [flag for flag in flags_of(setup) if flag.startswith('--encoder_precision')]
+    flags = []
+    precision = setup.with_defaults().encoder_precision  # by default, that of the training
+    if precision != 'bf16':  # the default of encode.py, on GPUs that support it
+        flags.append(f'--encoder_precision {precision}')
     if setup.compile:
         flags.append('--compile' if setup.compile is True else f'--compile {setup.compile}')
     return flags

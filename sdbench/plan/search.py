@@ -36,7 +36,8 @@ ARITHMETIC = {
     '--no-half_precision_norms, which computes norm layers in float32': {'half_precision_norms': False}}
 # Flags with which a training may be possible on other GPUs
 REMEDIES = {"--training_flags='--precision amp_fp16'": {'precision': 'amp_fp16'},
-            "--training_flags='--no-use_ema', which trains a model without EMA": {'use_ema': False}}
+            "--training_flags='--no-use_ema', which trains a model without EMA": {'use_ema': False},
+            'no --device_train_microbatch_size, which then is the largest that fits': {'microbatch': None}}
 
 
 class Phase(NamedTuple):

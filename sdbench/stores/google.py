@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from sdbench.stores import CONNECT_SECONDS, Address, Retry, StoredFile
+from sdbench.stores.addresses import CONNECT_SECONDS, Address, Retry, StoredFile
 
 
 class GoogleStore:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from sdbench.stores import CONNECT_SECONDS, Address, Retry, StoredFile
+from sdbench.stores.addresses import CONNECT_SECONDS, Address, Retry, StoredFile
 
 GOOGLE_S3 = 'https://storage.googleapis.com'  # where Google speaks S3
 SINGLE_UPLOAD = 64 << 20  # bytes, enough for a shard: some stores do not support uploads in several parts

@@ -28,7 +28,8 @@ from tqdm import tqdm
 from sdbench.errors import DataError, UserError, disk_is_full, one_line
 from sdbench.files import atomic_write, is_url, locked
 from sdbench.models.names import use_installed_names
-from sdbench.stores import QUICK, addresses_in, download, upload
+from sdbench.stores import addresses_in, download, upload
+from sdbench.stores.addresses import QUICK
 from sdbench.training.compatibility import Mismatch, add_missing_networks
 from sdbench.training.ranks import on_every_rank, on_rank_0
 from sdbench.training.resuming import kept_in, require_same_flags

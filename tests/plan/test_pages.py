@@ -102,6 +102,10 @@ def test_a_remedy_is_named_only_where_it_makes_the_training_possible():
     helping = {one.name: re.findall('--precision amp_fp16|--no-use_ema', one.remedy) for one in outcomes}
     assert helping == {'8 x Tesla V100 SXM2 32GB': ['--precision amp_fp16'], '8 x Tesla T4': [],
                        '8 x RTX 4090': ['--no-use_ema'], '8 x RTX 4080': []}
+    with contextlib.redirect_stdout(io.StringIO()):
+        [too_large] = plan.main(['--gpu', '8 H200', '--training_flags=--no-compile --device_train_microbatch_size 256 '
+                                 '--no-gradient_checkpointing']).outcomes
+    assert too_large.remedy.startswith('a GPU with more memory, or no --device_train_microbatch_size')
 
 
 def test_the_table_of_networks_agrees_with_forecasts():
