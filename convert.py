@@ -121,8 +121,10 @@ def addresses_of_outputs(settings: Convert) -> list[str]:
     """Return OUT and, with --held_out, OUT-held-out. If OUT is a whole bucket, that is another bucket."""
     if not settings.held_out:
         return [settings.out]
-    out = settings.out if is_url(settings.out) else os.path.abspath(settings.out)
-    return [settings.out, out.rstrip('/') + HELD_OUT]
+    out = settings.out.rstrip('/')
+    if not is_url(settings.out) and os.path.basename(out) in ('', '.', '..'):
+        out = os.path.abspath(settings.out)  # whose name is known
+    return [settings.out, out + HELD_OUT]
 
 
 def index_extras(settings: Convert, parts: list[str], joined: Joined, side: str) -> dict:

@@ -66,11 +66,8 @@ def encode(settings: Encode) -> dict | None:
         facts |= {'model_name': absolute_if_folder(settings.model_name), 'seed': settings.seed}
         print(f'{PROGRAM}: warning: without --pretrained the VAE has random weights, and a model that trains on these '
               'latents cannot generate images; give --model_name FOLDER --pretrained', file=sys.stderr)
-    parts = []
-    first = 0  # index of a shard's first sample in the dataset
-    for entry in index['shards']:
-        parts.append(Part(part_name(facts, entry), [ImageShard(entry, first, CAPTIONS in index)], entry['samples']))
-        first += entry['samples']
+    parts = [Part(part_name(facts, entry), [ImageShard(entry, CAPTIONS in index)], entry['samples'])
+             for entry in index['shards']]
 
     with output.begun({'program': PROGRAM, **facts}, [settings.remote]):
         # Encode the missing parts.

@@ -131,8 +131,10 @@ def test_bad_samples_are_skipped_counted_and_logged(tmp_path, model_folder, capf
     assert 'too few to rely on images/s' in out
     assert f'1 image does not decode, 1 no caption; listed in {tmp_path}/latents/skipped.jsonl' in out
     lines = map(json.loads, (tmp_path / 'latents/skipped.jsonl').read_text().splitlines())
-    assert [(line['key'], line['reason']) for line in lines] == [
-        (2, 'image does not decode: not a known format'), (9, 'no caption')]
+    entries = {entry['raw_data']['basename']: entry['samples'] for entry in read_index(shards)['shards']}
+    [last] = [name for name in entries if name == max(entries)]
+    assert [(line['source'], line['key'], line['reason']) for line in lines] == [
+        ('shard.00000.mds', 2, 'image does not decode: not a known format'), (last, entries[last] - 1, 'no caption')]
 
 
 def test_a_run_that_skips_all_its_images_has_no_speed_and_says_why(tmp_path, model_folder, capfd):
@@ -152,7 +154,7 @@ def test_a_run_that_skips_all_its_images_has_no_speed_and_says_why(tmp_path, mod
 def test_moments_that_overflow_float16_are_an_error_that_names_the_sample(tmp_path, shards, model_folder, capfd):
     too_large = with_changed_vae(model_folder, tmp_path / 'model', lambda vae: vae.quant_conv.weight.mul_(1e7))
     line = refusal(capfd, encode_shards, shards, tmp_path / 'latents', too_large)
-    assert 'sample 0 has moments that are not finite in float16' in line
+    assert 'sample 0 of shard.00000.mds has moments that are not finite in float16' in line
 
 
 def test_samples_are_encoded_once_in_order_and_a_complete_out_refuses_other_flags(latents, shards, model_folder, capfd):
@@ -204,7 +206,7 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(graphs,
     argv = [*SMALL, '--remote', shards, '--out', 'out', '--model_name', model_folder, '--pretrained']
     plain, compiled = (Encoder(complete_encoding(parse(Encode, '', [*argv, *flags])), on_gpu=False)
                        for flags in ([], ['--compile']))
-    shard = ImageShard(read_index(shards)['shards'][0], 0, False)
+    shard = ImageShard(read_index(shards)['shards'][0], False)
     for number in (4, 3, 1, 0, 2):
         batch = {'image': torch.randint(256, (number, 3, 16, 16), dtype=torch.uint8), 'indices': range(number)}
         for one, other in zip(plain.encode_batch(batch, shard), compiled.encode_batch(batch, shard), strict=True):

@@ -36,7 +36,6 @@ from sdbench.models.switches import compile_in_place
 class ImageShard(NamedTuple):
     """A shard of images, which is encoded into one part of the dataset of latents."""
     entry: dict  # the shard's entry in the index.json of the images
-    first: int  # index of the shard's first sample in the dataset
     is_ours: bool  # see `from_columns`
 
     @property
@@ -132,7 +131,7 @@ class Encoder:
                 readers[position].evict()
 
     def encode_part(self, output: OutputFolder, part: Part, batches: Iterator[dict]) -> None:
-        """Encode the batches of one part, write its shards, and log its bad samples by their index in the dataset."""
+        """Encode the batches of one part, write its shards, and log its bad samples by their index in the shard."""
         [shard] = part.sources
         columns = MDS_CAPTION_COLUMNS | {MOMENTS: f'ndarray:float16:8,{self.latent_size},{self.latent_size}'}
         writer = PartWriter(output, part.name, columns)
@@ -148,7 +147,7 @@ class Encoder:
             for batch in batches:
                 writing.append(thread.submit(write, self.encode_batch(batch, shard), batch['captions']))
                 for index, reason in batch['bad']:
-                    skipped.append({'source': shard.name, 'key': shard.first + index, 'reason': reason})
+                    skipped.append({'source': shard.name, 'key': index, 'reason': reason})
                 self.encoded.append(self.encoded[-1] + len(batch['indices']))
                 self.clock.append(time.perf_counter())
 
@@ -178,7 +177,7 @@ class Encoder:
         # Stop at infinite values and NaN, which would make the training loss NaN.
         for index, image_moments in zip(batch['indices'], moments, strict=True):
             if not image_moments.isfinite().all():
-                raise DataError(f'sample {shard.first + index} has moments that are not finite in float16, with '
+                raise DataError(f'sample {index} of {shard.name} has moments that are not finite in float16, with '
                                 f'--encoder_precision {self.settings.encoder_precision}; try another precision, or '
                                 'remove that image')
         return list(moments.numpy())

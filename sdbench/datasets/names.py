@@ -59,7 +59,7 @@ def why_not_read(suffix: str) -> str:
     if suffix.lower() in HEIF_SUFFIXES:
         return f'{suffix} needs a package (pip install pillow-heif)'
     if suffix.lower() in TABLE_SUFFIXES:
-        return f'a {suffix} of this name is read only with --captions'
+        return f'a {suffix} is read only in a folder, by the name of a table of captions or with --captions'
     return f'{suffix or "a file without a suffix"} is not read'
 
 

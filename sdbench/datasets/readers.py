@@ -217,10 +217,11 @@ def read_tar(name: str, columns: Columns, split: str | None) -> Iterator[Sample]
     Raises tarfile.ReadError, or nearly any other exception, if the tar is damaged, and UserError if it has several
     splits.
     """
+    keys = []  # of all images so far, also those in earlier tars of the file
     with open_file(name) as reader:
         for members in list_members(reader):
+            keys += [key for key, files in members.items() if any(map(is_image, files))]
             if split != ALL_SPLITS:
-                keys = [key for key, files in members.items() if any(map(is_image, files))]
                 require_one_split(group_by_split(keys), name, 'unpack the tar to convert one of them')
             for key, files in members.items():
                 if isinstance(files, str):

@@ -181,7 +181,7 @@ class Search:
                 self.skip(path, 'unusable key: it contains //, /./ or /../; copy the object to another key')
             elif is_hidden(name) and not names_hidden:
                 self.skip(path, 'hidden')
-            elif is_written_by_img2dataset(name, present):
+            elif is_written_by_img2dataset(name, present) and file.key != key:
                 continue
             elif is_shard(split_name(file.key)[1]):
                 yield File(path, file.size, changed=(file.changed,))
@@ -252,9 +252,12 @@ class Search:
             file = self.file_at(path)
             if file is None:
                 continue
-            if is_hidden(name) and path not in self.sources:
+            is_given = path in self.sources
+            if is_hidden(name) and not is_given:
                 self.skip(path, 'hidden')
-            elif is_written_by_img2dataset(name, folder.present) or tables.path_of(path) in tables.read:
+            elif tables.path_of(path) in tables.read:
+                continue
+            elif is_written_by_img2dataset(name, folder.present) and not is_given:
                 continue
             elif is_shard(suffix):
                 yield file

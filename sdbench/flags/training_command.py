@@ -25,14 +25,13 @@ FEWEST_COMPILED = 100_000  # images seen
 
 
 class Recipe(NamedTuple):
-    """The settings of a training that depend on each other and on the number of images in the dataset."""
     batch_size: int
     batches: int
     learning_rate: str
 
     @property
     def images_seen(self) -> int:
-        """Return the number of images that the training sees, counting repetitions."""
+        """The number of images that the training sees, counting repetitions."""
         return self.batch_size * self.batches
 
 
@@ -71,13 +70,13 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
     if pretrained and not is_tiny and has_unet(model_name) and samples < FEWEST_FROM_RANDOM:
         recipe = fine_tuning_recipe(samples)
         chosen = ['--load_weights', model_name, '--clip_grad_norm', '1']  # both examples of diffusers clip to 1
-        if recipe.images_seen >= FEWEST_COMPILED:
-            chosen.append('--compile')
     else:
         recipe = random_weights_recipe(samples, is_tiny)
         chosen = ['--use_ema']
         if not is_tiny:
             launcher = 'composer'
+    if not is_tiny and recipe.images_seen >= FEWEST_COMPILED:
+        chosen.append('--compile')
 
     command = [launcher, 'benchmark.py', '--remote', out, '--model_name', model_name]
     if pretrained:
@@ -104,7 +103,8 @@ def forecast_command(command: str, samples: int) -> str:
     flags = '--dry_run 1 --gpu 4090 --dollars_per_gpu_hour 0.69'  # the prices are examples
     if samples >= FEWEST_FROM_RANDOM:
         flags = '--dry_run 8 --gpu H100 --dollars_per_gpu_hour 2.95'
-    return f'{command.replace("composer", "python", 1)} {flags}'
+    _, _, arguments = command.partition(' ')  # without its launcher
+    return f'python {arguments} {flags}'
 
 
 def trains_random_weights(run: Run) -> bool:

@@ -1,5 +1,6 @@
 """Measure, decide, evaluate, generate images and save, in this order, between two batches of a training."""
 import math
+import sys
 import time
 from typing import Any
 
@@ -8,18 +9,21 @@ from composer import Callback, Trainer
 from composer.core import State
 from composer.loggers import Logger
 from composer.utils import dist
+from tqdm import tqdm
 
 from sdbench.costs import price_of
-from sdbench.errors import UserError
+from sdbench.errors import UserError, redacted
 from sdbench.flags.times import is_due, to_batches
 from sdbench.flags.train import Run
-from sdbench.measuring.clock import Measurement
+from sdbench.inputs.shards import index_hash, was_trained_on
+from sdbench.measuring import Measurement
 from sdbench.process import progress_bar
 from sdbench.training.checkpoints import CheckpointSaver, load_training
-from sdbench.training.progress import HeldOutLoss
 from sdbench.training.ranks import GracefulStop
 from sdbench.training.resuming import DATA
 from sdbench.training.sampling import Sampling
+
+METRIC = 'MeanSquaredError'  # name of the evaluation's metric, which Composer logs as metrics/eval/MeanSquaredError
 
 
 class Spending:
@@ -66,6 +70,67 @@ class Spending:
         return self.budget is not None and self.so_far()['dollars'] >= self.budget
 
 
+class HeldOutLoss(Callback):
+    """Prints the loss on held-out samples at each evaluation on rank 0, and keeps the evaluations for the record.
+
+    Losses on different data do not compare. If a resumed training is evaluated on other data, another curve begins, and
+    the record has the earlier curves as `other_evaluations`.
+
+    Args:
+        eval_remote: the dataset as --eval_remote names it, for the record. None in another program.
+        trained_on: the datasets that the weights were trained on, as `was_trained_on` takes them. Without it, no
+            samples are known to be held out.
+    """
+
+    def __init__(self, eval_remote: str | None = None, trained_on: list[dict] | None = None):
+        self.eval_remote = redacted(eval_remote) if eval_remote else None
+        self.trained_on = trained_on
+        self.curves: dict[str | None, dict] = {}  # keys of the record by hash of the data; the last was evaluated last
+
+    def evaluated_batch(self, index: dict) -> int | None:
+        """Return the batch of the newest evaluation on the dataset with this index.json; None if there is none."""
+        return self.curves.get(index_hash(index), {}).get('eval_batch')
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        # Continue the curve of these data. It becomes the last one. A dataset of another program has no index.json.
+        samples = state.dataloader.dataset
+        index = getattr(samples, 'index', None)
+        sha256 = index_hash(index) if isinstance(index, dict) else None
+        evaluations = self.curves.pop(sha256, {}).get('evaluations', [])
+
+        # Keep the result on all ranks, because each makes the record. A loss that is not finite becomes None (JSON).
+        loss = float(state.eval_metrics[state.dataloader_label][METRIC].compute())  # over the samples of all ranks
+        kept = loss if math.isfinite(loss) else None
+        batch = state.timestamp.batch.value
+        is_held_out = self.trained_on is not None and was_trained_on(self.trained_on, index) is False
+        self.curves[sha256] = {
+            'eval_remote': self.eval_remote, 'eval_sha256': sha256, 'eval_loss': kept, 'eval_batch': batch,
+            'eval_samples': len(samples), 'eval_held_out': is_held_out,
+            'evaluations': [*evaluations, [state.timestamp.sample.value, kept]]}
+
+        # Print above the progress bar.
+        which = 'the held-out samples' if is_held_out else 'samples that are not known to be held out'
+        if dist.get_global_rank() == 0:
+            tqdm.write(f'batch {batch}: loss {loss:.4g} on {which}', file=sys.stderr)
+
+    def state_dict(self) -> dict:
+        return {'curves': [*self.curves.values()]}  # the record of a resumed training includes earlier evaluations
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take over the curves. Earlier versions kept one, and not on which data; `state` is empty before those."""
+        curves = state.get('curves', [])
+        if state.get('evaluations'):
+            curves = [{'eval_remote': None, 'eval_sha256': None} | state]
+        self.curves = {curve['eval_sha256']: curve for curve in curves}
+
+    def metrics_for_record(self, all_ranks: bool) -> dict:
+        """Return the newest curve with its data, which replaces the flag --eval_remote, and the other curves."""
+        nothing = {'evaluations': [], 'eval_loss': None, 'eval_batch': None, 'eval_samples': None,
+                   'eval_held_out': None, 'eval_sha256': None}
+        *others, newest = self.curves.values() or [nothing]
+        return newest | {'other_evaluations': others}
+
+
 class EndOfBatch(Callback):
     """Does what a training does between two batches, in one place. It must be the last callback.
 
@@ -81,20 +146,20 @@ class EndOfBatch(Callback):
         before: what the checkpoint to resume from has kept, from `kept_in`; empty for a new training.
         checkpoint: the path or URI of that checkpoint, and its path on this machine; None for a new training.
         spending: counts the cost.
-        stop: ends the training after a signal, or when the budget is spent.
+        sampling: generates images; None without --sample_prompts.
     """
     trainer: Trainer  # set once it is built
 
     def __init__(self, settings: Run, kept: dict, before: dict, checkpoint: tuple[str, str] | None,
-                 spending: Spending, stop: GracefulStop):
+                 spending: Spending, sampling: Sampling | None):
         self.settings = settings
         self.kept = kept
         self.checkpoint = checkpoint
         self.spending = spending
-        self.stop = stop
+        self.sampling = sampling
+        self.stop = GracefulStop()
         self.measurement = Measurement(settings.warmup_batches, settings.measure_batches, before.get('loss'))
         self.held_out = HeldOutLoss(settings.eval_remote, kept['flags'][DATA])
-        self.sampling: Sampling | None = None  # set with --sample_prompts
         self.saver = None
         if settings.save_folder:
             self.saver = CheckpointSaver(settings.save_folder, settings.save_num_checkpoints_to_keep,
@@ -115,7 +180,7 @@ class EndOfBatch(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         self.bar = progress_bar(state.max_duration.value * self.settings.batch_size, ' images',
                                 state.timestamp.sample.value, hidden=dist.get_global_rank() > 0)
-        self.stop.fit_start(state, logger)
+        self.stop.stop_if_wanted(state)
         self.measurement.begin(state)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
@@ -139,8 +204,8 @@ class EndOfBatch(Callback):
 
         # Decide with the other ranks whether the training ends here, after a signal or because the budget is spent.
         if self.spending.is_spent() and batch < state.max_duration.value:
-            self.stop.end()
-        self.stop.batch_end(state, logger)
+            self.stop.is_wanted = True
+        self.stop.stop_if_wanted(state)
 
         # After a signal only save, because a cluster may soon kill the run. The resumed run evaluates and generates.
         if not self.stop.interrupted:
@@ -178,7 +243,7 @@ class EndOfBatch(Callback):
         if self.saver is not None:
             self.saver.wait_for_upload()
 
-    def figures(self, all_ranks: bool) -> dict:
-        """Return speed, memory, power, loss, cost and identity for the record; `all_ranks` as for Measurement."""
+    def metrics_for_record(self, all_ranks: bool) -> dict:
+        """Return speed, memory, power, loss, cost and identity; `all_ranks` as for Measurement."""
         identity = {key: self.kept[key] for key in ('training_id', 'load_weights')}
-        return identity | self.spending.so_far() | self.measurement.figures(all_ranks)
+        return identity | self.spending.so_far() | self.measurement.metrics(all_ranks)

@@ -68,8 +68,8 @@ def test_an_out_with_other_files_is_refused_and_the_files_stay(output, tmp_path)
     (133, 'tiny', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-3, 'use_ema': True}),
     (133, 'own', True, {'max_duration': '10000ba', 'load_weights': None, 'learning_rate': 1e-4}),
     (133, 'sd', False, {'batch_size': 16, 'max_duration': '10000ba', 'load_weights': None, 'use_ema': True,
-                        'sample_prompts': None}),
-    (1_000_000, 'sd', True, {'batch_size': 512, 'load_weights': None, 'use_ema': True}),
+                        'sample_prompts': None, 'compile': True}),
+    (1_000_000, 'sd', True, {'batch_size': 512, 'load_weights': None, 'use_ema': True, 'compile': True}),
     (3_000_000, 'sd', True, {'batch_size': 2048, 'learning_rate': 1e-4})])
 def test_the_training_command_fits_the_number_of_samples(samples, model_name, pretrained, expected):
     os.makedirs('own/unet')  # a model without weights of its UNet
@@ -103,7 +103,7 @@ def test_every_recipe_has_a_batch_that_the_dataset_fills_and_ten_epochs(recipe_f
     assert recipe.batches >= 1
 
 
-@given(samples=st.integers(1, 10 ** 8), out=st.sampled_from(['a/photos-mds', 's3://bucket/photos-mds/']))
+@given(samples=st.integers(1, 10 ** 8), out=st.sampled_from(['a/photos-mds', 's3://bucket/composer/mds/']))
 def test_what_is_forecast_is_the_training_and_each_model_has_its_own_folder(samples, out):
     commands = [training_command(out, samples, model, True) for model in ('sd15', 'tiny')]
     runs = [parse(Train, '', shlex.split(command)[2:], 'benchmark.py') for command in commands]

@@ -62,7 +62,7 @@ def test_every_file_that_is_not_converted_has_a_reason(tmp_path, monkeypatch):
     assert reasons_of(found, tmp_path) == {
         'y_stats.json': 'no image', '0/a.mp4': f'{other}.mp4 is not read',
         'x.tar.gz': f'{other}.gz is not read', 'photo.xyz': f'{other}.xyz is not read',
-        'list.CSV': f'{other}a .CSV of this name is read only with --captions',
+        'list.CSV': f'{other}a .CSV is read only in a folder, by the name of a table of captions or with --captions',
         'IMG.heic': f'{other}.heic needs a package (pip install pillow-heif)', 'photo.txt': 'no image',
         'README': f'{other}a file without a suffix is not read', 'two.jpg': two, 'two.png': two, '._x.jpg': 'hidden',
         '.Trash': 'hidden', **dict.fromkeys(['closed', 'closed.tar'], 'cannot be opened: Permission denied'),
@@ -99,6 +99,15 @@ def test_a_glob_takes_the_files_that_it_matches_and_their_captions(tmp_path):
     assert not found.skipped
     with pytest.raises(ValueError, match='SOURCE .* does not exist; give a file, a folder, or a glob'):
         find_files([f'{tmp_path}/*.gif'])
+
+
+def test_a_parquet_file_next_to_a_tar_of_its_name_is_taken_if_source_names_it(tmp_path, s3):
+    make(tmp_path, 'x.tar', 'x.parquet')
+    for name in ('x.tar', 'x.parquet'):
+        s3.put(name, b'1')
+    for folder in (str(tmp_path), 's3://bucket'):
+        assert [file.name for file in find_files([folder]).files] == [f'{folder}/x.tar']
+        assert [file.name for file in find_files([f'{folder}/x.parquet']).files] == [f'{folder}/x.parquet']
 
 
 def test_adjacent_files_share_a_part_and_a_new_file_changes_only_the_parts_around_it():

@@ -71,6 +71,14 @@ def test_a_tar_with_several_splits_is_refused_and_the_same_out_takes_the_flag(tm
     assert [text for _, text in read_back(tmp_path / 'out')] == ['0', 'train', 'val']
 
 
+def test_the_splits_of_tars_in_a_row_count_together(tmp_path, capsys):
+    halves = [write_tar(tmp_path / f'{split}.tar', {f'{split}/0.jpg': shaded(1), f'{split}/0.txt': b'x'}).read_bytes()
+              for split in ('train', 'val')]
+    (tmp_path / 'row.tar').write_bytes(b''.join(halves))
+    line = one_error_line(['row.tar', 'out', '--num_workers', '1'], capsys, convert.main)
+    assert 'row.tar holds several splits of a dataset' in line
+
+
 SEPARATORS = '-._ 0123456789'
 NO_WORDS = st.text(st.sampled_from('bcf/'), min_size=1)
 
