@@ -421,7 +421,7 @@ def test_scores_have_the_gpu_hours_and_cost_of_their_training_and_notes_on_compa
     hours = {'NVIDIA H200': 10, 'NVIDIA L4': 30}  # resumed on other GPUs
     several = {'training': spent(40, 'NVIDIA L4')['training'] | {'gpu_hours_by_device': hours, 'dollars': 70}}
     text = printed(write(EVALUATION | several))
-    assert columns(tables(text)[0], 'cost') == [('$70',)] * 2
+    assert columns(tables(text)[0], 'cost') == [('$70.0',)] * 2
     assert 'as their trainings recorded them' in text and 'per GPU-hour' not in text
     [scores] = tables(printed(write(EVALUATION | several), '--dollars_per_gpu_hour', 'H200=8', 'L4=2'))
     assert columns(scores, 'cost') == [('$140',)] * 2
