@@ -135,12 +135,12 @@ def open_file(path: str) -> Iterator[BinaryIO]:
 
 def read_image_file(file: File, columns: Columns) -> Sample:
     """Read an image, and its captions unless a table has them."""
-    path = Path(file.name)
-    key = split_name(path.name)[0]
+    path, suffix = split_name(file.name)
+    key = os.path.basename(path)
     if file.table_captions is not None:
-        return Sample(key, path.read_bytes(), dict(file.table_captions))
-    names = (path.name, *file.captions)
-    return sample_of_files(key, {split_name(name)[1]: path.with_name(name).read_bytes() for name in names}, columns)
+        return Sample(key, Path(file.name).read_bytes(), dict(file.table_captions))
+    files = {suffix: Path(path + suffix).read_bytes() for suffix in (suffix, *file.captions)}
+    return sample_of_files(key, files, columns)
 
 
 def sample_of_files(key: str, files: dict[str, bytes | str], columns: Columns) -> Sample:
