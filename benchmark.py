@@ -49,7 +49,7 @@ from ema import EMA
 from sdbench.complete import complete, index_of_data
 from sdbench.inputs.batches import NOISE, TIMESTEP, normalize
 from sdbench.inputs.shards import MOMENTS
-from sdbench.measuring.loader import measure_loader
+from sdbench.measuring import measure_loader
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import ModelFiles, build_text_encoder, build_unet, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
@@ -68,13 +68,12 @@ from sdbench.training.compatibility import (
     facts_of_model,
     omit_networks_of_folder,
 )
-from sdbench.training.end_of_batch import EndOfBatch, Spending
+from sdbench.training.end_of_batch import METRIC, EndOfBatch, Spending
 from sdbench.training.loggers import Throughput, Trace, build_loggers
 from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import FiniteSteps, build_schedule, min_snr_weights
-from sdbench.training.progress import METRIC
-from sdbench.training.ranks import GracefulStop, destroy_nccl_group, join_ranks, on_rank_0
-from sdbench.training.resuming import DATA, ExactResume, facts_to_keep, kept_in, with_kept_defaults
+from sdbench.training.ranks import destroy_nccl_group, join_ranks, on_rank_0
+from sdbench.training.resuming import ExactResume, facts_to_keep, kept_in, with_kept_defaults
 from sdbench.training.run import announce_build, begin_run, finish_run, fit, training_record
 from sdbench.training.sampling import Sampling, read_prompts
 from sdbench.training.weights import load_initial_weights
@@ -269,41 +268,17 @@ def build_algorithms(settings: Run, ema_state: dict | None = None) -> list[Algor
     return [ema]
 
 
-def build_initial_model(settings: Run, files: ModelFiles, latents: bool, is_resumed: bool
-                        ) -> tuple[Run, StableDiffusion, dict | None, list[dict]]:
-    """Build the model with the weights that a training starts from, and find its microbatch.
-
-    Returns the settings with the microbatch, the model, the state of the EMA that came with --load_weights if there was
-    one, and the datasets that the weights were trained on before.
-
-    Raises UserError if the weights do not fit, or not even one image fits in memory.
-    """
-    model = build_model(settings, latents, files=files)
-    ema_state = None
-    data_before = []
-    if settings.load_weights and not is_resumed:  # a checkpoint to resume from has all of this
-        ema_state, data_before = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
-
-    # The trials run before there is an optimizer, whose state would take memory.
-    settings = with_found_microbatch(settings, model, partial(build_optimizer, model, settings))
-    return settings, model, ema_state, data_before
-
-
-def build_trainer(settings: Run, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
-                  algorithms: list[Algorithm], end_of_batch: EndOfBatch, more: Sequence[Callback],
-                  name: str) -> Trainer:
-    """Build Composer's Trainer for a training with this `name`. `more` are callbacks of the caller."""
-    callbacks = [
+def build_trainer(settings: Run, name: str, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
+                  algorithms: list[Algorithm], callbacks: Sequence[Callback]) -> Trainer:
+    """Build Composer's Trainer for a training with this `name`. `callbacks` come after those of this function."""
+    first = [
         Throughput(settings),
         LRMonitor(),    # the curve of the learning rate
         ExactResume(settings.seed),
         FiniteSteps(settings.on_nan, settings.clip_grad_norm),  # looks at each step before the optimizer takes it
-        end_of_batch.held_out,
-        *more,
-        end_of_batch,   # measures, decides, evaluates, generates images and saves
     ]
     if settings.profile:
-        callbacks.insert(0, Trace(settings.profile, settings.warmup_batches))
+        first.insert(0, Trace(settings.profile, settings.warmup_batches))
     trainer = Trainer(
         model=model,
         train_dataloader=data,
@@ -311,7 +286,7 @@ def build_trainer(settings: Run, model: StableDiffusion, data: DataSpec, evaluat
         optimizers=build_optimizer(model, settings),
         schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup, settings.lr_final),
         algorithms=algorithms,
-        callbacks=callbacks,
+        callbacks=[*first, *callbacks],
         loggers=build_loggers(settings, name),
         run_name=name,
         progress_bar=False,
@@ -321,7 +296,6 @@ def build_trainer(settings: Run, model: StableDiffusion, data: DataSpec, evaluat
         seed=settings.seed,
         dist_timeout=settings.dist_timeout,
     )
-    end_of_batch.trainer = trainer
     switch_allreduce(trainer.state.model, settings)
     return trainer
 
@@ -338,30 +312,38 @@ def train(settings: Run, files: ModelFiles, data: DataSpec, callbacks: Sequence[
     held_out = open_held_out(settings, files, dataset)
     prompts = on_rank_0(partial(read_prompts, settings.sample_prompts))
 
-    # A signal or the budget ends the training at the end of a batch. The record can then still be written.
-    with GracefulStop() as stop:
-        with local_copy(checkpoint, '--save_folder') as path:
-            # Find out what a checkpoint to resume from has kept, or give a new training an identity.
-            before = kept_in(load_checkpoint(path, label=checkpoint)['state']) if path else {}
-            spending = Spending(settings, before)
-            settings = with_kept_defaults(settings, before)
-            kept = facts_to_keep(settings, files, dataset, before)
-            name = f'{kept["beginning"]}-{kept["training_id"]}'  # no two trainings share it
-            settings = replace(settings, sample_folder=os.path.join(settings.sample_folder, name))
-            if settings.save_folder and not path:
-                on_rank_0(partial(write_text_in, settings.save_folder, RUN_NAME, f'{name}\n'))
+    with local_copy(checkpoint, '--save_folder') as path:
+        # Find out what a checkpoint to resume from has kept.
+        before = kept_in(load_checkpoint(path, label=checkpoint)['state']) if path else {}
+        spending = Spending(settings, before)
+        settings = with_kept_defaults(settings, before)
 
-            # Build the training at its start, or at the checkpoint.
-            settings, model, ema_state, data_before = build_initial_model(settings, files, dataset.latents, bool(path))
-            kept['flags'][DATA] = data_before + kept['flags'][DATA]
-            end_of_batch = EndOfBatch(settings, kept, before, path and (checkpoint, path), spending, stop)
-            if prompts:
-                end_of_batch.sampling = Sampling(settings, prompts, model, files)
-            trainer = build_trainer(settings, model, data, build_evaluator(settings, files, held_out),
-                                    build_algorithms(settings, ema_state), end_of_batch, callbacks, name)
+        # Build the model, with the weights of --load_weights unless a checkpoint replaces them. Then find its
+        # microbatch: the trials run before there is an optimizer, whose state would take memory.
+        model = build_model(settings, dataset.latents, files=files)
+        ema_state, data_before = None, []
+        if settings.load_weights and not path:
+            ema_state, data_before = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
+        settings = with_found_microbatch(settings, model, partial(build_optimizer, model, settings))
 
-        # Train, and report how it ended.
-        begin_run(settings, model, trainer, checkpoint)
+        # Give a new training an identity. No two trainings have the same name.
+        kept = facts_to_keep(settings, files, dataset, before, data_before)
+        name = f'{kept["beginning"]}-{kept["training_id"]}'
+        settings = replace(settings, sample_folder=os.path.join(settings.sample_folder, name))
+        if settings.save_folder and not path:
+            on_rank_0(partial(write_text_in, settings.save_folder, RUN_NAME, f'{name}\n'))
+
+        # Build the training at its start, or at the checkpoint.
+        sampling = Sampling(settings, prompts, model, files) if prompts else None
+        end_of_batch = EndOfBatch(settings, kept, before, path and (checkpoint, path), spending, sampling)
+        evaluator = build_evaluator(settings, files, held_out)
+        trainer = build_trainer(settings, name, model, data, evaluator, build_algorithms(settings, ema_state),
+                                [end_of_batch.held_out, *callbacks, end_of_batch])
+        end_of_batch.trainer = trainer
+
+    # Train, and report how it ended. A signal or the budget ends it after a batch, so the record can still be written.
+    begin_run(settings, model, trainer, checkpoint)
+    with end_of_batch.stop:
         outcome = fit(settings, trainer, end_of_batch)
         record = training_record(settings, model, data, trainer, outcome)
         finish_run(settings, trainer, record)

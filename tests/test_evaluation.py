@@ -19,7 +19,7 @@ from sdbench.inputs.shards import IMAGES_HASH, MOMENTS, index_hash, read_index, 
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
-from sdbench.training.progress import HeldOutLoss
+from sdbench.training.end_of_batch import HeldOutLoss
 from sdbench.training.resuming import data_of
 from sdbench.training.weights import read_trained_model
 from tests.runs import SMALLEST, TINY, assert_same_training, one_error_line, settings_of
@@ -128,7 +128,7 @@ def test_evaluations_of_checkpoints_from_earlier_versions_are_kept_as_losses_on_
     for state, expected in (({}, (None, None)), (before | {'evaluations': []}, (None, None)), (before, (2, None))):
         callback = HeldOutLoss('data')
         callback.load_state_dict(state)
-        found = callback.figures(all_ranks=True)
+        found = callback.metrics_for_record(all_ranks=True)
         assert (found['eval_batch'], found['eval_sha256']) == expected
 
 

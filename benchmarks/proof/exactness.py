@@ -3,7 +3,7 @@
     python -m benchmarks.proof.exactness
 
 Compares the loss and the gradients of one batch of the tiny model. Exit status 1 means that a difference is larger than
-its tolerance. tests/test_switches.py compares the same switches on a CPU with the same tolerances.
+its tolerance. tests/models/test_switches.py compares the same switches on a CPU with the same tolerances.
 """
 import sys
 from collections.abc import Sequence

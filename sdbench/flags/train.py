@@ -88,6 +88,10 @@ class TrainingSamples:
     caption_drop: float = flag(0.0, 'fraction of captions replaced by the empty caption, such as 0.1; classifier-free '
                                'guidance needs some (default: 0)', type=fraction)
 
+    def check(self) -> None:
+        if self.caption_weights and not any(weight for _, weight in self.caption_weights):
+            raise UserError('--caption_weights are all 0, which chooses no caption; give at least one number above 0')
+
 
 @flags('model')
 class Model:

@@ -3,7 +3,7 @@ import datetime
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,20 +15,7 @@ from sdbench.plan.measured import MEASURED_ERROR, UNSEEN_ERROR
 from sdbench.plan.parts import ENCODE, FORECAST, RESTART_HOURS, TRAIN, Impossible, Plan
 from sdbench.plan.prices import YOUR_PRICE
 from sdbench.plan.search import RECIPE, Training
-from sdbench.plan.verdict import (
-    NO_PRICE,
-    OUTSIDE,
-    PROBABLY_OUTSIDE,
-    PROBABLY_WITHIN,
-    WITHIN,
-    Limit,
-    Verdict,
-    and_list,
-    distances,
-    judge,
-    lowest_speed,
-    standing,
-)
+from sdbench.plan.verdict import INSIDE, UNSURE, Limit, Verdict, and_list, distances, judge, lowest_speed, standing
 from sdbench.records.metrics import filled, rounded, text_table
 from sdbench.report.trainings import grouped
 
@@ -59,8 +46,8 @@ class Answer:
     def plans(self) -> list[Plan]:
         """Return the plans with the lowest cost first, and those without a price after them by their days."""
         plans = [outcome for outcome in self.outcomes if isinstance(outcome, Plan)]
-        return sorted(plans, key=lambda plan: (math.isnan(plan.dollars.likely), plan.dollars.likely, plan.days.likely)
-                      if plan.price else (True, 0, plan.days.likely))
+        return sorted(plans, key=lambda plan: (plan.price is None, plan.dollars.likely if plan.price else 0,
+                                               plan.days.likely))
 
     @property
     def title(self) -> str:
@@ -100,8 +87,7 @@ class Answer:
         """Return sentences about the GPUs that are not certainly within the limits, each with its distances."""
         groups = grouped((standing(plan, self.limits),
                           ', '.join(filter(None, [plan.name, distances(plan, self.limits)]))) for plan in self.plans)
-        sentences = [f'{name.capitalize()}: {"; ".join(groups[name])}.'
-                     for name in (PROBABLY_WITHIN, PROBABLY_OUTSIDE, OUTSIDE, NO_PRICE) if name in groups]
+        sentences = [f'{name.capitalize()}: {"; ".join(groups[name])}.' for name in UNSURE if name in groups]
         impossible = grouped(((outcome.reason, outcome.remedy), outcome.name) for outcome in self.outcomes
                              if isinstance(outcome, Impossible))
         sentences += [f'Impossible: {", ".join(names)}, because {reason}. This would help: {remedy}.'
@@ -138,16 +124,18 @@ class Answer:
 
     def ranges(self) -> list[str]:
         """Return sentences that say for each part how wide its range is, and why."""
-        pairs = ((basis, and_list(names), plan) for plan in self.plans
-                 for basis, names in grouped((part.speed.basis, part.name) for part in plan.parts).items())
-        groups = grouped(((basis, parts), plan) for basis, parts, plan in pairs)
+        pairs = []
+        for plan in self.plans:
+            parts = grouped((replace(part.speed, images_per_sec=0), part.name) for part in plan.parts)
+            pairs += [((why, and_list(names)), plan) for why, names in parts.items()]
+        groups = grouped(pairs)
         sentences = []
-        for ((error, source, ratio, missing), parts), plans in groups.items():
-            how = source if source == FORECAST else f'{source}, {ratio:.2f} of the forecast speed'
-            if missing:
-                how += f', because this program never measured {and_list(missing)}'
-            sentences.append(f'Range of {100 * error:.0f} % for {parts} on {self.names(plans)}: {how}.')
-        errors = dict.fromkeys(error for (error, *_), _ in groups)
+        for (why, names), plans in groups.items():
+            how = why.source if why.source == FORECAST else f'{why.source}, {why.ratio:.2f} of the forecast speed'
+            if why.missing:
+                how += f', because this program never measured {and_list(why.missing)}'
+            sentences.append(f'Range of {100 * why.error:.0f} % for {names} on {self.names(plans)}: {how}.')
+        errors = dict.fromkeys(why.error for why, _ in groups)
         return sentences + [f'A range of {100 * error:.0f} %: {RANGE_REASONS[error]}.' for error in errors]
 
     def flags(self) -> list[str]:
@@ -182,7 +170,7 @@ class Answer:
             steps.append(('Then ask again with the measurements:',
                           [shlex.join(['python', 'plan.py', *records, *self.command])]))
         for plan in self.verdict.best[:1]:
-            if standing(plan, self.limits) in (WITHIN, PROBABLY_WITHIN):
+            if standing(plan, self.limits) in INSIDE:
                 steps.append(self.training_step(plan))
         return steps
 
@@ -255,7 +243,7 @@ class Answer:
     def text(self) -> str:
         """Return the answer for a terminal."""
         blocks = [filled([sentence]) for sentence in [*self.verdict.sentences, self.title]]
-        for has_price in (True, False):
+        for has_price in (True, False):  # a table without costs has room for long names
             rows = [self.cells(plan) for plan in self.plans if (plan.price is not None) == has_price]
             if rows:
                 blocks.append(text_table(rows, ['GPUs', 'per GPU-hour']))

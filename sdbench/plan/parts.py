@@ -45,11 +45,6 @@ class Speed:
     ratio: float = 1.0  # measured speed / forecast speed, by which the forecast was multiplied; 1 for FORECAST
     missing: tuple[str, ...] = ()  # what of this part was never measured, such as 'this GPU'
 
-    @property
-    def basis(self) -> tuple[float, str, float, tuple[str, ...]]:
-        """Return everything except the speed: what the range follows from."""
-        return self.error, self.source, self.ratio, self.missing
-
 
 @dataclass(frozen=True)
 class Preemptions:

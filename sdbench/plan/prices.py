@@ -34,19 +34,15 @@ class Price(NamedTuple):
     date: datetime.date | None = None  # when it was listed; None if its source does not say
 
     def is_old(self, today: datetime.date) -> bool:
-        """Tell whether the price must be checked: it is older than OLD_DAYS, or a list price without a date."""
-        if self.date is None:
-            return self.provider != YOUR_PRICE
-        return (today - self.date).days > OLD_DAYS
+        """Tell whether the price must be checked: a list price that is older than OLD_DAYS, or has no date."""
+        return self.provider != YOUR_PRICE and (self.date is None or (today - self.date).days > OLD_DAYS)
 
     def describe(self, today: datetime.date) -> str:
         """Return the price with its provider and date, such as '$2.95 Nebius 2026-05-18, old'."""
-        words = [f'${self.dollars:.2f}', self.provider, self.date.isoformat() if self.date else '']
-        if self.provider != YOUR_PRICE and self.date is None:
-            words.append('no date')
-        elif self.is_old(today):
-            words[-1] += ', old'
-        return ' '.join(filter(None, words))
+        text = f'${self.dollars:.2f} {self.provider}'
+        if self.date:
+            return f'{text} {self.date.isoformat()}{", old" if self.is_old(today) else ""}'
+        return f'{text} no date' if self.is_old(today) else text
 
 
 def read_prices(path: str, kind: str, given: Prices) -> list[Price]:

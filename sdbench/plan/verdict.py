@@ -12,6 +12,8 @@ from sdbench.records.metrics import rounded
 WITHIN, PROBABLY_WITHIN = 'within', 'probably within'
 PROBABLY_OUTSIDE, OUTSIDE = 'probably outside', 'outside'
 NO_PRICE = 'no price'
+INSIDE = (WITHIN, PROBABLY_WITHIN)
+UNSURE = (PROBABLY_WITHIN, PROBABLY_OUTSIDE, OUTSIDE, NO_PRICE)  # not certainly within
 FACTORS = (0.01, 2.0)  # lowest and highest fraction of the forecast speed for which a plan is tried
 # What the verdict says, by metric: of the best of several plans, of the only one, and of those that are equal
 BEST = {'dollars': 'Cheapest', 'days': 'Fastest'}
@@ -94,7 +96,7 @@ def judge(plans: Sequence[Plan], limits: Sequence[Limit]) -> Verdict:
     if not plans:
         return Verdict(['This training is possible on none of these GPUs.'], [])
     standings = {plan: standing(plan, limits) for plan in plans}
-    inside = [plan for plan in plans if standings[plan] in (WITHIN, PROBABLY_WITHIN)]
+    inside = [plan for plan in plans if standings[plan] in INSIDE]
     rivals = [plan for plan in plans if standings[plan] != OUTSIDE]  # each may be the best within the limits
     known = [plan for plan in plans if standings[plan] != NO_PRICE]
     within = ' and '.join(limit.name for limit in limits)

@@ -115,6 +115,5 @@ class FiniteSteps(Callback):
     def load_state_dict(self, state: dict) -> None:
         self.skipped_batches = state.get('skipped_batches', 0)
 
-    def figures(self, all_ranks: bool) -> dict:
-        """Return the number of skipped steps for the record, which is the same on all ranks."""
-        return {'skipped_batches': self.skipped_batches}
+    def metrics_for_record(self, all_ranks: bool) -> dict:
+        return self.state_dict()  # the same on all ranks

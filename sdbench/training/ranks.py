@@ -105,55 +105,49 @@ def on_every_rank(function: Callable[[], Any]) -> list[Any]:
 
 
 class GracefulStop(Callback):
-    """Ends the training on all ranks after the current batch, if any rank receives one of SIGNALS or calls `end`.
+    """Ends the training on all ranks after the current batch, if any rank has received one of SIGNALS.
 
-    It must come before the callbacks that save. It is also a context manager: it handles signals from the start of the
-    training until the context ends, so work inside the context can be finished after a signal. A second Ctrl-C ends the
-    process immediately. A second SIGTERM does not, because a cluster and the launcher both send one. A training that
-    starts after the signal ends before its first batch.
+    It is a context manager: signals are handled until the context ends, so the record can still be written. A second
+    Ctrl-C ends the process immediately. A second SIGTERM does not, because a cluster and the launcher both send one.
+
+    In a program of your own, pass it to the Trainer as a callback in front of those that save.
 
     Attributes:
-        interrupted: whether a signal or `end` has ended the training.
+        is_wanted: whether this rank wants to end the training; a program may set it, too.
+        interrupted: whether the training was ended.
     """
 
     def __init__(self):
+        self.is_wanted = False
         self.interrupted = False
-        self._was_asked = False  # whether this rank has received a signal or a call of `end`
         self._handlers_before: dict = {}
 
     def __enter__(self) -> 'GracefulStop':
+        self._handlers_before = handle_signals(SIGNALS, self._note)
         return self
 
     def __exit__(self, *_) -> None:
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
-        self._handlers_before = {}
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        if not self._handlers_before:
-            self._handlers_before = handle_signals(SIGNALS, self._note)
-        self.batch_end(state, logger)  # a program may call `fit` once more after the signal
 
     def _note(self, number: int, frame) -> None:
         """Handle a signal: remember it, and let the next Ctrl-C end the process."""
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
-        if not self._was_asked and dist.get_global_rank() == 0:
+        if not self.is_wanted and dist.get_global_rank() == 0:
             os.write(2, ENDING)
-        self._was_asked = True
+        self.is_wanted = True
 
-    def end(self) -> None:
-        """End the training after the current batch, as a signal does."""
-        self._was_asked = True
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """End the training if any rank was asked to. A checkpoint follows, but no evaluation.
+    def stop_if_wanted(self, state: State, logger: Logger | None = None) -> None:
+        """End the training now, between two batches, if any rank wants it. A checkpoint follows, but no evaluation.
 
         An evaluation can take longer than a cluster waits before it kills the run.
         """
-        was_asked = state.device.tensor_to_device(torch.tensor(int(self._was_asked)))
-        dist.all_reduce(was_asked, 'MAX')
-        if was_asked.item():
+        is_wanted = state.device.tensor_to_device(torch.tensor(int(self.is_wanted)))
+        dist.all_reduce(is_wanted, 'MAX')
+        if is_wanted.item():
             self.interrupted = True
             state.stop_training()
             state.evaluators = []
+
+    fit_start = batch_end = stop_if_wanted  # `fit_start`: a program may call `fit` once more after the signal

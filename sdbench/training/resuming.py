@@ -38,9 +38,10 @@ TOKENIZER = 'tokenizer_sha256'  # the result of `hash_of_tokenizer`
 def kept_in(state: dict) -> dict[str, Any]:
     """Return what benchmark.py keeps in a checkpoint besides weights and moments.
 
-    The keys are `training_id`, `beginning`, `load_weights` and `flags`, as in `facts_to_keep`; `gpu_hours`, `dollars`
-    and `device`; `saved`, the names of checkpoints; `loss`; and the `batch`, `sample` and `epoch` that the training has
-    reached. Earlier versions did not keep all of them, and other programs keep only the last three.
+    The keys are `training_id`, `beginning`, `load_weights` and `flags`, as in `facts_to_keep`; `gpu_hours`,
+    `gpu_hours_by_device`, `dollars` and `device`; `saved`, the names of checkpoints; `loss`; and the `batch`, `sample`
+    and `epoch` that the training has reached. Earlier versions did not keep all of them, and other programs keep only
+    the last three.
     """
     timestamp = state.get('timestamp', {}).get('Timestamp', {})
     kept = {unit: timestamp.get(unit) for unit in ('batch', 'sample', 'epoch')}
@@ -66,13 +67,15 @@ def with_kept_defaults(settings: Run, before: dict) -> Run:
     return settings
 
 
-def facts_to_keep(settings: Run, files: ModelFiles, dataset: Dataset, before: dict) -> dict[str, Any]:
+def facts_to_keep(settings: Run, files: ModelFiles, dataset: Dataset, before: dict, data_before: list[dict]
+                  ) -> dict[str, Any]:
     """Return what all checkpoints of a training keep: its identity, and the flags that a resume compares.
 
     The identity is `training_id`, 12 random hexadecimal digits; `beginning`, the readable part of its name, which is
     the last part of --save_folder; and `load_weights`, the origin of its first weights without passwords, or None.
 
-    `before` is what the checkpoint to resume from has kept; empty for a new training.
+    `before` is what the checkpoint to resume from has kept, and is empty for a new training. `data_before` are the
+    datasets that the weights of --load_weights were trained on.
     """
     # A resumed training keeps its identity. Characters that a folder name should not have become hyphens.
     beginning = os.path.basename(os.path.abspath(settings.save_folder or 'run').rstrip('/'))
@@ -87,11 +90,11 @@ def facts_to_keep(settings: Run, files: ModelFiles, dataset: Dataset, before: di
     # Keep the flags that must be the same on a resume, and the names of model and tokenizer, which export.py looks up.
     flags = {field.name: getattr(settings, field.name) for field in SAME_ON_RESUME}
     flags |= {'model_name': settings.model_name, 'tokenizer': settings.tokenizer, 'remote': None,
-              TOKENIZER: hash_of_tokenizer(settings.tokenizer or files.tokenizer), DATA: []}
+              TOKENIZER: hash_of_tokenizer(settings.tokenizer or files.tokenizer), DATA: data_before}
     if settings.remote:  # random images do not count as training data
         flags['remote'] = redacted(settings.remote)
         flags[DATASET] = index_hash(dataset.index)
-        flags[DATA] = [{IMAGES_HASH: hash_of_images(dataset.index), DRAW: dataset.index.get(DRAW)}]
+        flags[DATA] = [*data_before, {IMAGES_HASH: hash_of_images(dataset.index), DRAW: dataset.index.get(DRAW)}]
     if 'flags' in before:
         flags[DATA] = data_of(before['flags'])  # of earlier phases, too: a resume does not load --load_weights again
     return kept | {'flags': flags}

@@ -58,20 +58,20 @@ def announce_build(settings: Run) -> None:
 
 
 def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
-    """Log the settings, print on rank 0 where the run starts, and warn of results that the user may not expect.
+    """Log the settings, and print on rank 0 where the run starts.
 
     Raises SystemExit if the training is already complete: it has all of its batches and its record. Raises UserError if
     the run is too short for --profile.
     """
     # Count the FLOPs now, before the clock runs. Otherwise Composer's SpeedMonitor would do so between two batches.
-    state = trainer.state
     flops = {'flops_per_image': sum(model.flops_per_image.values())}
     trainer.logger.log_hyperparameters(make_record('train', settings, flops))
 
     # Exit with status 0 if nothing is left to do. A cluster that restarts the command then knows that it is done.
-    batch = state.timestamp.batch.value
+    batch = trainer.state.timestamp.batch.value
+    batches = to_batches(settings.max_duration)
     record = os.path.join(settings.save_folder or '', RECORD.format(batch=batch))
-    if batch >= to_batches(settings.max_duration) and record in on_rank_0(partial(paths_in, settings.save_folder)):
+    if batch >= batches and record in on_rank_0(partial(paths_in, settings.save_folder)):
         if dist.get_global_rank() == 0:
             print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}, and the '
                   'record: nothing left to do; a longer --max_duration goes on')
@@ -79,32 +79,34 @@ def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint:
 
     # Refuse a profile that would be empty.
     needed = settings.warmup_batches + TRACE_WARMUP + TRACED_BATCHES
-    left = to_batches(settings.max_duration) - batch
-    if settings.profile and left < needed:
+    if settings.profile and batches - batch < needed:
         raise UserError(f'--profile {settings.profile} needs {needed} batches and traces the last {TRACED_BATCHES}, '
-                        f'but the run has only {plural(left, "batch", "batches")} left; give a longer run, or omit '
-                        '--profile')
+                        f'but the run has only {plural(batches - batch, "batch", "batches")} left; give a longer run, '
+                        'or omit --profile')
 
-    # Print where the weights come from and whether they will be saved.
-    if dist.get_global_rank():
-        return
+    if dist.get_global_rank() == 0:
+        announce_start(settings, trainer, checkpoint)
+
+
+def announce_start(settings: Run, trainer: Trainer, checkpoint: str | None) -> None:
+    """Print where the weights come from, and warn of results that the user may not expect."""
+    state = trainer.state
     if settings.load_weights and not checkpoint:
         print(f'starting from the weights of {settings.load_weights}')
     elif settings.pretrained and not checkpoint and weight_files(Path(settings.model_name, 'unet')):
         print('the UNet starts from random weights, because --pretrained loads only the VAE and the text encoder; to '
               f'start from trained weights, give --load_weights {settings.model_name}')
     if checkpoint:
-        print(f'resuming from {checkpoint}, batch {batch} of {state.max_duration.value}')
+        print(f'resuming from {checkpoint}, batch {state.timestamp.batch.value} of {state.max_duration.value}')
     elif settings.autoresume:
         print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting from the first batch')
-    elif not settings.measures and not settings.save_folder:
-        print(f'warning: without --save_folder the weights are lost after these {settings.max_duration}',
-              file=sys.stderr)
 
-    # Warn of a training that cannot generate good images.
     caution = caution_about_steps(settings, state.train_dataloader.dataset.num_samples)
     if caution and not checkpoint:
         print(f'warning: {caution}', file=sys.stderr)
+    if not settings.measures and not settings.save_folder:
+        print(f'warning: without --save_folder the weights are lost after these {settings.max_duration}',
+              file=sys.stderr)
     if (settings.save_folder or settings.eval_remote) and not settings.pretrained:
         print('warning: without --pretrained the VAE and the text encoder have random weights, so the model cannot '
               'generate images, and its loss does not compare with other trainings; give --model_name FOLDER '
@@ -160,8 +162,8 @@ def training_record(settings: Run, model: ComposerModel, data: DataSpec, trainer
     # Add the metrics that callbacks have collected. After a failure, do not wait for other ranks.
     all_ranks = outcome['status'] != FAILED
     for callback in trainer.state.callbacks:
-        if hasattr(callback, 'figures'):
-            found |= callback.figures(all_ranks)
+        if hasattr(callback, 'metrics_for_record'):
+            found |= callback.metrics_for_record(all_ranks)
 
     # Count the bad samples of all ranks, each once, and mark runs whose speed must not be reported.
     bad = set(data.batch_transforms.found)

@@ -31,16 +31,7 @@ from sdbench.plan.commands import flags_of, shell_lines
 from sdbench.plan.parts import ENCODE, FORECAST, MEASURED, TRAIN, Impossible, Part, Plan, Preemptions, Speed
 from sdbench.plan.prices import Price, Storage, read_prices
 from sdbench.plan.search import recipe_flags
-from sdbench.plan.verdict import (
-    OUTSIDE,
-    PROBABLY_OUTSIDE,
-    WITHIN,
-    Limit,
-    best_and_ties,
-    judge,
-    lowest_speed,
-    standing,
-)
+from sdbench.plan.verdict import OUTSIDE, PROBABLY_OUTSIDE, WITHIN, Limit, judge, lowest_speed, standing
 from sdbench.records import expected
 from sdbench.setup import Setup, setup_of_settings
 from tests.runs import one_error_line
@@ -305,17 +296,11 @@ def test_at_the_slowest_speed_that_is_stated_a_plan_just_keeps_its_limit(days, m
         assert one.at_speed(factor).days.likely == pytest.approx(most)
 
 
-def test_plans_whose_ranges_overlap_are_a_tie_and_the_verdict_says_so(capsys):
-    plans = [one_plan(10, 0.1), one_plan(11.9, 0.1, card=H200), one_plan(12.2, 0.1, card=B200)]
-    assert best_and_ties(plans, plans, 'days') == plans[:2]
-    flags = ['--dollars_per_gpu_hour', 'H100=1', 'H200=1', 'B200=2.3']
-    answer = answer_to('--gpu', '8 H100 80GB HBM3', '8 H200', '8 B200', *flags)
-    assert ' cannot be told apart by cost: measure 8 x ' in answer.verdict.sentences[0]
-    assert all(name in answer.verdict.sentences[0] for name in ('8 x H200', '8 x H100 80GB', '8 x B200'))
-    answer = answer_to('--gpu', '8 B200', '8 A10', '--dollars_per_gpu_hour', 1)
-    assert answer.verdict.sentences[0].startswith('Cheapest: 8 x B200')
+def test_the_cheapest_of_several_plans_is_named_and_one_plan_is_compared_with_nothing():
+    several = answer_to('--gpu', '8 B200', '8 A10', '--dollars_per_gpu_hour', 1)
+    assert several.verdict.sentences[0].startswith('Cheapest: 8 x B200, $')
     alone = answer_to('--gpu', '8 B200', '--dollars_per_gpu_hour', 1)
-    assert alone.verdict.sentences[0].startswith('Cost: 8 x B200, $')  # it is compared with nothing
+    assert alone.verdict.sentences[0].startswith('Cost: 8 x B200, $')
 
 
 SIX_GPUS = st.permutations([H100, H200, B200, *(CARDS[f'NVIDIA {name}'] for name in ('L40S', 'A40', 'A10'))])
@@ -495,6 +480,20 @@ def test_records_of_another_model_correct_nothing_and_those_of_a_copy_under_anot
         assert len(answer.corrections) == (0 if is_same else len(plain.parts))
         assert all(sentence.endswith(f'corrects nothing, because its model is {name}.') for sentence in
                    answer.corrections)
+
+
+def test_each_run_corrects_the_plan_or_is_named_with_why_it_does_not(tmp_path):
+    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
+    [plain] = answer_to(*argv).plans
+    train = record_of(plain.training[0], H200, 0.5, device='H200 SXM')  # as clouds call it
+    dated = train | {'date': '2026-01-31T20:00+00:00', 'images_per_sec': 0.8 * train['images_per_sec']}
+    cases = [({'measured_batches': 3}, 'only 3 measured batches'), ({'status': 'failed'}, 'its status is failed'),
+             ({'device': 'NVIDIA H800'}, 'there is no forecast for its stage or its GPU')]
+    records = write_records(tmp_path / 'r.jsonl', train, dated, *(dated | other for other, _ in cases))
+    answer = answer_to(records, *argv)
+    assert answer.plans[0].training[0].speed.ratio == pytest.approx(0.5)  # a run without a date is the newest
+    assert sorted(sentence.partition('because ')[2] for sentence in answer.corrections) == sorted(
+        f'{why}.' for _, why in cases)
 
 
 def test_a_microbatch_that_a_flag_gives_is_corrected_by_runs_with_it(tmp_path):

@@ -84,6 +84,7 @@ def test_a_training_ends_when_its_budget_is_spent_and_a_resume_includes_the_earl
     assert (whole['status'], whole['first_batch'], whole['trained_batches']) == ('complete', 1, 3)
     assert whole['dollars'] > 1  # earlier hours keep their price
     assert whole['gpu_hours'] > whole['dollars'] / 3_600_000
+    assert whole['gpu_hours_by_device'] == {'CPU': whole['gpu_hours']}
 
 
 def test_a_signal_ends_later_calls_of_fit_too_and_the_handlers_are_restored(smallest_model):
@@ -102,11 +103,11 @@ def test_a_signal_ends_later_calls_of_fit_too_and_the_handlers_are_restored(smal
 
 
 def interrupt_twice(note: Path) -> None:
-    GracefulStop().fit_start(SimpleNamespace(device=DeviceCPU()), None)
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # a cluster and the launcher both send SIGTERM
-        os.kill(os.getpid(), number)
-    note.touch()
-    os.kill(os.getpid(), signal.SIGINT)
+    with GracefulStop():
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # a cluster and the launcher both send SIGTERM
+            os.kill(os.getpid(), number)
+        note.touch()
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_second_ctrl_c_kills_the_process_and_a_second_sigterm_does_not(server, tmp_path):
@@ -126,9 +127,8 @@ def close_terminal(note: Path, is_ignored: bool) -> None:
     if is_ignored:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with GracefulStop() as stop:
-        stop.fit_start(SimpleNamespace(device=DeviceCPU()), None)
         os.close(terminal)
-        stop.batch_end(SimpleNamespace(device=DeviceCPU(), stop_training=lambda: None), None)
+        stop.stop_if_wanted(SimpleNamespace(device=DeviceCPU(), stop_training=lambda: None))
         if not is_ignored:
             os.write(1, b'a terminal that has closed refuses this')
         note.write_text(str(stop.interrupted))

@@ -8,9 +8,8 @@ from composer.core import Time, Timestamp
 from composer.utils import dist
 
 from benchmark import main
-from sdbench.measuring import clock as measuring
-from sdbench.measuring.clock import Measurement
-from sdbench.measuring.power import QUANTITIES, GpuMonitor, gather_gpu_figures
+from sdbench import measuring
+from sdbench.measuring import QUANTITIES, GpuMonitor, Measurement
 from tests.runs import TINY
 
 
@@ -59,7 +58,7 @@ class SimulatedLoader:
 def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, first_step=20.0, batches=99,
                   measure_batches=None, warmup=3, checkpoint_every=None, checkpoint_seconds=5.0, epoch=10**6,
                   evaluate=0.0, sample=0.0) -> dict:
-    """Return the figures of a simulated run with 4 images per batch."""
+    """Return the metrics of a simulated run with 4 images per batch."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(measuring.time, 'perf_counter', lambda: clock.now)
     monkeypatch.setattr(measuring, 'peak_memory_gib', lambda: 1.0)
@@ -82,7 +81,7 @@ def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, 
             for kind, seconds in (('evaluation', evaluate), ('sampling', sample), ('checkpoint', checkpoint_seconds)):
                 with measurement.excluded(kind):
                     clock.now += seconds
-    return measurement.figures(all_ranks=True) | {'prefetched': measurement.prefetched_batches}
+    return measurement.metrics(all_ranks=True) | {'prefetched': measurement.prefetched_batches}
 
 
 @pytest.mark.parametrize('batch_seconds, true_speed', [
@@ -132,13 +131,13 @@ def test_drift_and_percentiles_are_of_the_slowest_rank_without_the_checkpoint_th
     monkeypatch.setattr(dist, 'all_gather_object', lambda mine: next(gathered)(mine))
     highest = iter([excluded, [1, 2, 2, 2, 2, 3], [5, 0, 0]])  # excluded, batches, excluded by kind
     monkeypatch.setattr(measuring, 'highest_of_ranks', lambda values, all_ranks: np.array(next(highest)))
-    figures = measurement.figures(all_ranks=True)  # slowest: 1 2 2 2 2 3
-    assert figures['images_per_sec'] == 60 / 11
-    assert figures['checkpoint_seconds'] == 5
-    assert figures['drift'] == pytest.approx(3 / 5 - 1)  # the last two batches take 5 s, the first two 3 s
-    assert [figures[f'batch_seconds_{name}'] for name in ('p10', 'median', 'p90')] == [1.5, 2, 2.5]
-    assert figures['data_wait_fraction'] == pytest.approx(6 / 11)
-    assert figures['peak_memory_gib'] == 40
+    found = measurement.metrics(all_ranks=True)  # slowest: 1 2 2 2 2 3
+    assert found['images_per_sec'] == 60 / 11
+    assert found['checkpoint_seconds'] == 5
+    assert found['drift'] == pytest.approx(3 / 5 - 1)  # the last two batches take 5 s, the first two 3 s
+    assert [found[f'batch_seconds_{name}'] for name in ('p10', 'median', 'p90')] == [1.5, 2, 2.5]
+    assert found['data_wait_fraction'] == pytest.approx(6 / 11)
+    assert found['peak_memory_gib'] == 40
 
 
 def test_a_whole_gpu_reports_its_power_and_a_mig_slice_does_not(as_on_a_gpu, monkeypatch):
@@ -151,7 +150,7 @@ def test_a_whole_gpu_reports_its_power_and_a_mig_slice_does_not(as_on_a_gpu, mon
         assert monitor.samples == {'gpu_power_watts': watts, 'gpu_sm_clock_mhz': [1755]}
 
 
-def test_figures_are_combined_over_all_gpus_and_joules_need_the_power_of_each(monkeypatch):
+def test_metrics_are_combined_over_all_gpus_and_joules_need_the_power_of_each(monkeypatch):
     def of_rank(watts: float, megahertz: float, gib: float, retries: int) -> dict:
         return {'gpu_power_watts_mean': watts, 'gpu_power_watts_max': watts, 'gpu_sm_clock_mhz_mean': megahertz,
                 'gpu_sm_clock_mhz_max': megahertz, 'peak_memory_allocated_gib': gib, 'allocator_retries': retries}
@@ -159,13 +158,13 @@ def test_figures_are_combined_over_all_gpus_and_joules_need_the_power_of_each(mo
     ranks = [of_rank(350, 1700, 20.0, 1), of_rank(500, 1600, 22.0, 2)]
     monkeypatch.setattr(dist, 'all_gather_object', lambda mine: ranks)
     monkeypatch.setattr(dist, 'get_world_size', lambda: 2)
-    assert gather_gpu_figures(GpuMonitor(), images_per_sec=17) == {
+    assert GpuMonitor().metrics(17, all_ranks=True) == {
         'gpu_power_watts_mean': 425, 'gpu_power_watts_max': 500,
         'gpu_sm_clock_mhz_mean': 1650, 'gpu_sm_clock_mhz_max': 1700,
         'joules_per_image': 850 / 17,  # 850 W make 17 images in a second
         'peak_memory_allocated_gib': 22.0, 'allocator_retries': 3}
     del ranks[1]['gpu_power_watts_mean']
-    assert gather_gpu_figures(GpuMonitor(), images_per_sec=17)['joules_per_image'] is None
+    assert GpuMonitor().metrics(17, all_ranks=True)['joules_per_image'] is None
 
 
 def test_loader_only_measures_the_same_loader_as_a_training(results, shards, capfd):

@@ -1,4 +1,4 @@
-"""Measure the speed of a run, batch by batch.
+"""Measure a run: its speed batch by batch, the power of its GPUs, or the speed of its data loader alone.
 
 The loader's workers prefetch batches into a queue. After a slow first step, for example one that compiles, the queue is
 full, and the first batches come from it faster than the workers make new ones. Therefore the clock starts only after
@@ -16,23 +16,33 @@ of the window were made before it, and do not count.
                              fetched
 """
 import contextlib
+import itertools
 import math
 import re
 import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import torch
-from composer.core import State
+from composer.core import DataSpec, State
 from composer.utils import dist, get_device
 
+from sdbench.flags.train import Run
 from sdbench.gpus import GIB
-from sdbench.measuring.power import GpuMonitor, gather_gpu_figures
-from sdbench.records.status import QUEUES_IN_WINDOW
+from sdbench.records.metrics import LOADER_LINES, summary_lines
+from sdbench.records.record import append_record, make_record
+from sdbench.records.status import COMPLETE, QUEUES_IN_WINDOW, caution_about
 
 EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # work between batches, which does not count in the speed
+SECONDS_BETWEEN_SAMPLES = 1.0  # of a GPU's power and clock
+# What is sampled: for each quantity a function that asks NVIDIA's library, and how many of its units are one of ours.
+QUANTITIES = {'gpu_power_watts': (torch.cuda.power_draw, 1000), 'gpu_sm_clock_mhz': (torch.cuda.clock_rate, 1)}
+GPU_METRICS = {  # how the ranks that know a metric combine it; a maximum of samples shows a card that throttles
+    'gpu_power_watts_mean': mean, 'gpu_power_watts_max': max, 'gpu_sm_clock_mhz_mean': mean,
+    'gpu_sm_clock_mhz_max': max, 'peak_memory_allocated_gib': max, 'allocator_retries': sum}
 
 
 class Measurement:
@@ -122,17 +132,17 @@ class Measurement:
             expected = min(self._queued_at_start, int(state.dataloader_len) - batch)
             self.queue_loss = max(0, expected - state.train_dataloader.queued_batches)
 
-    def figures(self, all_ranks: bool) -> dict:
+    def metrics(self, all_ranks: bool) -> dict:
         """Return speed, memory, power and loss for the record. The time of a batch is its time on the slowest rank.
 
         With `all_ranks` it collects the windows of all ranks; without it, because the run failed and other ranks may
         be gone, it has only this rank's. If no batch was measured, `images_per_sec` is None and others are missing.
         """
-        found = self._window_figures(all_ranks)
-        found |= gather_gpu_figures(self.gpu, found['images_per_sec'], all_ranks)
+        found = self._window_metrics(all_ranks)
+        found |= self.gpu.metrics(found['images_per_sec'], all_ranks)
         return found | {'turnover_batches': self.prefetched_batches, 'loss': self.loss}
 
-    def _window_figures(self, all_ranks: bool) -> dict:
+    def _window_metrics(self, all_ranks: bool) -> dict:
         # Take the slowest rank for each batch. The other ranks wait for a rank that saves or evaluates, so the longest
         # excluded time applies to all ranks.
         rows = np.array(self.seconds).reshape(-1, 2 + len(EXCLUDED))  # (batches, seconds: all, waiting, EXCLUDED)
@@ -190,3 +200,82 @@ def peak_memory_gib() -> float:
     status = Path('/proc/self/status').read_text()  # not ru_maxrss, which includes the peak of the parent process
     [peak] = re.findall(r'^VmHWM:\s*(\d+) kB$', status, re.MULTILINE)
     return int(peak) * 1024 / GIB
+
+
+class GpuMonitor:
+    """Samples the power and the clock of this rank's GPU, which can explain a drift in speed.
+
+    A sample is taken at the end of a measured batch, when the GPU still runs at the clock of the batch. There are none
+    without a GPU, a driver that answers, or the package nvidia-ml-py.
+    """
+
+    def __init__(self):
+        self.samples: dict[str, list[float]] = {quantity: [] for quantity in QUANTITIES}
+        self._next_sample = 0.0  # earliest time of the next sample
+
+    def sample(self) -> None:
+        """Take a sample, unless the last one is less than SECONDS_BETWEEN_SAMPLES old."""
+        now = time.monotonic()
+        if not torch.cuda.is_available() or now < self._next_sample:
+            return
+        self._next_sample = now + SECONDS_BETWEEN_SAMPLES
+        for quantity, (ask, unit) in QUANTITIES.items():
+            if quantity == 'gpu_power_watts' and 'MIG' in torch.cuda.get_device_name():
+                continue  # a MIG slice reports the power of the whole GPU, which others use as well
+            with contextlib.suppress(Exception):  # an error of NVIDIA's library must not end the training
+                self.samples[quantity].append(ask() / unit)
+
+    def metrics(self, images_per_sec: float | None, all_ranks: bool) -> dict[str, float | None]:
+        """Return GPU_METRICS and `joules_per_image`, over all ranks or of this rank only; None if no rank knows it."""
+        # Collect what is known of this rank. A retry of the allocator frees the whole cache in the middle of a batch,
+        # so a speed with retries is too low.
+        mine = {}
+        for quantity, samples in self.samples.items():
+            if samples:
+                mine |= {f'{quantity}_mean': mean(samples), f'{quantity}_max': max(samples)}
+        if torch.cuda.is_available():
+            allocator = torch.cuda.memory_stats()
+            mine |= {'peak_memory_allocated_gib': allocator['allocated_bytes.all.peak'] / GIB,
+                     'allocator_retries': allocator['num_alloc_retries']}
+
+        # Combine the ranks. The energy per image needs the power of every rank.
+        ranks = dist.all_gather_object(mine) if all_ranks else [mine]
+        together: dict[str, float | None] = dict.fromkeys((*GPU_METRICS, 'joules_per_image'))
+        for key, combine in GPU_METRICS.items():
+            values = [rank[key] for rank in ranks if key in rank]
+            if values:
+                together[key] = combine(values)
+        power = [rank['gpu_power_watts_mean'] for rank in ranks if 'gpu_power_watts_mean' in rank]
+        if images_per_sec and len(power) == dist.get_world_size():
+            together['joules_per_image'] = sum(power) / images_per_sec
+        return together
+
+
+def measure_loader(settings: Run, data: DataSpec) -> dict:
+    """Measure the loader alone, on all ranks, by taking its batches as fast as possible after the warm-up.
+
+    Appends the record to --results, prints it, and returns it.
+    """
+    # Take the batches of the warm-up, and as many as are prefetched during the warm-up.
+    loader = data.dataloader
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))  # an endless sequence of batches
+    batches = map(data.batch_transforms, epochs)
+    for _ in range(settings.warmup_batches + loader.queue_length):
+        next(batches)
+
+    # Measure. If the queue gets shorter, the missing batches were made before the measurement, and do not count.
+    measured = settings.measure_batches
+    queued_at_start = loader.queued_batches
+    start = time.perf_counter()
+    images = sum(len(next(batches)['caption']) for _ in range(measured))
+    seconds = time.perf_counter() - start
+    made = measured + loader.queued_batches - queued_at_start
+
+    # Divide the images of all ranks by the seconds of the slowest rank.
+    mine = (images * made / measured, seconds, data.batch_transforms.found)
+    images, seconds, bad = zip(*dist.all_gather_object(mine), strict=True)
+    record = make_record('loader', settings, {
+        'status': COMPLETE, 'loader_images_per_sec': sum(images) / max(seconds), 'measured_batches': measured,
+        'bad_samples': len(set.union(*bad))})
+    summary = summary_lines(LOADER_LINES, record | {'caution': caution_about(record)})
+    return append_record(record, '\n'.join(summary), settings.results)

@@ -1,1 +1,0 @@
-"""Measure the speed of a run, the power of its GPUs, and a trace."""
