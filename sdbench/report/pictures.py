@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sdbench.costs import TRAINING_IMAGES, Prices, days_to_train, price_of
+from sdbench.costs import TRAINING_IMAGES, Prices, cost_of, days_to_train
 from sdbench.errors import UserError
 from sdbench.flags.train import SD2_BASE, Train
 from sdbench.forecast.forecast import forecast
@@ -248,7 +248,7 @@ def dollars_per_image(row: Row, prices: Prices) -> float | None:
     record = row.record
     if row.on_cpu or not record.get('trained_batches') or not {'gpu_hours', 'batch_size'} <= record.keys():
         return None
-    dollars = record['gpu_hours'] * price_of(row.device, prices or row.prices)
+    dollars = cost_of(record, prices or row.prices)
     if not prices:
         dollars = record.get('dollars', dollars)
     return None if math.isnan(dollars) else dollars / (record['trained_batches'] * record['batch_size'])
