@@ -1,6 +1,7 @@
 """Define the flags of plan.py. Nothing here needs torch."""
 import argparse
 import re
+import shlex
 from dataclasses import dataclass
 
 from sdbench.costs import Prices
@@ -32,6 +33,14 @@ def phase(text: str) -> tuple[int, int]:
     return int(steps), pixels(size)
 
 
+def shell_words(text: str) -> tuple[str, ...]:
+    """Convert flags in one text to words, as a shell does."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'{text} is not one or several flags: {error}') from None
+
+
 @flags('plan')
 class PlanFlags:
     records: tuple[str, ...] = positional('files of --results with measurements, by which the forecasts for the same '
@@ -47,9 +56,9 @@ class PlanFlags:
                                                  'Stable Diffusion 2)', type=phase, nargs='+', metavar='STEPS@SIZE')
     figure: str | None = flag(None, 'file for a plot of the days and dollars of each plan, with their ranges and '
                               'limits (default: no plot)', type=picture)
-    training_flags: str = flag('', "flags for benchmark.py, such as --training_flags='--no-compile' with the =, after "
-                               'those of recipes/fastest.txt and --use_ema; the search leaves them as they are',
-                               metavar="'FLAGS'")
+    training_flags: tuple[str, ...] = flag((), 'flags for benchmark.py, such as --training_flags=\'--no-compile\' with '
+                                           'the =, after those of recipes/fastest.txt and --use_ema; the search leaves '
+                                           'them as they are', type=shell_words, metavar="'FLAGS'")
 
 
 @flags('limits and prices')
