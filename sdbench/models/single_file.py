@@ -82,8 +82,8 @@ def difference_from_original(pipeline: StableDiffusionPipeline) -> str | None:
     """Return in words what a program that reads the original layout would compute otherwise; None if there is nothing.
 
     Such programs assume what Stable Diffusion 1.5 and 2 have in common, which are diffusers' defaults, and choose
-    between the two by the names of the text encoder's tensors. The prediction type and a noise schedule rescaled to zero
-    terminal SNR are not compared, because a user can set them in such a program.
+    between the two by the names of the text encoder's tensors. The prediction type and a noise schedule rescaled
+    to zero terminal SNR are not compared, because a user can set them in such a program.
     """
     # Compare the values in which the two versions differ.
     text_encoder = pipeline.text_encoder.config
