@@ -1,5 +1,6 @@
 """Define the flags of plan.py. Nothing here needs torch."""
 import argparse
+import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ HOURS_BETWEEN_PREEMPTIONS = 6.0  # assumed for spot machines, because no cloud s
 
 def gpus_wanted(text: str) -> tuple[int, str]:
     """Convert the GPUs of a plan, such as '16 L40S', to their count and name. A name alone means GPUS of that GPU."""
+    if os.path.isfile(text):
+        raise argparse.ArgumentTypeError(f'{text} is a file; give records before the first flag')
     found = re.fullmatch(r'\s*(?:([1-9][0-9]{0,5})(?:\s*x\s*|\s+))?(\S.*?)\s*', text)
     if found is None or found[2].isdecimal() and len(found[2]) < 4:  # such as the 8 of an unquoted 8 H100
         raise argparse.ArgumentTypeError(f"{text} is not a GPU count and a GPU name in quotes, such as '16 L40S'")

@@ -190,6 +190,12 @@ def test_flags_without_an_effect_on_a_plan_are_refused(flag, remedy, capfd):
     assert line.endswith('is not one or several flags: No closing quotation')
 
 
+def test_records_after_the_gpus_are_not_taken_for_one(tmp_path, capfd):
+    records = write_records(tmp_path / 'r.jsonl', {})
+    line = one_error_line(['--gpu', '8 H200', records], capfd, plan.main)
+    assert line.endswith(f'{records} is a file; give records before the first flag')
+
+
 def test_two_phases_at_one_image_size_would_encode_the_images_twice_and_are_refused(capfd):
     line = one_error_line(['--schedule', '1000@512', '2000@512', '--images', '5'], capfd, plan.main)
     assert line.endswith('--schedule has two phases at 512 pixels; give one with the steps of both')
