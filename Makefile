@@ -47,10 +47,9 @@ test: $(VENV)/installed  ## Run ruff and the quick tests: 2 to 3 minutes on two 
 test-long: $(VENV)/installed  ## Run the long tests: killed processes, launchers, learning, compiled models; 6 to 8 minutes.
 	python -m pytest -n 2 --dist worksteal -m long tests
 
-bench: $(VENV)/installed  ## Measure ratios on the CPU: data loader, EMA, one full step; needs 22 GB and 4 minutes.
+bench: $(VENV)/installed  ## Measure ratios on the CPU: data loader and EMA; needs 15 GB and a minute.
 	python -m benchmarks.loader
 	python -m benchmarks.ema_update
-	python -m benchmarks.step
 
 learn: $(VENV)/installed  ## Train a small model in two phases and check the images that it generates; 3 minutes on two cores.
 	python -m benchmarks.learn $(OUTPUT)/learned.png

@@ -75,7 +75,7 @@ def convert(settings: Convert) -> int:
              'seed': settings.seed if settings.held_out else None, 'sample_per_caption': settings.sample_per_caption}
     for flag in ('image_column', 'caption_column', 'clean_captions', 'split'):
         value = getattr(settings, flag)
-        if value and value != ALL_SPLITS:  # all splits are the same samples as no split
+        if value and (flag, value) != ('split', ALL_SPLITS):  # all splits are the same samples as no split
             facts[flag] = value
     parts = []
     for files in group_into_parts(found.files, settings.size_limit):
@@ -204,21 +204,23 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, unused: list[s
         print(f'unused     {plural(len(unused), "folder")} in OUT from before SOURCE changed, whose images were '
               f'converted again if SOURCE still has them, such as {unused[0]}')
 
-    # Print a training command that suits this number of samples, its forecast, and one for a machine without a GPU.
-    command = training_command(settings.out, joined.samples, FINE_TUNED, True, flags)
+    # Print a training command that suits this number of images, its forecast, and one for a machine without a GPU. With
+    # --sample_per_caption an image has several samples.
+    images = joined.shapes['images'] or joined.samples  # parts of earlier versions do not count their images
+    command = training_command(settings.out, images, FINE_TUNED, True, flags)
     print(f'next       {command}')
-    print(f'cost       {forecast_command(command, joined.samples)}')
+    print(f'cost       {forecast_command(command, images)}')
     notes = ['The first command trains. The second forecasts its time and cost on that GPU, and needs no GPU.',
              f'{FINE_TUNED} is a folder with the weights of a model, and prompts.txt has one prompt per line '
              '(docs/photographs.md).']
-    if joined.samples < FEWEST_FROM_RANDOM:
+    if images < FEWEST_FROM_RANDOM:
         notes.append(f'This fine-tunes a trained model, as advised below about {FEWEST_FROM_RANDOM:,} images.')
-    if joined.samples < FEWEST_FOR_WHOLE_MODEL:
+    if images < FEWEST_FOR_WHOLE_MODEL:
         notes.append(f'With fewer than {FEWEST_FOR_WHOLE_MODEL} images a whole model soon repeats them, so people '
                      'train a LoRA with another program instead.')
     notes.append('Without a GPU, train the tiny model:')
     flags += ['--image_size', '64']
-    notes.append(training_command(settings.out, joined.samples, TINY_MODEL, True, flags))
+    notes.append(training_command(settings.out, images, TINY_MODEL, True, flags))
     print(*(f'           {note}' for note in notes), sep='\n')
 
 

@@ -23,13 +23,12 @@ if __name__ == '__main__':
 
 import csv
 import json
-import math
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
 
-from sdbench.costs import DOLLARS_PER_GPU_HOUR, describe_prices, require_named
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, describe_prices, price_of, require_named
 from sdbench.records.metrics import COLUMNS, filled
 from sdbench.records.read import Row, read_all
 from sdbench.records.status import FORECAST
@@ -101,13 +100,24 @@ def report(settings: Report, command: str) -> str:
 
 def price_notes(rows: Sequence[Row], settings: Report) -> list[str]:
     """Return a sentence that says which prices were used for the costs; [] if nothing has a cost."""
-    prices = [(row.device, round(row.metrics.get('cost_usd', math.nan) / row.metrics['total_gpu_hours'], 6))
-              for row in rows if row.metrics.get('total_gpu_hours')]
-    if not prices:
-        return []
-    are_from_records = not settings.dollars_per_gpu_hour and any(price != DOLLARS_PER_GPU_HOUR for _, price in prices)
-    source = 'from the records; --dollars_per_gpu_hour replaces them' if are_from_records else '--dollars_per_gpu_hour'
-    return [f'Costs: {describe_prices(prices)} ({source}).']
+    given = settings.dollars_per_gpu_hour
+    prices = []
+    notes = []
+    for row in rows:
+        if 'total_gpu_hours' not in row.metrics:
+            continue
+        training = row.record.get('training', {})  # of an evaluation
+        if training.get('dollars') is not None and not given:
+            notes = ['Costs of scores: as their trainings recorded them; --dollars_per_gpu_hour replaces them.']
+            continue
+        for device in training.get('gpu_hours_by_device', [row.device]):
+            prices.append((device, price_of(device, given or row.prices)))
+    if prices:
+        source = '--dollars_per_gpu_hour'
+        if not given and any(price != DOLLARS_PER_GPU_HOUR for _, price in prices):
+            source = 'from the records; --dollars_per_gpu_hour replaces them'
+        notes.insert(0, f'Costs: {describe_prices(prices)} ({source}).')
+    return notes
 
 
 def write_csv(path: str, rows: Sequence[Row]) -> None:

@@ -23,11 +23,10 @@ from sdbench.models.loading import find_model
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Time one call, including the kernels that it starts on a GPU."""
     start = time.perf_counter()
     run()
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # wait for the kernels that the call started
     return time.perf_counter() - start
 
 
@@ -45,7 +44,7 @@ def compare(name: str, theirs: Callable[[], object], ours: Callable[[], object])
 
 
 def peak_gib() -> float:
-    """Return the largest memory that this process has used so far, in GiB: of the GPU, or without one of the CPU."""
+    """Return the largest memory that this process has used so far, on the GPU if there is one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2 ** 30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20

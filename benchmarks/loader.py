@@ -1,6 +1,6 @@
 """Compare the speed of the streamed loader with the original loader, on 256 px JPEGs for training at 512 px.
 
-    python -m benchmarks.loader [FOLDER_OF_MDS_SHARDS]     # default: generated images, 20 KB each
+    python -m benchmarks.loader     # on generated images, 20 KB each
 
 In the original loader Pillow decodes and resizes images to 512 px, ToTensor converts them to floats on the CPU, and the
 slow tokenizer is called for each sample. Both loaders run in one process with one thread and take turns. The ratio
@@ -9,7 +9,6 @@ comes last.
 docs/speed.md has the ratio from 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
 """
 import io
-import sys
 import tempfile
 from collections import deque
 
@@ -72,10 +71,8 @@ def write_photographs(folder: str, num_samples: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        # Write the samples, unless a folder with shards is given.
-        shards = sys.argv[1] if len(sys.argv) > 1 else f'{folder}/shards'
-        if len(sys.argv) == 1:
-            write_photographs(shards, NUM_SAMPLES)
+        shards = f'{folder}/shards'
+        write_photographs(shards, NUM_SAMPLES)
 
         # Time an epoch of each loader, in turn.
         clip_tokenizer().model.save(folder)  # vocab.json and merges.txt

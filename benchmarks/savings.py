@@ -118,9 +118,7 @@ def steps_of(cards: list[str]) -> pd.DataFrame:
 def draw(path: str, rows: pd.DataFrame) -> None:
     """Write a chart with a bar for each step: the cost of the training after the step, and in pale what the step saves.
 
-    Args:
-        path: file of the chart.
-        rows: the steps. The first two are published, and all others are forecasts.
+    The first two steps are published, and all others are forecasts.
     """
     # Draw the bars, each with its cost and the ratio to the bar above it.
     figure = Figure(figsize=(11, 2 + 0.52 * len(rows)), layout='constrained')

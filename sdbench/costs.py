@@ -46,6 +46,12 @@ def price_of(device: str, prices: Prices) -> float:
     return math.nan if price is None else price[1]
 
 
+def cost_of(record: dict, prices: Prices) -> float:
+    """Return the dollars of the GPU-hours that a record of a training states; NaN if one of its GPUs has no price."""
+    hours = record.get('gpu_hours_by_device') or {record['device']: record['gpu_hours']}  # earlier versions: a sum
+    return sum(float(number) * price_of(device, prices) for device, number in hours.items())
+
+
 def require_named(devices: Collection[str], prices: Prices) -> None:
     """Raise UserError for a price whose name means neither a known GPU nor one of these devices of records."""
     known = frozenset(CARDS).union(*map(gpus_named, devices))

@@ -174,9 +174,9 @@ def gpus_named(name: str) -> frozenset[str]:
 
 
 def full_name(device: str) -> str:
-    """Return torch's name for a GPU in CARDS that is named exactly; any other name is unchanged."""
-    name = NAMES.get(spelling(device))
-    return name if name in CARDS else device
+    """Return torch's name for a GPU if `device` means exactly one in CARDS; any other name is unchanged."""
+    name, *others = gpus_named(device)
+    return name if name in CARDS and not others else device
 
 
 def cards_named(names: Iterable[str]) -> list[Card]:

@@ -10,6 +10,7 @@ from PIL import Image
 
 import convert
 from benchmark import main
+from sdbench.flags.commands import Convert
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.inputs.shards import are_two_sides, read_index
@@ -222,6 +223,13 @@ def test_only_the_image_and_the_seed_decide_what_is_held_out(tmp_path, capsys):
     write_sample_tar(tmp_path / 'tars/5.tar', [{'jpg': image, 'caption': 'x'} for image in kept])
     assert convert.main(['tars', 'other', '--held_out', '0.2']) == 0
     assert not read_index(f'{tmp_path}/other-held-out')['shards']  # of images that are gone none is held out any more
+
+
+@pytest.mark.parametrize('out, held_out', [('a/b/', 'a/b-held-out'), ('../x', '../x-held-out'), ('.', '{}-held-out'),
+                                           ('s3://bucket/', 's3://bucket-held-out')])
+def test_held_out_samples_go_next_to_out_and_are_named_as_it_is(tmp_path, out, held_out):
+    settings = parse(Convert, '', ['in', out, '--held_out', '0.1'])
+    assert convert.addresses_of_outputs(settings) == [out, held_out.format(tmp_path)]
 
 
 @pytest.mark.long

@@ -50,7 +50,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a fraction between 0 and 1'),
     ('benchmark.py', f'--remote shards {TINY} --caption_weights lnog=3', '--caption_weights lnog: shards has no '
      'captions of that name; it has caption'),
-    ('benchmark.py', f'--remote shards {TINY} --caption_weights caption=0', '--caption_weights are all 0, so no'),
+    ('benchmark.py', f'--remote shards {TINY} --caption_weights caption=0', '--caption_weights are all 0, which'),
     ('benchmark.py', f"{SYNTHETIC} --save_folder ''", '--save_folder: the value is empty; is a shell variable unset?'),
     ('benchmark.py', "--dry_run 8 --gpu ''", '--gpu: the value is empty; is a shell variable unset?'),
     ('benchmark.py', f'{SYNTHETIC} --budget 9 --dollars_per_gpu_hour H100=2', '--budget 9 needs a price for CPU'),

@@ -418,6 +418,13 @@ def test_scores_have_the_gpu_hours_and_cost_of_their_training_and_notes_on_compa
     prices = ('--dollars_per_gpu_hour', 'H200=3', 'H100=9')
     [scores] = tables(printed(write(EVALUATION | spent(100), LATER | spent(200)), *prices))
     assert columns(scores, 'GPU-hours', 'cost')[::2] == [('100', '$300'), ('200', '$600')]
+    hours = {'NVIDIA H200': 10, 'NVIDIA L4': 30}  # resumed on other GPUs
+    several = {'training': spent(40, 'NVIDIA L4')['training'] | {'gpu_hours_by_device': hours, 'dollars': 70}}
+    text = printed(write(EVALUATION | several))
+    assert columns(tables(text)[0], 'cost') == [('$70.0',)] * 2
+    assert 'as their trainings recorded them' in text and 'per GPU-hour' not in text
+    [scores] = tables(printed(write(EVALUATION | several), '--dollars_per_gpu_hour', 'H200=8', 'L4=2'))
+    assert columns(scores, 'cost') == [('$140',)] * 2
     [scores] = tables(printed(write(EVALUATION | spent(100, 'CPU'), LATER)))
     assert 'GPU-hours' not in scores[0]
     few = EVALUATION | {'fid_is_biased': True, 'fid_of_published_weights': False}
@@ -446,21 +453,18 @@ def legend(axes) -> list[str]:
 
 
 def test_the_figure_of_days_has_a_line_per_setting_and_fills_measured_points(figure_of, tmp_path):
-    """Forecasts for fastest.txt are hollow. 8 A100 80GB reach 276.5 images/s by a dry run."""
     original = tmp_path / 'original.csv'  # the rows of the original's authors, one setting on several GPU counts
     original.write_text(''.join(Path(PUBLISHED).read_text().splitlines(keepends=True)[:7]))
     [axes] = figure_of(original, '--figure', 'days.png').axes
     assert (axes.get_xscale(), axes.get_yscale()) == ('log', 'log')
-    assert legend(axes) == ['A100 40GB, original program', *(
-        f'{gpu}, fastest.txt, forecast' for gpu in ('A100 80GB', 'H100 80GB', 'H200', 'B200'))]
+    assert legend(axes) == ['A100 40GB, original program']
     lines = [line for line in axes.lines if len(line.get_xdata())]
     filled = [line for line in lines if line.get_marker() == 'o' and line.get_markerfacecolor() != 'white']
     hollow = [line for line in lines if line.get_marker() == 'o' and line.get_markerfacecolor() == 'white']
     counts = [8, 16, 32, 64, 128, 256]
     assert [list(line.get_xdata()) for line in filled] == [counts]
     assert filled[0].get_ydata() == pytest.approx([258.85, 130.65, 68.32, 36.38, 20.50, 12.82], 1e-3)
-    assert [list(line.get_xdata()) for line in hollow] == [[256], *[counts] * 8]  # [256] is over a filled point
-    assert hollow[1].get_ydata()[0] == pytest.approx(2_867_200_000 / 276.5179 / 86_400, 1e-4)
+    assert [list(line.get_xdata()) for line in hollow] == [[256]]  # over a filled point
     ideal, *_ = [line for line in lines if line.get_linestyle() == '--']
     assert ideal.get_ydata()[[0, -1]] == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
 
@@ -502,6 +506,10 @@ def test_the_figure_of_losses_has_a_line_per_training_over_images_and_over_dolla
     assert list(dollars.lines[0].get_xdata()) == pytest.approx([3 * 4.6 * share for share in (0, 0.25, 0.5, 1)])
     assert legend(images) == [f'learning rate {line}' for line in (
         '0.0001, in runs/a', '0.001, in runs/a', '0.001, in runs/b')]
+    on_two = faster | {'gpu_hours_by_device': {'NVIDIA L4': 0.25, 'NVIDIA H200': 0.75}}
+    prices = ('--dollars_per_gpu_hour', 'L4=4', 'H200=8')
+    [_, dollars] = figure_of(write(on_two), '--learned', 'learned.png', *prices).axes
+    assert list(dollars.lines[0].get_xdata()) == [7]
     on_a_cpu = figure_of(write(faster | {'device_type': 'cpu'}), '--learned', 'learned.png')
     assert len(on_a_cpu.axes) == 1  # without dollars
 

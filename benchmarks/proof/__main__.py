@@ -24,7 +24,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.proof.steps import ROOT, Machine, Step, all_steps, find_machine, first_steps
+from benchmarks.proof.steps import ROOT, Machine, Step, all_steps, find_machine, first_steps, launch
 from sdbench.files import parse_json
 from sdbench.process import begin, one_line_errors
 from sdbench.records.expected import expected_of
@@ -37,11 +37,10 @@ FAR = 1.25    # a speed this many times its forecast, or its forecast this many 
 
 def run_step(step: Step, machine: Machine, results: Path, log: Path) -> tuple[bool, str]:
     """Run a step. Return whether it succeeded, and the line that it showed or how it failed."""
-    command = [sys.executable, *step.program]
+    gpus = machine.gpus if step.program[0] == 'benchmark.py' else 1
+    command = launch(gpus, *step.program)
     if step.is_measurement:
-        command = [*machine.launch(*step.program), '--results', str(results)]
-    elif step.fails:
-        command = machine.launch(*step.program)
+        command += ['--results', str(results)]
     print(f'{shlex.join(command)} > {shlex.quote(str(log))}', file=sys.stderr, flush=True)
     status = run(command, log)
 
@@ -146,7 +145,6 @@ def write_page(results: Path) -> None:
 
 
 def result_line(result: dict) -> str:
-    """Return the result of a step as a line of text."""
     verdict = 'ok' if result['holds'] else 'FAILED'
     return f'{verdict:<6}  {result["step"]}, {result["seconds"]:.0f} s: {result["result"]}'
 

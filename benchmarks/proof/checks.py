@@ -18,21 +18,22 @@ import torch
 
 from benchmarks.ema_update import medians_in_turn
 from benchmarks.loader import write_photographs
+from benchmarks.proof.steps import ROOT, launch
+from sdbench.gpus import GIB
 from sdbench.process import cpu_cores
 
-ROOT = Path(__file__).parents[2]
-GIB = 2 ** 30
 # Losses are about 1. After a resume the last one may differ by this much, as GPU kernels may add in another order.
 LOSS_TOLERANCE = 1e-3
 GPU_PROPERTIES = ('name,driver_version,memory.total,power.limit,clocks.sm,clocks.max.sm,clocks.mem,'
                   'clocks_event_reasons.active')
 
 
-def run_on_all_devices(*program: str) -> int:
-    """Run a script, or `-m` and a module, on all GPUs and return its exit status. Its output is this check's output."""
-    gpus = torch.cuda.device_count()
-    launcher = ['-m', 'composer.cli.launcher', '-n', str(gpus)] if gpus > 1 else []
-    return subprocess.run([sys.executable, *launcher, *program], cwd=ROOT, stderr=subprocess.STDOUT).returncode
+def train(*flags: str) -> None:
+    """Run benchmark.py on all GPUs. Its output is this check's output, and so is its failure."""
+    command = launch(torch.cuda.device_count(), 'benchmark.py', *flags)
+    status = subprocess.run(command, cwd=ROOT, stderr=subprocess.STDOUT).returncode
+    if status:
+        sys.exit(status)
 
 
 def machine() -> bool:
@@ -60,20 +61,14 @@ def measure_rates(device: torch.device) -> tuple[float, float]:
 
 
 def resume(*flags: str) -> bool:
-    """Compare a training of 12 batches with one that ends after 6 batches and is resumed.
-
-    Return whether both end with the same loss.
-    """
+    """Tell whether a training of 12 batches and one that ends after 6 and is resumed end with the same loss."""
     losses = []
     with tempfile.TemporaryDirectory() as folder:
         for number, lengths in enumerate(([12], [6, 12])):
             results = Path(folder, f'{number}.jsonl')
             for batches in lengths:
-                status = run_on_all_devices(
-                    'benchmark.py', '--use_synth_data', '--use_ema', *flags, '--max_duration', f'{batches}ba',
-                    '--save_folder', f'{folder}/{number}', '--autoresume', '--results', str(results))
-                if status != 0:
-                    return False
+                train('--use_synth_data', '--use_ema', *flags, '--max_duration', f'{batches}ba', '--save_folder',
+                      f'{folder}/{number}', '--autoresume', '--results', str(results))
             record = json.loads(results.read_text().splitlines()[-1])
             losses.append(record['loss'])
     print(f'resumed after batch {record["first_batch"]}, the last loss is {losses[1]:.6f}, and {losses[0]:.6f} '
@@ -82,18 +77,14 @@ def resume(*flags: str) -> bool:
 
 
 def loader(_: str, results: str, *flags: str) -> bool:
-    """Measure the loader alone and in a training, without the compiler, on JPEGs on the local disk.
-
-    Return whether both runs succeeded.
-    """
+    """Measure the loader alone and in a training, without the compiler, on JPEGs on the local disk."""
     batch_size = int(flags[flags.index('--batch_size') + 1])
     fast = ['@recipes/fastest.txt', '--no-compile'] if torch.cuda.is_available() else []
     with tempfile.TemporaryDirectory() as shards:
         write_photographs(shards, 100 * batch_size)
-        data = ['benchmark.py', '--remote', shards, '--results', results, *flags]
-        statuses = [run_on_all_devices(*data, '--loader_only'), run_on_all_devices(*data, *fast, '--use_ema')]
-    if any(statuses):
-        return False
+        data = ['--remote', shards, '--results', results, *flags]
+        train(*data, '--loader_only')
+        train(*data, *fast, '--use_ema')
     alone, trained = (json.loads(line) for line in Path(results).read_text().splitlines()[-2:])
     print(f'loader alone {alone["loader_images_per_sec"]:.3g} images/s with {alone["num_workers"]} workers per device, '
           f'training {trained["images_per_sec"]:.3g} images/s; waiting for data takes '

@@ -22,41 +22,17 @@ gpus = torch.cuda.device_count()
 properties = torch.cuda.get_device_properties(0) if gpus else None
 print(json.dumps([gpus, properties.name if gpus else 'CPU', properties.total_memory / 2 ** 30 if gpus else 0]))
 """
-# Flags of each speed switch, which is compared with the defaults
-ONE_SWITCH = {
-    'defaults': [],
-    'channels last': ['--channels_last'],
-    'half-precision norms': ['--half_precision_norms'],
-    'compile': ['--compile', '--no-compile_blocks'],
-    'compile blocks': ['--compile', '--compile_blocks'],
-    "cuDNN's attention": ['--attention', 'cudnn'],
-    "xformers' attention": ['--attention', 'xformers'],
-    'cuDNN benchmark': ['--cudnn_benchmark'],
-    'float32 encoders': ['--encoder_precision', 'fp32'],
-    'plain optimizer': ['--no-fused_optimizer'],
-}
+# Switches that are each compared with the defaults
+SWITCHES = ('--channels_last', '--half_precision_norms', '--compile --no-compile_blocks', '--compile --compile_blocks',
+            '--attention cudnn', '--attention xformers', '--cudnn_benchmark', '--encoder_precision fp32',
+            '--no-fused_optimizer')
 
 
 class Machine(NamedTuple):
-    """The machine that is measured.
-
-    Attributes:
-        gpus: GPU count; 0 on a CPU, which trains the tiny model instead of Stable Diffusion 2.
-        device: name of the first GPU, or CPU.
-        gib: memory of the first GPU in GiB.
-    """
-    gpus: int
-    device: str
-    gib: float
-
-    def launch(self, *program: str) -> list[str]:
-        """Return the command that runs a script, or `-m` and a module, on all GPUs.
-
-        A single device needs no launcher, whose start would import every library a second time.
-        """
-        if self.gpus > 1:
-            return [sys.executable, '-m', 'composer.cli.launcher', '-n', str(self.gpus), *program]
-        return [sys.executable, *program]
+    """The machine that is measured."""
+    gpus: int  # 0 on a CPU, which trains the tiny model instead of Stable Diffusion 2
+    device: str  # name of the first GPU, or CPU
+    gib: float  # memory of the first GPU
 
     def batch_flags(self, images_per_gpu: int) -> list[str]:
         """Return the flags for a batch with this many images per GPU, or with 4 of the tiny model on a CPU."""
@@ -66,22 +42,24 @@ class Machine(NamedTuple):
 
 
 def find_machine() -> Machine:
-    """Find the GPUs of this machine."""
     answer = subprocess.run([sys.executable, '-c', PROBE], check=True, capture_output=True, text=True).stdout
     return Machine(*json.loads(answer.splitlines()[-1]))
 
 
-class Step(NamedTuple):
-    """A command with the line that its output must show.
+def launch(gpus: int, *program: str) -> list[str]:
+    """Return the command that runs a script of this repository on this many GPUs.
 
-    Attributes:
-        program: a script of this repository, or `-m` and a module, and its flags.
-        shows: regular expression that a line of its output must match; the result quotes the last such line.
-        fails: whether the command must end with an error instead of exit status 0.
+    A single device needs no launcher, whose start would import every library a second time.
     """
-    program: tuple[str, ...]
-    shows: str
-    fails: bool = False
+    launcher = ['-m', 'composer.cli.launcher', '-n', str(gpus)] if gpus > 1 else []
+    return [sys.executable, *launcher, *program]
+
+
+class Step(NamedTuple):
+    """A command with the line that its output must show."""
+    program: tuple[str, ...]  # a script of this repository, or `-m` and a module, and its flags
+    shows: str  # regular expression that a line of its output must match; the result quotes the last such line
+    fails: bool = False  # whether the command must end with an error instead of exit status 0
 
     @property
     def is_measurement(self) -> bool:
@@ -159,8 +137,7 @@ def speed_steps(machine: Machine) -> dict[str, Step]:
     steps['original, largest'] = measuring('@recipes/original.txt', *large_batch)
 
     # Each switch alone
-    for name, switches in ONE_SWITCH.items():
-        steps[name] = measuring(*flags, str(common), *switches)
-    if machine.gpus > 1:
-        steps['bf16 all-reduce'] = measuring(*flags, str(common), '--allreduce_precision', 'bf16')
+    several = ['--allreduce_precision bf16'] if machine.gpus > 1 else []
+    for switch in ('', *SWITCHES, *several):
+        steps[f'defaults {switch}'.strip()] = measuring(*flags, str(common), *switch.split())
     return steps

@@ -75,26 +75,22 @@ class OutputFolder:
                 path = Path(self.out, LOCK)
                 stack.enter_context(locked(path, self.label))
                 stack.callback(path.unlink, missing_ok=True)
-            self._claim(claim)
-            yield
 
-    def _claim(self, claim: dict) -> None:
-        """Write claim.json. Raises UserError if OUT holds other files, or results of a command with other settings."""
-        content = self.read(CLAIM)
-        if content is None:
-            if set(self.names()) - {LOCK}:
+            content = self.read(CLAIM)
+            earlier = {}
+            if content is not None:
+                earlier = parse_json(content, f'{CLAIM} of {self.label}')
+            elif set(self.names()) - {LOCK}:
                 raise UserError(f'{self.label} already holds other files; give a new folder')
-        else:
-            earlier = parse_json(content, f'{CLAIM} of {self.label}')
             differing = [key for key in ('program', *claim, *earlier) if earlier.get(key) != claim.get(key)]
-            if not differing:
-                return
-            # Parts without a sample, for example after a wrong flag, consist of an INDEX only and are no results.
-            if {os.path.basename(name) for name in self.names()} - {CLAIM, LOCK, SKIPPED, INDEX}:
-                key = differing[0]
-                raise UserError(f'{self.label} was begun with {key} {earlier.get(key)}, and this command has '
-                                f'{claim.get(key)}; give the earlier flags, or a new folder')
-        self.write(CLAIM, json.dumps(claim).encode())
+            if differing:
+                # Parts without a sample, for example after a wrong flag, consist of an INDEX only and are no results.
+                if {os.path.basename(name) for name in self.names()} - {CLAIM, LOCK, SKIPPED, INDEX}:
+                    key = differing[0]
+                    raise UserError(f'{self.label} was begun with {key} {earlier.get(key)}, and this command has '
+                                    f'{claim.get(key)}; give the earlier flags, or a new folder')
+                self.write(CLAIM, json.dumps(claim).encode())
+            yield
 
     def write(self, name: str, content: bytes | BinaryIO) -> None:
         """Write a file of OUT, which replaces an earlier one when it is complete."""

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from sdbench.datasets.names import (
     ALL_SPLITS,
@@ -135,12 +135,12 @@ def open_file(path: str) -> Iterator[BinaryIO]:
 
 def read_image_file(file: File, columns: Columns) -> Sample:
     """Read an image, and its captions unless a table has them."""
-    path = Path(file.name)
-    key = split_name(path.name)[0]
+    path, suffix = split_name(file.name)
+    key = os.path.basename(path)
     if file.table_captions is not None:
-        return Sample(key, path.read_bytes(), dict(file.table_captions))
-    names = (path.name, *file.captions)
-    return sample_of_files(key, {split_name(name)[1]: path.with_name(name).read_bytes() for name in names}, columns)
+        return Sample(key, Path(file.name).read_bytes(), dict(file.table_captions))
+    files = {suffix: Path(path + suffix).read_bytes() for suffix in (suffix, *file.captions)}
+    return sample_of_files(key, files, columns)
 
 
 def sample_of_files(key: str, files: dict[str, bytes | str], columns: Columns) -> Sample:
@@ -330,26 +330,31 @@ def read_parquet(name: str, columns: Columns) -> Iterator[Sample]:
             wanted = [image, *captions.values()]
             for batch in parquet.iter_batches(ROWS_PER_BATCH, [index], wanted, use_threads=False):
                 for row in range(batch.num_rows):
-                    sample = Sample(number)
+                    cells = {name: batch.column(column)[row] for name, column in captions.items()}
+                    yield sample_of_row(number, batch.column(image)[row], cells)
                     number += 1
 
-                    # The image is bytes, or a struct of bytes and path as the Hugging Face hub has it.
-                    content = batch.column(image)[row].as_py()
-                    if isinstance(content, dict):
-                        content = content.get('bytes') or content.get('path')
-                    if isinstance(content, bytes):
-                        sample.image = content
-                    else:
-                        shown = repr(content) if isinstance(content, str | None) else f'a {type(content).__name__}'
-                        sample.reasons.append(f'no image: the row has {shown:.50} instead of its bytes (--captions '
-                                              'reads tables of paths, and img2dataset makes tars of addresses)')
 
-                    # A caption column holds a text or a list of texts.
-                    for caption_name, column in captions.items():
-                        try:
-                            texts, reasons = captions_in(batch.column(column)[row].as_py())
-                        except UnicodeError:
-                            texts, reasons = [], ['no caption: it is not UTF-8']
-                        sample.captions[caption_name] = texts
-                        sample.reasons += [with_name(reason, caption_name) for reason in reasons]
-                    yield sample
+def sample_of_row(number: int, image: Any, captions: dict[str, Any]) -> Sample:
+    """Return the sample in a row of a Parquet file. Its cells are scalars of pyarrow, for captions by their name."""
+    # The image is bytes, or a struct of bytes and path as the Hugging Face hub has it.
+    sample = Sample(number)
+    content = image.as_py()
+    if isinstance(content, dict):
+        content = content.get('bytes') or content.get('path')
+    if isinstance(content, bytes):
+        sample.image = content
+    else:
+        shown = repr(content) if isinstance(content, str | None) else f'a {type(content).__name__}'
+        sample.reasons.append(f'no image: the row has {shown:.50} instead of its bytes (--captions reads tables of '
+                              'paths, and img2dataset makes tars of addresses)')
+
+    # A caption column holds a text or a list of texts.
+    for name, cell in captions.items():
+        try:
+            texts, reasons = captions_in(cell.as_py())
+        except UnicodeError:
+            texts, reasons = [], ['no caption: it is not UTF-8']
+        sample.captions[name] = texts
+        sample.reasons += [with_name(reason, name) for reason in reasons]
+    return sample

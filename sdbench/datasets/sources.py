@@ -46,7 +46,7 @@ class File(NamedTuple):
     """A tar, a Parquet file or an image that is to be converted."""
     name: str  # absolute path, or address in a store
     size: int  # in bytes, including the files with its captions
-    captions: tuple[str, ...] = ()  # for an image, names of the files in its folder that may contain its caption
+    captions: tuple[str, ...] = ()  # for an image, suffixes of the files beside it that may contain its caption
     # Changes if the file is written again: the modification times in nanoseconds of the file and its captions, or the
     # ETag in a store
     changed: tuple[int | str, ...] = ()
@@ -54,9 +54,7 @@ class File(NamedTuple):
 
     def identity(self) -> list:
         """Return the values that are hashed for the name of its part, so the name changes if the file changes."""
-        suffixes = [split_name(name)[1] for name in self.captions]
-        table_captions = [] if self.table_captions is None else [self.table_captions]
-        return [self.name, self.size, suffixes, self.changed, *table_captions]
+        return [value for value in self if value is not None]
 
 
 class Folder(NamedTuple):
@@ -78,14 +76,8 @@ def find_files(sources: Sequence[str], excluded: Iterable[str] = (), captions: s
     """Find the tars, Parquet files and images that `sources` name, and record everything else as skipped.
 
     A source is a file, a folder (searched with all its subfolders) or a glob. In a store it is a tar, a Parquet file, a
-    folder of these, or a glob.
-
-    Args:
-        sources: as the user gave them.
-        excluded: folders or addresses that are not searched, such as the output of the conversion.
-        captions: path of the table that --captions names.
-        columns: columns of images and captions in tables.
-        split: the split to convert, or ALL_SPLITS. None: SOURCE must have only one.
+    folder of these, or a glob. What is `excluded`, such as OUT, is not searched. `captions` is the table of --captions.
+    Without a `split`, which may be ALL_SPLITS, SOURCE must have only one.
 
     Raises UserError if a source names nothing, a table of captions cannot be read, or the split must be chosen, and
     OSError if a store or a disk cannot be read.
@@ -167,21 +159,17 @@ class Search:
         if not named:
             raise nothing_there(source)
 
-        # Choose by name, relative to the listed folder, as `files_in` does for files of this machine. Take hidden files
-        # only if SOURCE names them, as in the glob .tmp*/0.tar.
+        # Choose by name, relative to the listed folder. SOURCE may name hidden files, as in the glob .tmp*/0.tar.
         names_hidden = is_hidden(key.removeprefix(folder).lstrip('/'))
         names = {file.key: file.key.removeprefix(folder).lstrip('/') for file in listed}
         present = set(names.values())
         for file in named:
-            name = names[file.key]
             path = f'{bucket}/{file.key}'
             if file.key.endswith('/') or path.startswith(self.excluded_addresses):
                 continue  # an empty object marks a folder
             if {'', '.', '..'} & {*file.key.split('/')}:  # clients would request a normalized key, so another object
                 self.skip(path, 'unusable key: it contains //, /./ or /../; copy the object to another key')
-            elif is_hidden(name) and not names_hidden:
-                self.skip(path, 'hidden')
-            elif is_written_by_img2dataset(name, present) and file.key != key:
+            elif not self.should_read(path, names[file.key], present, names_hidden or file.key == key):
                 continue
             elif is_shard(split_name(file.key)[1]):
                 yield File(path, file.size, changed=(file.changed,))
@@ -234,6 +222,18 @@ class Search:
         self.searched.add(real)
         return is_new
 
+    def should_read(self, path: str, name: str, present: set[str], is_given: bool) -> bool:
+        """Return whether to read a file, which SOURCE names if `is_given`. Skip hidden files.
+
+        The files that img2dataset writes about the shards in `present` are ignored without a line.
+        """
+        if is_given:
+            return True
+        if is_hidden(name):
+            self.skip(path, 'hidden')
+            return False
+        return not is_written_by_img2dataset(name, present)
+
     def skip_unreadable(self, error: OSError) -> None:
         """Record a file or folder as skipped. Raise the error if the disk failed, because a later run may read it."""
         if error.errno not in UNREADABLE:
@@ -241,25 +241,17 @@ class Search:
         self.skip(error.filename, f'cannot be opened: {error.strerror}')
 
     def files_in(self, folder: Folder, tables: CaptionTables) -> Iterator[File]:
-        """Yield the tars and Parquet files in a folder, and the images with their captions. Skip other files.
-
-        Tables of captions, and the files that img2dataset writes about its shards, are ignored without a line.
-        """
+        """Yield the tars and Parquet files in a folder, and the images with their captions. Skip other files."""
         groups = defaultdict(dict)  # images and captions, by key and suffix
         for name in sorted(folder.named):
             path = os.path.join(folder.path, name)
             key, suffix = split_name(name)
             file = self.file_at(path)
-            if file is None:
+            if file is None or tables.path_of(path) in tables.read:
                 continue
-            is_given = path in self.sources
-            if is_hidden(name) and not is_given:
-                self.skip(path, 'hidden')
-            elif tables.path_of(path) in tables.read:
+            if not self.should_read(path, name, folder.present, path in self.sources):
                 continue
-            elif is_written_by_img2dataset(name, folder.present) and not is_given:
-                continue
-            elif is_shard(suffix):
+            if is_shard(suffix):
                 yield file
             elif is_image(suffix) or is_caption(suffix):
                 groups[key][suffix] = file
@@ -267,11 +259,11 @@ class Search:
                 self.skip(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
 
         for group in groups.values():
-            captions = [group[suffix] for suffix in caption_suffixes(group)]
+            captions = caption_suffixes(group)
             images = [file for suffix, file in group.items() if is_image(suffix)]
             if not images:
-                for caption in captions:
-                    self.skip(caption.name, 'no image')
+                for suffix in captions:
+                    self.skip(group[suffix].name, 'no image')
             for image in images:
                 table_captions = tables.captions_of(image.name)
                 if table_captions is not None:
@@ -281,9 +273,8 @@ class Search:
                     names = ', '.join(os.path.basename(file.name) for file in images)
                     self.skip(image.name, f'more than one image: {names}')
                 else:
-                    files = [image, *captions]
-                    yield File(image.name, sum(file.size for file in files),
-                               tuple(os.path.basename(caption.name) for caption in captions),
+                    files = [image, *(group[suffix] for suffix in captions)]
+                    yield File(image.name, sum(file.size for file in files), tuple(captions),
                                tuple(file.changed[0] for file in files))
 
     def file_at(self, path: str) -> File | None:

@@ -214,7 +214,7 @@ class StepCounter(TorchDispatchMode):
         return result
 
     def add_work(self, operator: OperatorWork) -> None:
-        """Add the work of an operator. Sizes that TRACED_IMAGES divides are bytes for images."""
+        # Sizes that TRACED_IMAGES divides are bytes for images.
         bytes_for_images = sum(size for size in operator.sizes if size % TRACED_IMAGES == 0)
         self.work.append((self.in_encoder, operator.kind, operator.flops / TRACED_IMAGES,
                           bytes_for_images / TRACED_IMAGES, sum(operator.sizes) - bytes_for_images, operator.kernels))
@@ -243,7 +243,6 @@ class StepCounter(TorchDispatchMode):
             self.add(item, storage.nbytes())
 
     def free(self, address: int, size: int) -> None:
-        """Stop counting a storage."""
         self.add(self.items.pop(address), -size)
 
     def add(self, item: str, size: int) -> None:

@@ -19,7 +19,6 @@ from sdbench.forecast.speed import (
     images_per_sec,
     seconds_by_kind,
 )
-from sdbench.forecast.step import Step
 from sdbench.forecast.stored import has_same_unet, step_of
 from sdbench.gpus import GIB, NETWORK_SHARE, Card, peak_of
 from sdbench.setup import Setup, largest_that_fits
@@ -88,16 +87,20 @@ def forecast(setup: Setup, card: Card) -> Forecast:
     # The speed of the training
     setup = replace(setup, microbatch=microbatch)
     constants = CONSTANTS.for_mode(setup.compile)
-    work = work_of(setup, step)
-    network = network_rate(setup, card)
-    split = BatchSplit(microbatch, setup.device_batch_size, setup.num_devices, setup.allreduce_precision, network)
-    seconds = seconds_by_kind(card, work._replace(encoder={}) if setup.latents else work, split, constants)
+    step_work = compiled_work(step.work, setup) if setup.compile else step.work
+    update, _ = step.updates[setup.fused_optimizer]
+    if setup.use_ema:
+        update = update | step.ema_update
+    work = step_work._replace(update=update, encoder={} if setup.latents else step_work.encoder)
+    split = BatchSplit(microbatch, setup.device_batch_size, setup.num_devices, setup.allreduce_precision,
+                       network_rate(setup, card))
+    seconds = seconds_by_kind(card, work, split, constants)
     speed = float(setup.batch_size / seconds.total())
 
     # The speed of encoding, for which GPUs share nothing
     split = BatchSplit(Encode.batch_size, Encode.batch_size)
-    encoding = float(images_per_sec(card, StepWork(work.encoder), split, constants) * setup.num_devices)
-    is_tested = was_published(setup, card, network) and not math.isnan(speed)
+    encoding = float(images_per_sec(card, StepWork(step_work.encoder), split, constants) * setup.num_devices)
+    is_tested = was_published(setup, card) and not math.isnan(speed)
     return Forecast(setup, card, gib_taken(setup, microbatch), speed, seconds, encoding, is_tested)
 
 
@@ -125,13 +128,6 @@ def gib_taken(setup: Setup, microbatch: int) -> float:
     return sum(bytes_needed(setup, microbatch).values()) * (1 + UNCOUNTED_SHARE) / GIB
 
 
-def work_of(setup: Setup, step: Step) -> StepWork:
-    """Return the work of a step with its update, which includes the encoding of its images."""
-    work = compiled_work(step.work, setup) if setup.compile else step.work
-    update, _ = step.updates[setup.fused_optimizer]
-    return work._replace(update=update | step.ema_update if setup.use_ema else update)
-
-
 def network_rate(setup: Setup, card: Card) -> float:
     """Return the GB/s that a gradient all-reduce reaches between machines, as in BatchSplit.
 
@@ -155,24 +151,19 @@ def network_sentence(setups: Iterable[Setup]) -> str:
             f'{100 * NETWORK_SHARE:.0f} %.')
 
 
-def was_published(setup: Setup, card: Card, network: float) -> bool:
-    """Tell whether a published run of Stable Diffusion 2 tests the speed of a run with this setup on this card.
+def was_published(setup: Setup, card: Card) -> bool:
+    """Tell whether a published run of Stable Diffusion 2 tests the speed of a setup with defaults on this card.
 
     That published run had the same input, image size and mode of --compile, at least as many GPUs of this card on at
     least as many machines, and at most as many images per GPU in a step. So the all-reduce and the update took at least
     the same fraction of its time. The networks of published runs are not stated, so a network that is slower than the
     interconnect of the card is not tested.
-
-    Args:
-        setup: the setup of the run, with defaults.
-        card: the GPU.
-        network: GB/s of the network, as `network_rate` returns it.
     """
     if setup.gradient_checkpointing or setup.attention == 'math' or setup.compile_blocks:
         return False
     if not has_same_unet(setup.model_name, SD2_BASE):
         return False
-    if network < card.link_gigabytes_per_sec:
+    if network_rate(setup, card) < card.link_gigabytes_per_sec:
         return False
     published = TESTED.get(setup.compile, {}).get((card.name, setup.image_size, setup.latents), [])
     return any(setup.num_devices <= devices and setup.device_batch_size >= images

@@ -53,12 +53,9 @@ class StepMemory:
         backward pass; and working memory, which is everything else that operators hand to each other. With gradient
         checkpointing, activations that are computed a second time count as working memory.
 
-        Args:
-            microbatch: number of images that go through the model together.
-            accumulated: whether the gradients of an earlier microbatch are already there. If not, gradients appear
-                while activations are freed.
-            latents: whether the images were encoded before the training. The images themselves are still counted, with
-                6 MiB each at 512 px: 3 MiB in the batch, and 3 in the copy of it that the Trainer keeps.
+        `accumulated` tells whether the gradients of an earlier microbatch are already there. If not, gradients appear
+        while activations are freed. With `latents` the images themselves still count, with 6 MiB each at 512 px: 3 MiB
+        in the batch, and 3 in the copy of it that the Trainer keeps.
         """
         _, alive = self.cases(accumulated, latents)
         alive = alive[:, 0] + microbatch * alive[:, 1]  # fixed bytes + bytes per image, (operators, ITEMS)

@@ -75,7 +75,6 @@ def find_step(traced: Setup) -> Step:
 
 
 def traced_now(traced: Setup) -> Step:
-    """Trace a step of the model and the optimizer of benchmark.py."""
     # These are imported here, because they take seconds.
     from benchmark import build_model, build_optimizer
     from sdbench.forecast.trace import trace

@@ -31,10 +31,9 @@ BUCKET_BYTES = 25 * 2**20  # gradients that DistributedDataParallel collects bef
 
 
 def trace(setup: Setup, build_model: Callable, build_optimizer: Callable) -> Step:
-    """Trace an eager step for the model and the optimizer that these functions build.
+    """Trace an eager step. Of its memory, keep the operators at which a peak can be.
 
-    Of its memory, keep the operators at which a peak can be, in the eager step and in the compiled steps that
-    compiling.py derives from it.
+    Peaks are those of the eager step, and of the compiled steps that compiling.py derives from it.
     """
     settings = settings_of_setup(setup)
     model = build_on_meta(settings, build_model)
@@ -63,10 +62,9 @@ def ema_update(model: ComposerModel) -> Work:
 
 
 def build_on_meta(settings: Train, build_model: Callable[..., ComposerModel]) -> ComposerModel:
-    """Build the model of a run on the meta device, with shapes and types alone, and always with the VAE.
+    """Build the model of a run on the meta device, always with the VAE.
 
-    `build_model` is the function that builds the real model, so every switch of the run has its real effect on the
-    count.
+    `build_model` also builds the real model, so every switch of the run has its real effect on the count.
     """
     return build_model(settings, False, torch.device('meta'), find_model(settings.model_name))
 
@@ -76,12 +74,8 @@ def trace_step(meta_model: ComposerModel, precision: str, attention: str = 'sdpa
 
     Fused attention never stores the matrix of all queries and keys. The CPU's kernel represents the GPU's kernels,
     because it keeps the same tensors: queries, keys, values, the result and one number per query. --attention math is
-    traced as its products and softmax, which write, read and keep the matrix.
-
-    Args:
-        meta_model: the model on the meta device; its tensors become fake ones.
-        precision: amp_bf16, amp_fp16 or fp32.
-        attention: sdpa, or math for the unfused attention.
+    traced as its products and softmax, which write, read and keep the matrix. The tensors of `meta_model` become fake
+    ones.
     """
     # Make fake tensors of the weights directly: Module.to_empty takes seconds under FakeTensorMode, and with torch 2.15
     # a fake parameter cannot change its type.
@@ -134,7 +128,6 @@ def work_by_kind(rows: Iterable[tuple]) -> Work:
 
 
 def memory_and_work(model: ComposerModel, counter: StepCounter) -> tuple[StepMemory, StepWork]:
-    """Return memory and work of the step that `counter` has counted."""
     # DistributedDataParallel fills buckets with gradients in the order of the backward pass, and sends each bucket when
     # it is full. For each bucket, add up the work of the backward pass that remains at that time.
     amounts = np.array([amounts for _, _, *amounts in counter.work], dtype=float)  # (operators, 4)

@@ -209,12 +209,13 @@ class Answer:
         sentence = f'Measure {what}, at {sizes}, on {place}: about {minutes:.0f} minutes{cost}.'
 
         # Say which speed the limits need.
+        training = [part for part in parts if part.kind == TRAIN]
         needed = lowest_speed(plan, self.limits)
-        if needed is not None:
+        if training and needed is not None:
             speeds = ' or '.join(f'{rounded(part.speed.images_per_sec * needed)} images/s at {part.setup.image_size} px'
-                                 for part in plan.training)
+                                 for part in training)
             sentence += (f' Stop if the training is slower than {speeds}, {math.ceil(100 * needed) / 100:.2f} of the '
-                         'forecast.')
+                         f'{training[0].speed.source}.')
         return sentence
 
     def rows(self) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from sdbench.plan.parts import CORRECTED, ENCODE, MEASURED, TRAIN, Speed
 from sdbench.records.expected import expected_of
 from sdbench.records.read import MEASURED as RELIABLE
 from sdbench.records.read import Row
+from sdbench.records.status import why_unreliable
 from sdbench.records.summary import MUCH_WAITING_FOR_DATA
 from sdbench.setup import Setup
 
@@ -42,17 +43,20 @@ class Measurement(NamedTuple):
 def read_measurements(rows: Sequence[Row], model_name: str) -> tuple[list[Measurement], list[str]]:
     """Return the measurements of a model among the rows of records, and a sentence about each that corrects nothing.
 
-    The newest is last. Only time in which the GPUs worked counts, so a run that waited for its data corrects nothing.
+    The rows are sorted as `read_all` does: the newest is last. Only time in which the GPUs worked counts, so a run that
+    waited for its data corrects nothing.
     """
     found = []
     sentences = []
-    for row in sorted(rows, key=lambda row: row.date):  # in UTC; '' without a date
+    for row in rows:
         record, kind = row.record, row.stage
-        if row.status != RELIABLE or kind not in (TRAIN, ENCODE):
+        if kind not in (TRAIN, ENCODE):
             continue
         waited = record.get('data_wait_fraction') or 0
         name = str(record.get('model_name') or model_name)
-        if not is_same_model(name, model_name):
+        if row.status != RELIABLE:
+            why_not = why_unreliable(record) or f'its status is {row.status}'
+        elif not is_same_model(name, model_name):
             why_not = f'its model is {name}'
         elif waited > MUCH_WAITING_FOR_DATA:
             why_not = f'it waited for its data {100 * waited:.0f} % of the time'

@@ -7,16 +7,18 @@ from pathlib import Path
 
 from sdbench.errors import UserError
 from sdbench.plan.answer import Answer
-from sdbench.plan.picture import MOST_PLANS, draw_intervals
+from sdbench.plan.picture import draw_intervals
 from sdbench.plan.verdict import OUTSIDE, standing
 from sdbench.report.page import fill_template
 from sdbench.report.pictures import svg_of
+
+MOST_PLANS = 10  # in the picture, the cheapest first
 
 
 def write_sheet(answer: Answer, path: str) -> None:
     """Write the sheet: verdict, intervals, table, what to do first, and notes."""
     try:
-        picture = svg_of(draw_intervals(answer.plans, answer.limits))
+        picture = svg_of(draw_intervals(answer.plans[:MOST_PLANS], answer.limits))
     except UserError:  # no plan is possible
         picture = ''
     # The table has the plans with a price, or all of them if none has one. The others are a line.

@@ -8,7 +8,6 @@ from sdbench.plan.parts import Plan
 from sdbench.plan.verdict import Limit
 from sdbench.report.pictures import set_tooltips
 
-MOST_PLANS = 10  # in the picture, the cheapest first
 WIDTH_INCHES = 5.0  # a telephone shows it at its own size, so the text stays readable
 FONT_SIZE = 9
 NAME_CHARACTERS = 20  # in a line of the name of a plan
@@ -20,7 +19,6 @@ def draw_intervals(plans: Sequence[Plan], limits: Sequence[Limit]) -> Any:
     """Draw a panel for days, and one for dollars if a plan has a price. Raises UserError if there is no plan."""
     from matplotlib.figure import Figure
 
-    plans = plans[:MOST_PLANS]
     if not plans:
         raise UserError('no plan is possible, so there is nothing to draw')
     panels = {'days': list(plans)}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import nnls
 
-from sdbench.costs import TRAINING_IMAGES, Prices, days_to_train, price_of
+from sdbench.costs import TRAINING_IMAGES, Prices, cost_of, days_to_train, price_of
 from sdbench.errors import UserError, plural
 from sdbench.flags.commands import Report
 from sdbench.flags.train import TINY_MODEL
@@ -222,7 +222,9 @@ def score_table(rows: Sequence[Row], prices: Prices) -> Table:
     for row in rows:
         if 'total_gpu_hours' in row.metrics and (prices or 'cost_usd' not in row.metrics):
             row.metrics.pop('cost_usd', None)
-            add_cost(row, prices)
+            cost = cost_of(row.record['training'], prices)
+            if not math.isnan(cost):
+                row.metrics['cost_usd'] = cost
     rows = sorted(rows, key=lambda row: (str(row.settings['model']), row.metrics.get('trained_batches', 0),
                                          row.metrics['guidance'], row.identity))
     return Table('Scores', rows, EVALUATION_SETTINGS, shared_settings(rows, EVALUATION_SETTINGS))

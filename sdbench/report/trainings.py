@@ -10,10 +10,11 @@ from sdbench.records.settings import EVAL_DATA, SPEED_SETTINGS, has_training_res
 from sdbench.records.status import FAILED
 
 # The training result: the keys that the newest record of a training has for all of it, and those of a curve of losses
-RESULT_KEYS = ('loss', 'trained_batches', 'trained_epochs', 'gpu_hours', 'dollars', 'max_duration')
+RESULT_KEYS = ('loss', 'trained_batches', 'trained_epochs', 'gpu_hours', 'gpu_hours_by_device', 'dollars',
+               'max_duration')
 CURVE_KEYS = (*EVAL_DATA, 'eval_loss', 'eval_batch', 'eval_samples', 'eval_held_out', 'evaluations')
 OTHER_CURVES = 'other_evaluations'
-SHARED_ID = 'another training has the same id: a copied --save_folder'
+SHARED_ID = 'another training has the same id: a copied --save_folder, or a resume from an older checkpoint'
 
 
 def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list]:

@@ -2,6 +2,7 @@
 import math
 import sys
 import time
+from typing import Any
 
 import torch
 from composer import Callback, Trainer
@@ -43,10 +44,12 @@ class Spending:
         if self.budget is not None and self.price is None:
             raise UserError(f'--budget {self.budget:g} needs a price for {self.device}; give it as '
                             f'--dollars_per_gpu_hour "{self.device}=2.5"')
-        self._hours_before = before.get('gpu_hours', 0.0)
-        self._dollars_before = before.get('dollars')  # perhaps on another GPU
+        # Hours by name of the device, because the runs may have been on different GPUs. Earlier versions kept a sum.
+        earlier = {before.get('device', self.device): before.get('gpu_hours', 0.0)}
+        self._hours_before = before.get('gpu_hours_by_device', earlier)
+        self._dollars_before = before.get('dollars')
         if self._dollars_before is None:
-            self._dollars_before = self._hours_before * (self.price or 0)
+            self._dollars_before = sum(self._hours_before.values()) * (self.price or 0)
         self._start = time.monotonic()
         # A cluster may restart the command again and again, and must not pay for more batches.
         is_unfinished = before.get('batch', math.inf) < to_batches(settings.max_duration)
@@ -54,13 +57,14 @@ class Spending:
             raise UserError(f'--budget {self.budget:g} is spent: this training has cost ${self._dollars_before:,.2f} '
                             f'after batch {before["batch"]}; give a larger --budget')
 
-    def so_far(self) -> dict[str, float | None]:
-        """Return the `gpu_hours` of all devices so far, and their cost in `dollars`, or None without a price."""
+    def so_far(self) -> dict[str, Any]:
+        """Return `gpu_hours` and `gpu_hours_by_device` so far, and their cost in `dollars`, or None without a price."""
         hours = (time.monotonic() - self._start) / 3600 * dist.get_world_size()  # GPU-hours of this run
+        by_device = self._hours_before | {self.device: self._hours_before.get(self.device, 0.0) + hours}
         dollars = None
         if self.price is not None:
             dollars = self._dollars_before + hours * self.price
-        return {'gpu_hours': self._hours_before + hours, 'dollars': dollars}
+        return {'gpu_hours': sum(by_device.values()), 'gpu_hours_by_device': by_device, 'dollars': dollars}
 
     def is_spent(self) -> bool:
         return self.budget is not None and self.so_far()['dollars'] >= self.budget
@@ -190,10 +194,11 @@ class EndOfBatch(Callback):
         loss = state.total_loss_dict.get('loss/train/total')
         if loss is not None:
             parts.append(f'loss {float(loss):.3f}')
-        spent = {name: value for name, value in self.spending.so_far().items() if value is not None}
-        if 'dollars' in spent:
+        spent = self.spending.so_far()
+        logger.log_metrics({'cost/gpu_hours': spent['gpu_hours']})
+        if spent['dollars'] is not None:
             parts.append(f'${spent["dollars"]:,.2f}')
-        logger.log_metrics({f'cost/{name}': value for name, value in spent.items()})
+            logger.log_metrics({'cost/dollars': spent['dollars']})
         self.bar.set_postfix_str(', '.join(parts), refresh=False)
         self.bar.update(self.settings.batch_size)
 

@@ -14,7 +14,6 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,9 +57,10 @@ class Mismatch(UserError):
 def kept_in(state: dict) -> dict[str, Any]:
     """Return what benchmark.py keeps in a checkpoint besides weights and moments.
 
-    The keys are `training_id`, `beginning`, `load_weights` and `flags`, as in `facts_to_keep`; `gpu_hours`, `dollars`
-    and `device`; `saved`, the names of checkpoints; `loss`; and the `batch`, `sample` and `epoch` that the training has
-    reached. Earlier versions did not keep all of them, and other programs keep only the last three.
+    The keys are `training_id`, `beginning`, `load_weights` and `flags`, as in `facts_to_keep`; `gpu_hours`,
+    `gpu_hours_by_device`, `dollars` and `device`; `saved`, the names of checkpoints; `loss`; and the `batch`, `sample`
+    and `epoch` that the training has reached. Earlier versions did not keep all of them, and other programs keep only
+    the last three.
     """
     timestamp = state.get('timestamp', {}).get('Timestamp', {})
     kept = {unit: timestamp.get(unit) for unit in ('batch', 'sample', 'epoch')}
@@ -90,8 +90,9 @@ def facts_to_keep(settings: Run, files: ModelFiles, dataset: Dataset, before: di
                   ) -> dict[str, Any]:
     """Return what all checkpoints of a training keep: its identity, and the flags that a resume compares.
 
-    The identity is `training_id`, 12 random hexadecimal digits; `beginning`, the readable part of its name, which is
-    the last part of --save_folder; and `load_weights`, the origin of its first weights without passwords, or None.
+    The identity is `training_id`, a letter and 11 more random hexadecimal digits; `beginning`, the readable part of its
+    name, which is the last part of --save_folder; and `load_weights`, the origin of its first weights without
+    passwords, or None.
 
     `before` is what the checkpoint to resume from has kept, and is empty for a new training. `data_before` are the
     datasets that the weights of --load_weights were trained on.
@@ -99,7 +100,8 @@ def facts_to_keep(settings: Run, files: ModelFiles, dataset: Dataset, before: di
     # A resumed training keeps its identity. Characters that a folder name should not have become hyphens.
     beginning = os.path.basename(os.path.abspath(settings.save_folder or 'run').rstrip('/'))
     origin = redacted(settings.load_weights) if settings.load_weights else None
-    kept = {'training_id': on_rank_0(partial(secrets.token_hex, 6)),
+    # A spreadsheet would read an id such as 12e345678901 as a number, so it begins with a letter.
+    kept = {'training_id': on_rank_0(lambda: secrets.choice('abcdef') + secrets.token_hex(6)[1:]),
             'beginning': re.sub(r'[^\w.-]+', '-', beginning).strip('-.') or 'run', 'load_weights': origin}
     kept |= {key: before[key] for key in kept if key in before}
     if origin and kept['load_weights'] != origin:

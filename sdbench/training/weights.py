@@ -36,6 +36,7 @@ from sdbench.training.resuming import (
 )
 
 DDP_PREFIX = 'module.'  # of names in Composer's own EMA on several devices
+SPENT = ('gpu_hours', 'gpu_hours_by_device', 'dollars', 'device')  # what a record says of the cost of a training
 
 
 # Read a checkpoint
@@ -126,7 +127,7 @@ def trained_model_of(state: dict) -> TrainedModel:
 def about_training(trained: TrainedModel, raw_weights: bool = False) -> dict:
     """Return the keys of a record that describe the weights of a training: EMA weights, or raw weights without EMA."""
     weights = 'raw' if raw_weights or trained.ema is None else 'EMA'
-    spent = {key: trained.kept[key] for key in ('gpu_hours', 'dollars', 'device') if key in trained.kept}
+    spent = {key: trained.kept[key] for key in SPENT if key in trained.kept}
     return {'weights': weights, 'trained_batches': trained.kept['batch'], 'images_seen': trained.kept['sample'],
             'training': trained.flags | spent}
 

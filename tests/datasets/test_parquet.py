@@ -63,6 +63,8 @@ def test_several_captions_make_one_sample_unless_a_flag_asks_for_one_each(tmp_pa
     for out, flags in (('images', []), ('captions', ['--sample_per_caption'])):
         assert convert.main(['in', out, '--clean_captions', *flags, '--caption_column', *names]) == 0
     printed = capsys.readouterr().out
+    of_images, of_captions = [line for line in printed.splitlines() if line.startswith('next ')]
+    assert of_captions == of_images.replace('images-sd15', 'captions-sd15').replace('remote images', 'remote captions')
     assert f'captions   2 of {names[0]}, {len(longer)} of {names[1]}, for 2 samples\n' in printed
     assert f'too long   1 of {2 + len(longer)} captions; the text encoder sees the first 77 tokens\n' in printed
     assert f'no caption called {names[1]}' in {line['reason'].split(':')[0] for line in skipped(tmp_path / 'images')}

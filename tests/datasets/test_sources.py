@@ -36,7 +36,7 @@ def test_links_are_followed_loops_end_and_a_folder_is_searched_once(tmp_path):
     (source / 'b.jpg').symlink_to('a.jpg')
     found = find_files([str(source), str(source / 'a.tar'), f'{source}/./a.tar', str(source / 'part1/deep')])
     assert names_of(found, source) == ['a.jpg', 'a.tar', 'b.jpg', 'part1/deep/y.tar', 'part1/x.tar']
-    assert [file.captions for file in found.files if file.name.endswith('.jpg')] == [('a.txt',), ('b.txt',)]
+    assert [file.captions for file in found.files if file.name.endswith('.jpg')] == [('.txt',), ('.txt',)]
     [(name, reason)] = reasons_of(found, source).items()
     assert (name, reason.partition(':')[0]) == ('part1/itself', 'cannot be opened')
 
@@ -80,8 +80,8 @@ def test_each_file_is_converted_once_or_has_a_reason(names):
         found = find_files([str(make(Path(folder), *names))])
         logged = reasons_of(found, folder)
         taken = Counter(names_of(found, folder))
-        taken.update(os.path.join(os.path.dirname(os.path.relpath(file.name, folder)), caption)
-                     for file in found.files for caption in file.captions)
+        taken.update(os.path.relpath(file.name, folder).rpartition('.')[0] + suffix
+                     for file in found.files for suffix in file.captions)
     for name in names:
         key = name.rpartition('.')[0]
         of_two_images = {f'{key}.jpg', f'{key}.PNG'} <= logged.keys()  # whose captions need no line of their own
@@ -95,7 +95,7 @@ def test_a_glob_takes_the_files_that_it_matches_and_their_captions(tmp_path):
     make(tmp_path, 'a.jpg', 'a.txt', 'b.png', 'b.txt', 'folder/c.jpg')
     found = find_files(['*.jpg', f'{tmp_path}/fol*'])
     assert [(file.name, file.size, file.captions) for file in found.files] == [
-        (f'{tmp_path}/a.jpg', 2, ('a.txt',)), (f'{tmp_path}/folder/c.jpg', 1, ())]
+        (f'{tmp_path}/a.jpg', 2, ('.txt',)), (f'{tmp_path}/folder/c.jpg', 1, ())]
     assert not found.skipped
     with pytest.raises(ValueError, match='SOURCE .* does not exist; give a file, a folder, or a glob'):
         find_files([f'{tmp_path}/*.gif'])

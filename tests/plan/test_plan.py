@@ -186,6 +186,14 @@ def test_flags_that_the_user_gives_are_fixed_and_named():
 def test_flags_without_an_effect_on_a_plan_are_refused(flag, remedy, capfd):
     line = one_error_line(['--training_flags', flag], capfd, plan.main)
     assert line.endswith(f'--training_flags: {flag.split()[0]} has no effect on a plan; {remedy}')
+    line = one_error_line(['--training_flags', f"'{flag}"], capfd, plan.main)
+    assert line.endswith('is not one or several flags: No closing quotation')
+
+
+def test_records_after_the_gpus_are_not_taken_for_one(tmp_path, capfd):
+    records = write_records(tmp_path / 'r.jsonl', {})
+    line = one_error_line(['--gpu', '8 H200', records], capfd, plan.main)
+    assert line.endswith(f'{records} is a file; give records before the first flag')
 
 
 def test_two_phases_at_one_image_size_would_encode_the_images_twice_and_are_refused(capfd):
@@ -464,6 +472,9 @@ def test_the_picture_has_the_range_of_each_plan_and_the_limits(tmp_path):
     svg = (tmp_path / 'x.svg').read_text()
     for words in ('8 x H200', '8 x B200', '20 days', '$9,999', 'dollars, with storage'):
         assert words in svg
+    answer = answer_to('--figure', tmp_path / 'x.svg')
+    svg = ' '.join(re.sub('<[^>]+>', ' ', (tmp_path / 'x.svg').read_text()).split())
+    assert len(answer.plans) > 10 and all(one.name in svg for one in answer.plans)
 
 
 def test_records_of_another_model_correct_nothing_and_those_of_a_copy_under_another_name_do(tmp_path):
@@ -480,6 +491,20 @@ def test_records_of_another_model_correct_nothing_and_those_of_a_copy_under_anot
         assert len(answer.corrections) == (0 if is_same else len(plain.parts))
         assert all(sentence.endswith(f'corrects nothing, because its model is {name}.') for sentence in
                    answer.corrections)
+
+
+def test_each_run_corrects_the_plan_or_is_named_with_why_it_does_not(tmp_path):
+    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
+    [plain] = answer_to(*argv).plans
+    train = record_of(plain.training[0], H200, 0.5, device='H200 SXM')  # as clouds call it
+    dated = train | {'date': '2026-01-31T20:00+00:00', 'images_per_sec': 0.8 * train['images_per_sec']}
+    cases = [({'measured_batches': 3}, 'only 3 measured batches'), ({'status': 'failed'}, 'its status is failed'),
+             ({'device': 'NVIDIA H800'}, 'there is no forecast for its stage or its GPU')]
+    records = write_records(tmp_path / 'r.jsonl', train, dated, *(dated | other for other, _ in cases))
+    answer = answer_to(records, *argv)
+    assert answer.plans[0].training[0].speed.ratio == pytest.approx(0.5)  # a run without a date is the newest
+    assert sorted(sentence.partition('because ')[2] for sentence in answer.corrections) == sorted(
+        f'{why}.' for _, why in cases)
 
 
 def test_a_microbatch_that_a_flag_gives_is_corrected_by_runs_with_it(tmp_path):

@@ -52,6 +52,7 @@ def test_a_checkpoint_of_an_earlier_version_resumes_is_exported_and_starts_a_sec
     identity = state['callbacks'].get('IdentityKeeper', {})
     assert record['training_id'] == identity.get('training_id', record['training_id'])
     assert record['gpu_hours'] > state['callbacks'].get('Spending', {}).get('gpu_hours', 0)
+    assert record['gpu_hours_by_device'] == {'CPU': record['gpu_hours']}
     export(['kept', 'resumed'])
     # Networks that a GPU has rounded are exported in full.
     for folder in ['out', 'resumed'] if has_facts else ['resumed']:

@@ -99,6 +99,7 @@ def test_a_training_ends_when_its_budget_is_spent_and_a_resume_includes_the_earl
     assert (whole['status'], whole['first_batch'], whole['trained_batches']) == ('complete', 1, 3)
     assert whole['dollars'] > 1  # earlier hours keep their price
     assert whole['gpu_hours'] > whole['dollars'] / 3_600_000
+    assert whole['gpu_hours_by_device'] == {'CPU': whole['gpu_hours']}
 
 
 def test_a_signal_ends_later_calls_of_fit_too_and_the_handlers_are_restored(smallest_model):
