@@ -21,17 +21,19 @@ from sdbench.models.loading import (
     require_no_single_file,
 )
 from sdbench.training.checkpoints import load_checkpoint, local_copy, newest_checkpoint
-from sdbench.training.compatibility import (
+from sdbench.training.ranks import on_rank_0, print_on_rank_0
+from sdbench.training.resuming import (
     EXTRA_STATE,
+    TOKENIZER,
     Mismatch,
     comparable,
+    data_of,
     difference_of_models,
     facts_of_model,
     is_copy,
     is_in_checkpoint,
+    kept_in,
 )
-from sdbench.training.ranks import on_rank_0, print_on_rank_0
-from sdbench.training.resuming import TOKENIZER, data_of, kept_in
 
 DDP_PREFIX = 'module.'  # of names in Composer's own EMA on several devices
 SPENT = ('gpu_hours', 'gpu_hours_by_device', 'dollars', 'device')  # what a record says of the cost of a training
