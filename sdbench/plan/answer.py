@@ -95,6 +95,8 @@ class Answer:
         if any(plan.price is None for plan in self.plans):
             sentences.append('For a GPU without a price, give --dollars_per_gpu_hour NAME=DOLLARS, or NAME=0 if it is '
                              'your own.')
+        if any(plan.price and plan.price.is_old(self.today) for plan in self.plans):
+            sentences.append('Ranges are about speeds, not prices: look up each price that is old or has no date.')
         larger = [plan.name for plan in self.plans
                   if plan.price and (plan.price.gpus_per_machine or 0) > plan.num_devices // plan.machines]
         if larger:

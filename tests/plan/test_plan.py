@@ -390,13 +390,15 @@ def test_the_last_price_for_a_machine_with_enough_gpus_counts_and_old_ones_are_m
     path = tmp_path / 'p.csv'
 
     def price(gpu, today=TODAY, *flags):
-        [one] = plan.main(['--gpu', gpu, '--images', '1000', '--prices', str(path), *flags], TODAY).plans
-        return one.price and one.price.describe(today)
+        answer = plan.main(['--gpu', gpu, '--images', '1000', '--prices', str(path), *flags], today)
+        [text] = [answer.cells(one)['per GPU-hour'] for one in answer.plans]
+        assert any('look up each price' in sentence for sentence in answer.not_within) == ('old' in text)
+        return text
 
     assert price('1 H200') == '$1.00 B 2026-06-30'
     assert price('8 H200') == '$3.00 A 2026-04-02'
     assert price('8 H200', TODAY + datetime.timedelta(1)) == '$3.00 A 2026-04-02, old'
-    assert price('8 B200') is None
+    assert price('8 B200') == 'no price'
     assert price('8 H200', TODAY, '--dollars_per_gpu_hour', '9', 'H200=4') == '$4.00 your price'
     [spot] = read_prices(str(path), 'spot', ())
     assert spot.describe(TODAY) == '$2.00 C no date' and spot.is_old(TODAY)
