@@ -292,7 +292,7 @@ class CheckpointSaver:
 
         # In a store, send the file once the one before it has arrived or has failed.
         if self.is_store:
-            unsent, reason = self.wait_for_upload()
+            unsent, reason = self._wait_for_upload()
             if unsent:
                 os.remove(unsent)
                 tqdm.write(f'warning: {os.path.basename(unsent)} could not be sent to --save_folder {self.address} '
@@ -331,7 +331,7 @@ class CheckpointSaver:
         self._sending = path, subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True,
                                                start_new_session=True)
 
-    def wait_for_upload(self) -> tuple[str | None, str]:
+    def _wait_for_upload(self) -> tuple[str | None, str]:
         """Wait until the upload in progress has ended. Return the path of its file and the reason if it has failed.
 
         A file that has arrived is removed here.
@@ -351,10 +351,17 @@ class CheckpointSaver:
 
         Raises DataError if it fails again. The file then stays on this machine.
         """
-        unsent, reason = self.wait_for_upload()
+        unsent, reason = self._wait_for_upload()
         if unsent:
             self._start_upload(unsent)
-            unsent, reason = self.wait_for_upload()
+            unsent, reason = self._wait_for_upload()
         if unsent:
             raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address} ({reason}): it is '
                             f'{unsent}')
+
+    def close(self) -> None:
+        """Let an upload end after the run has failed, and name its file if it could not be sent."""
+        unsent, reason = self._wait_for_upload()
+        if unsent:
+            tqdm.write(f'warning: the last checkpoint could not be sent to --save_folder {self.address} ({reason}): it '
+                       f'is {unsent}', file=sys.stderr)

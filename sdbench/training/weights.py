@@ -112,15 +112,16 @@ def trained_model_of(state: dict) -> TrainedModel:
         ema = with_prefix_removed(model, 'unet.')
         for name, tensor in shadow['named_parameters_dict'].items():
             ema[name.removeprefix(DDP_PREFIX).removeprefix('unet.')] = tensor
-        ema_state = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False, 'from_start': False}
 
         # An EMA from the start of a training is still near the initial weights for about four half-lives. An EMA that
-        # started later, or continues that of an earlier phase, began with trained weights. Composer's own EMA and the
-        # first versions of ours do not save these two.
+        # started later, or continues one that was no longer near them, began with trained weights. Composer's own EMA
+        # and the first versions of ours do not save these two.
         half_life = saved.get('half_life')
         if half_life and saved.get('from_start'):
             if 4 * int(half_life[:-2]) > kept['batch' if half_life.endswith('ba') else 'epoch']:
                 young_half_life = half_life
+        ema_state = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False,
+                     'from_start': young_half_life is not None}
     return TrainedModel(kept, model, ema, young_half_life, ema_state)
 
 
