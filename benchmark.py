@@ -61,19 +61,22 @@ from sdbench.training.checkpoints import (
     newest_checkpoint,
     write_text_in,
 )
-from sdbench.training.compatibility import (
-    Mismatch,
-    add_missing_networks,
-    difference_of_models,
-    facts_of_model,
-    omit_networks_of_folder,
-)
 from sdbench.training.end_of_batch import METRIC, EndOfBatch, Spending
 from sdbench.training.loggers import Throughput, Trace, build_loggers
 from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import FiniteSteps, build_schedule, min_snr_weights
 from sdbench.training.ranks import destroy_nccl_group, join_ranks, on_rank_0
-from sdbench.training.resuming import ExactResume, facts_to_keep, kept_in, with_kept_defaults
+from sdbench.training.resuming import (
+    ExactResume,
+    Mismatch,
+    add_missing_networks,
+    difference_of_models,
+    facts_of_model,
+    facts_to_keep,
+    kept_in,
+    omit_networks_of_folder,
+    with_kept_defaults,
+)
 from sdbench.training.run import announce_build, begin_run, finish_run, fit, training_record
 from sdbench.training.sampling import Sampling, read_prompts
 from sdbench.training.weights import load_initial_weights

@@ -252,12 +252,15 @@ def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics:
 
 def evaluate(settings: Evaluate) -> dict:
     """Generate the missing images, score all images, append the record to --results, and return it."""
-    # Start the ranks. Each of them needs at least one sample.
+    # Start the ranks. Each of them needs at least one sample, and all compute in the precision of rank 0.
     if settings.samples < dist.get_world_size():
         raise UserError(f'--samples {settings.samples} is fewer than the {dist.get_world_size()} ranks, but each '
                         'rank needs one; give more samples, or use fewer ranks')
     join_ranks(DIST_TIMEOUT)
-    device = torch.device('cuda', dist.get_local_rank()) if torch.cuda.is_available() else torch.device('cpu')
+    on_gpu = torch.cuda.is_available()
+    device = torch.device('cuda', dist.get_local_rank()) if on_gpu else torch.device('cpu')
+    precision = settings.precision or on_rank_0(partial(best_precision, on_gpu))
+    settings = dataclasses.replace(settings, precision=precision)
 
     # Load everything that can be missing or wrong before the work begins.
     metrics, about_metrics = load_metrics(settings, device)
@@ -311,8 +314,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     with one_line_errors(PROGRAM, '' if settings.check_only else stays):
         if settings.check_only:
             return check_only(settings)
-        precision = settings.precision or best_precision(torch.cuda.is_available())
-        return evaluate(dataclasses.replace(settings, precision=precision))
+        return evaluate(settings)
 
 
 if __name__ == '__main__':

@@ -67,6 +67,9 @@ def export(settings: Export) -> None:
         if pipeline.scheduler.config.prediction_type == 'v_prediction':
             print('prediction type: v_prediction, which is not in the file; if all images are noise, set it, '
                   'in ComfyUI with the node ModelSamplingDiscrete')
+        if pipeline.scheduler.config.rescale_betas_zero_snr:
+            print('noise schedule: rescaled to zero terminal SNR, which is not in the file; set it, in ComfyUI with '
+                  'zsnr of the node ModelSamplingDiscrete')
     else:
         print('generate images: '
               f"StableDiffusionPipeline.from_pretrained('{settings.out}')('a photo of a cat').images[0]\n"

@@ -70,10 +70,10 @@ def write_files(answer: Answer, settings: PlanSettings) -> None:
         import pandas as pd
         pd.DataFrame(answer.rows()).to_csv(settings.csv, index=False)
     if settings.html:
-        from sdbench.plan.page import write_sheet
+        from sdbench.plan.sheet import write_sheet
         write_sheet(answer, settings.html)
     if settings.figure:
-        from sdbench.plan.picture import draw_intervals
+        from sdbench.plan.sheet import draw_intervals
         from sdbench.report.pictures import save
         save(draw_intervals(answer.plans, answer.limits), settings.figure)
 

@@ -12,32 +12,20 @@ GIB = 2 ** 30  # bytes
 
 
 class Card(NamedTuple):
-    """The numbers of a GPU model from its datasheet.
-
-    Attributes:
-        name: torch's name of the device.
-        tflops: dense TFLOP/s in bf16 and fp16 with float32 accumulation, as in training.
-        gigabytes_per_sec: memory bandwidth.
-        gib: memory in GiB that torch finds.
-        multiprocessors: number of enabled multiprocessors.
-        gigahertz: clock of the multiprocessors at which `tflops` holds.
-        link_gigabytes_per_sec: what the GPU sends in a gradient all-reduce, while it receives as much. This is the
-            datasheet's rate in one direction times NVLINK_SHARE, if NVLink connects all GPUs in a machine, or else
-            PCIe's rate times PCIE_SHARE. An NVLink bridge between two GPUs does not count.
-        gpus_per_node: GPUs in one machine, as most machines are sold or as the published machine had.
-        gpus_per_link: GPUs that NVLink connects across machines, as in an NVL72 rack; None: the GPUs of one machine.
-        aliases: other names that clouds use.
-    """
-    name: str
-    tflops: float
-    gigabytes_per_sec: float
-    gib: float
-    multiprocessors: int
-    gigahertz: float
+    """The numbers of a GPU model from its datasheet."""
+    name: str  # of the device, as torch has it
+    tflops: float  # dense TFLOP/s in bf16 and fp16 with float32 accumulation, as in training
+    gigabytes_per_sec: float  # memory bandwidth
+    gib: float  # memory in GiB that torch finds
+    multiprocessors: int  # number of those that are enabled
+    gigahertz: float  # clock of the multiprocessors at which `tflops` holds
+    # What the GPU sends in a gradient all-reduce, while it receives as much. This is the datasheet's rate in one
+    # direction times NVLINK_SHARE, if NVLink connects all GPUs in a machine, or else PCIe's rate times PCIE_SHARE. An
+    # NVLink bridge between two GPUs does not count.
     link_gigabytes_per_sec: float
-    gpus_per_node: int = 8
-    gpus_per_link: int | None = None
-    aliases: str = ''
+    gpus_per_node: int = 8  # GPUs in one machine, as most machines are sold or as the published machine had
+    gpus_per_link: int | None = None  # that NVLink connects across machines, as in an NVL72 rack; None: of one machine
+    aliases: str = ''  # other names that clouds use
 
 
 # Fraction of the interconnect's rate in one direction that an all-reduce of large tensors reaches ("bus bandwidth" in

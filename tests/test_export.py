@@ -172,15 +172,18 @@ def test_another_model_or_tokenizer_than_the_trained_one_is_refused(
 
 def test_exports_of_a_young_ema_and_of_random_encoders_print_warnings(capfd):
     for folder, half_life, start in (('2ba', '2ba', []), ('1ba', '1ba', []), ('late', '2ba', ['--ema_start', '3ba']),
-                                     ('continued', '1000ba', ['--load_weights', '2ba'])):
+                                     ('continued', '1000ba', ['--load_weights', '1ba']),
+                                     ('still', '1000ba', ['--load_weights', '2ba'])):
         main(['--use_synth_data', *TINY, '--max_duration', '4ba', '--use_ema', '--ema_half_life', half_life, *start,
               '--save_folder', folder])
         export([folder, f'{folder}-out'])
     errors = capfd.readouterr().err
-    [warning] = [line for line in errors.splitlines() if 'EMA weights are still near' in line]
-    assert 'because their half-life is 2ba and CHECKPOINT 2ba is from batch 4; export.py --raw_weights' in warning
-    assert errors.count('warning: without --pretrained the VAE and the text encoder have random weights') == 4
-    assert errors.count('was trained without --pretrained') == 4
+    warnings = [line for line in errors.splitlines() if 'EMA weights are still near' in line]
+    for warning, half_life, folder in zip(warnings, ('2ba', '1000ba'), ('2ba', 'still'), strict=True):
+        reason = f'because their half-life is {half_life} and CHECKPOINT {folder} is from batch 4; export.py --raw'
+        assert reason in warning
+    assert errors.count('warning: without --pretrained the VAE and the text encoder have random weights') == 5
+    assert errors.count('was trained without --pretrained') == 5
 
 
 def test_an_export_into_an_existing_one_does_nothing_or_renames_the_older_one(checkpoints, tmp_path, capfd):

@@ -107,14 +107,16 @@ def test_a_measurement_far_from_its_forecast_does_not_hold(tmp_path, monkeypatch
     assert proof.run_step(measuring(), ONE, results, tmp_path / 'log') == (holds, expected)
 
 
-def test_results_from_another_machine_or_commit_do_not_count(tmp_path, monkeypatch, no_page):
+def test_results_from_another_machine_or_commit_and_records_by_hand_do_not_count(tmp_path, monkeypatch, no_page):
+    by_hand = {'device': A100, 'num_devices': 1, 'image_size': 512, 'images_per_sec': 20}
+    (tmp_path / 'results.jsonl').write_text(json.dumps(by_hand) + '\n')
     monkeypatch.setattr(proof, 'all_steps', lambda machine, results: {'works': python('print("seen")', 'seen')})
     prove(tmp_path, CPU, math.inf)
     prove(tmp_path, CPU, math.inf)
     prove(tmp_path, ONE, math.inf)
     monkeypatch.setattr(proof, 'git_commit', lambda: 'abc')
     prove(tmp_path, CPU, math.inf)
-    here = [json.loads(line)['here'] for line in (tmp_path / 'results.jsonl').read_text().splitlines()]
+    here = [json.loads(line)['here'] for line in (tmp_path / 'results.jsonl').read_text().splitlines()[1:]]
     assert [(each['machine'], each['commit'] == 'abc') for each in here] == [
         ('0 x CPU', False), (f'1 x {A100}', False), ('0 x CPU', True)]
 

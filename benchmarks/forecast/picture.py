@@ -1,7 +1,6 @@
 """Draw the published speeds and their forecasts."""
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.forecast.fit import speeds_of
@@ -42,9 +41,17 @@ def draw(points: pd.DataFrame, constants: Constants, path: str) -> None:
     # Set up the axes and the legend.
     over_microbatch.set(xscale='log', yscale='log', xlabel='microbatch', ylabel='images/s per GPU',
                         title='Measured (points) and forecast (lines)')
-    set_ticks(over_microbatch.xaxis, MICROBATCHES)
-    set_ticks(over_microbatch.yaxis, SPEEDS)
-    shade(unseen, points['unseen_error'].abs().max())
+    worst = points['unseen_error'].abs().max()
+    limits = np.array([SPEEDS[0] * 0.8, SPEEDS[-1] * 1.1])
+    unseen.plot(limits, limits, color='black', linewidth=1)
+    unseen.fill_between(limits, limits / (1 + worst), limits * (1 + worst), color='black', alpha=0.08)
+    unseen.set(xscale='log', yscale='log', xlim=limits, ylim=limits, xlabel='measured images/s per GPU',
+               ylabel='forecast, fitted without its source',
+               title=f'Each source left out in turn; the band is {worst:.0%}')
+    ticks = {over_microbatch.xaxis: MICROBATCHES, over_microbatch.yaxis: SPEEDS, unseen.xaxis: SPEEDS,
+             unseen.yaxis: SPEEDS}
+    for axis, values in ticks.items():
+        axis.set_ticks(values, [str(value) for value in values])
     for axes in (over_microbatch, unseen):
         axes.minorticks_off()
         axes.spines[['top', 'right']].set_visible(False)
@@ -68,20 +75,3 @@ def speeds_over_microbatch(point: pd.Series, constants: Constants) -> tuple[np.n
     layouts = [layout._replace(microbatch=size, images=size * microbatches) for size in sizes]
     runs = [(card_of(point), work_of(point), each, point['compile']) for each in layouts]
     return sizes, speeds_of(runs, constants)
-
-
-def shade(axes: Axes, worst: float) -> None:
-    """Set up the axes of forecast over measured speeds, with a band for the largest error around equality."""
-    limits = np.array([SPEEDS[0] * 0.8, SPEEDS[-1] * 1.1])
-    axes.plot(limits, limits, color='black', linewidth=1)
-    axes.fill_between(limits, limits / (1 + worst), limits * (1 + worst), color='black', alpha=0.08)
-    axes.set(xscale='log', yscale='log', xlim=limits, ylim=limits, xlabel='measured images/s per GPU',
-             ylabel='forecast, fitted without its source',
-             title=f'Each source left out in turn; the band is {worst:.0%}')
-    for axis in (axes.xaxis, axes.yaxis):
-        set_ticks(axis, SPEEDS)
-
-
-def set_ticks(axis, values: list[int]) -> None:
-    """Put ticks with labels at these values of an axis."""
-    axis.set_ticks(values, [str(value) for value in values])

@@ -97,7 +97,7 @@ def prove(folder: Path, machine: Machine, minutes: float) -> bool:
             **package_versions()}
     results = {}
     for record in read_lines(path):
-        if record['stage'] == 'proof' and record['here'] == here and record['holds']:
+        if record.get('stage') == 'proof' and record['here'] == here and record['holds']:
             results[record['step']] = record
             print(result_line(record))
 

@@ -1,6 +1,8 @@
 """Define the flags of plan.py. Nothing here needs torch."""
 import argparse
+import os
 import re
+import shlex
 from dataclasses import dataclass
 
 from sdbench.costs import Prices
@@ -18,6 +20,8 @@ HOURS_BETWEEN_PREEMPTIONS = 6.0  # assumed for spot machines, because no cloud s
 
 def gpus_wanted(text: str) -> tuple[int, str]:
     """Convert the GPUs of a plan, such as '16 L40S', to their count and name. A name alone means GPUS of that GPU."""
+    if os.path.isfile(text):
+        raise argparse.ArgumentTypeError(f'{text} is a file; give records before the first flag')
     found = re.fullmatch(r'\s*(?:([1-9][0-9]{0,5})(?:\s*x\s*|\s+))?(\S.*?)\s*', text)
     if found is None or found[2].isdecimal() and len(found[2]) < 4:  # such as the 8 of an unquoted 8 H100
         raise argparse.ArgumentTypeError(f"{text} is not a GPU count and a GPU name in quotes, such as '16 L40S'")
@@ -30,6 +34,14 @@ def phase(text: str) -> tuple[int, int]:
     if not (steps.isdecimal() and int(steps) > 0 and size.isdecimal()):
         raise argparse.ArgumentTypeError(f'{text} is not STEPS@SIZE, such as 550000@256')
     return int(steps), pixels(size)
+
+
+def shell_words(text: str) -> tuple[str, ...]:
+    """Convert flags in one text to words, as a shell does."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'{text} is not one or several flags: {error}') from None
 
 
 @flags('plan')
@@ -47,9 +59,9 @@ class PlanFlags:
                                                  'Stable Diffusion 2)', type=phase, nargs='+', metavar='STEPS@SIZE')
     figure: str | None = flag(None, 'file for a plot of the days and dollars of each plan, with their ranges and '
                               'limits (default: no plot)', type=picture)
-    training_flags: str = flag('', "flags for benchmark.py, such as --training_flags='--no-compile' with the =, after "
-                               'those of recipes/fastest.txt and --use_ema; the search leaves them as they are',
-                               metavar="'FLAGS'")
+    training_flags: tuple[str, ...] = flag((), 'flags for benchmark.py, such as --training_flags=\'--no-compile\' with '
+                                           'the =, after those of recipes/fastest.txt and --use_ema; the search leaves '
+                                           'them as they are', type=shell_words, metavar="'FLAGS'")
 
 
 @flags('limits and prices')

@@ -60,7 +60,7 @@ class VerifiedStream(Stream):
         if local is None and is_readable_in_place(remote, index['shards']):
             remote, local = None, remote
         else:
-            local = cache_folder(local, index)
+            local = cache_folder(local, index, remote)
         super().__init__(remote=remote, local=local, keep_zip=False)
         self.retry = retry
         self.cache_limit = bytes_to_int(cache_limit) if cache_limit and remote is not None else None
@@ -205,10 +205,11 @@ def is_readable_in_place(remote: str, entries: list[dict]) -> bool:
     return os.path.isdir(remote) and not any(entry['zip_data'] for entry in entries)
 
 
-def cache_folder(parent: str | None, index: dict) -> str:
+def cache_folder(parent: str | None, index: dict, remote: str) -> str:
     """Return the cache folder for a dataset's shards. If it is missing, make it, with a copy of index.json.
 
-    The folder's name is a hash of index.json. Therefore a dataset that was made again never uses the old copies.
+    The folder's name is a hash of index.json. Therefore a dataset that was made again never uses the old copies. Two
+    datasets without hashes of their shards can have the same index.json, so their names are also hashes of `remote`.
 
     If `parent` is None, the parent is mds-cache-UID in the system's folder for temporary files.
 
@@ -224,7 +225,10 @@ def cache_folder(parent: str | None, index: dict) -> str:
                             'give --local a folder, or set TMPDIR')
 
     # Make the folder of this dataset. With its index.json it is a complete dataset when all shards are cached.
-    folder = Path(parent, index_hash(index)[:16])
+    identity = index
+    if not all(shard['raw_data'].get('hashes') for shard in index['shards']):
+        identity = {**index, 'remote': remote}
+    folder = Path(parent, index_hash(identity)[:16])
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / INDEX).exists():
         with atomic_write(folder / INDEX) as file:

@@ -82,7 +82,8 @@ def difference_from_original(pipeline: StableDiffusionPipeline) -> str | None:
     """Return in words what a program that reads the original layout would compute otherwise; None if there is nothing.
 
     Such programs assume what Stable Diffusion 1.5 and 2 have in common, which are diffusers' defaults, and choose
-    between the two by the names of the text encoder's tensors. The prediction type is not compared.
+    between the two by the names of the text encoder's tensors. The prediction type and a noise schedule rescaled
+    to zero terminal SNR are not compared, because a user can set them in such a program.
     """
     # Compare the values in which the two versions differ.
     text_encoder = pipeline.text_encoder.config
@@ -102,6 +103,8 @@ def difference_from_original(pipeline: StableDiffusionPipeline) -> str | None:
         ('UNet', 'attention_head_dim', heads, expected_heads),
         ('tokenizer', 'vocabulary size', len(pipeline.tokenizer), CLIP_VOCABULARY),
         ('tokenizer', 'pad_token_id', pipeline.tokenizer.pad_token_id, 0 if is_version_2 else CLIP_VOCABULARY - 1),
+        ('scheduler', 'num_train_timesteps', schedule.num_train_timesteps, 1000),
+        ('scheduler', 'trained_betas', schedule.trained_betas, None),
         ('scheduler', 'beta_schedule', schedule.beta_schedule, 'scaled_linear'),
         ('scheduler', 'beta_start', schedule.beta_start, 0.00085),
         ('scheduler', 'beta_end', schedule.beta_end, 0.012)]

@@ -95,6 +95,8 @@ class Answer:
         if any(plan.price is None for plan in self.plans):
             sentences.append('For a GPU without a price, give --dollars_per_gpu_hour NAME=DOLLARS, or NAME=0 if it is '
                              'your own.')
+        if any(plan.price and plan.price.is_old(self.today) for plan in self.plans):
+            sentences.append('Ranges are about speeds, not prices: look up each price that is old or has no date.')
         larger = [plan.name for plan in self.plans
                   if plan.price and (plan.price.gpus_per_machine or 0) > plan.num_devices // plan.machines]
         if larger:
@@ -209,12 +211,13 @@ class Answer:
         sentence = f'Measure {what}, at {sizes}, on {place}: about {minutes:.0f} minutes{cost}.'
 
         # Say which speed the limits need.
+        training = [part for part in parts if part.kind == TRAIN]
         needed = lowest_speed(plan, self.limits)
-        if needed is not None:
+        if training and needed is not None:
             speeds = ' or '.join(f'{rounded(part.speed.images_per_sec * needed)} images/s at {part.setup.image_size} px'
-                                 for part in plan.training)
+                                 for part in training)
             sentence += (f' Stop if the training is slower than {speeds}, {math.ceil(100 * needed) / 100:.2f} of the '
-                         'forecast.')
+                         f'{training[0].speed.source}.')
         return sentence
 
     def rows(self) -> list[dict[str, Any]]:

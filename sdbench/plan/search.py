@@ -64,8 +64,7 @@ def base_setup(settings: PlanSettings) -> tuple[Setup, frozenset[str]]:
 
     Raises UserError for a flag that does not change a step.
     """
-    words = shlex.split(settings.training_flags)
-    parse(Train, '', ['--dry_run', '1', *words], 'plan.py')
+    words = [*settings.training_flags]
     given = vars(build_parser(Train, '', 'plan.py').parse_args(words))
     for name in given:
         if name == 'image_size' or name not in (*FLAGS.values(), *INPUT_FLAGS.values()):
@@ -83,9 +82,7 @@ def recipe_flags() -> list[str]:
 
 def cards_wanted(gpus: Sequence[tuple[int, str]]) -> list[tuple[Card, int]]:
     """Return each GPU model with its count; without any, GPUS of each known GPU."""
-    wanted = []
-    for count, name in gpus:
-        wanted += [(card, count) for card in cards_named((name,))]
+    wanted = [(card, count) for count, name in gpus for card in cards_named([name])]
     return list(dict.fromkeys(wanted or [(card, GPUS) for card in CARDS.values()]))
 
 

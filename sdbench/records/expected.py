@@ -2,7 +2,6 @@
 import math
 from typing import NamedTuple
 
-from sdbench.errors import UserError
 from sdbench.forecast.forecast import DoesNotFit, forecast
 from sdbench.gpus import CARDS
 from sdbench.setup import Setup, setup_of_record
@@ -11,8 +10,6 @@ from sdbench.setup import Setup, setup_of_record
 NEEDED = {'train': ('num_devices', 'image_size', 'batch_size', 'microbatch', 'latents', 'precision', 'compile',
                     'use_ema', 'gradient_checkpointing', 'half_precision_norms'),
           'encode': ('num_devices', 'image_size', 'compile', 'encoder_precision')}
-# What forecast() raises for a run that does not fit, and for values that no flag has, in a record by hand.
-NO_FORECAST = (DoesNotFit, UserError, ValueError, TypeError, LookupError)
 
 
 class Expected(NamedTuple):
@@ -43,7 +40,7 @@ def expected_of(record: dict) -> Expected:
         found = forecast(setup, CARDS[setup.device])
     except DoesNotFit as error:
         return Expected(setup, math.nan, f'by the forecast it does not fit ({error})')
-    except NO_FORECAST as error:
+    except (ValueError, TypeError, LookupError) as error:  # for values that no flag has, in a record by hand
         return Expected(None, math.nan, f'nothing is forecast for its settings ({error})')
     speed = found.speed_of(stage)
     if not speed > 0:

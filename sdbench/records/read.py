@@ -181,13 +181,16 @@ def parse_value(key: str, value: Any) -> Any:
     return str(value) if key in IDS and value is not None else value
 
 
+def finite(key: str, value: Any) -> float:
+    """Return the value of a key. Raises UserError if it is not a finite number."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isinf(value):
+        raise UserError(f'{key} {value!r} is not a finite number')
+    return value
+
+
 def finite_numbers(record: dict, keys: Iterable[str]) -> dict[str, float]:
     """Return those of some numbers that a record has. Raises UserError if one of them is not a finite number."""
-    numbers = {key: record[key] for key in keys if key in record}
-    for key, value in numbers.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isinf(value):
-            raise UserError(f'{key} {value!r} is not a finite number')
-    return numbers
+    return {key: finite(key, record[key]) for key in keys if key in record}
 
 
 def speed_row(record: dict) -> Row:
@@ -203,7 +206,7 @@ def speed_row(record: dict) -> Row:
     for key in needed:
         if key not in record:
             raise UserError(f'no {key}; a record needs {", ".join(needed)}')
-        if key != 'device' and finite_numbers(record, [key])[key] <= 0:
+        if key != 'device' and finite(key, record[key]) <= 0:
             raise UserError(f'{key} {record[key]!r} is not a positive number')
     finite_numbers(record, NUMBERS)
 
@@ -224,23 +227,20 @@ def speed_row(record: dict) -> Row:
     if has_training_result(record):
         metrics |= finite_numbers(record, RESULT_METRICS)
     if speed in record:
-        metrics['images_per_sec'] = finite_numbers(record, [speed])[speed]
+        metrics['images_per_sec'] = finite(speed, record[speed])
     found_by_search = 'device_train_microbatch_size' in record and settings['device_train_microbatch_size'] is None
     if found_by_search:  # a microbatch that was given is a setting
-        metrics['microbatch'] = finite_numbers(record, ['device_train_microbatch_size']).popitem()[1]
+        metrics['microbatch'] = finite('device_train_microbatch_size', record['device_train_microbatch_size'])
     prices = record.get('dollars_per_gpu_hour', ())
     if isinstance(prices, (int, float)):  # one price for all GPUs, in a CSV file
         prices = ((None, prices),)
-    for _, dollars in prices:
-        finite_numbers({'dollars_per_gpu_hour': dollars}, ['dollars_per_gpu_hour'])
     evaluations = []
     for images, loss in record.get('evaluations', ()):
         is_known = loss is not None and math.isfinite(loss)
-        evaluations.append((finite_numbers({'evaluations': images}, ['evaluations'])['evaluations'],
-                            loss if is_known else None))
+        evaluations.append((finite('evaluations', images), loss if is_known else None))
     status, notes = status_and_notes(record)
     return Row(record=record, settings=settings, metrics=metrics, status=status, notes=notes, date=date,
-               prices=tuple((name and str(name), float(dollars)) for name, dollars in prices),
+               prices=tuple((name and str(name), finite('dollars_per_gpu_hour', dollars)) for name, dollars in prices),
                evaluations=evaluations)
 
 

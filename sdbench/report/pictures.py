@@ -2,7 +2,6 @@
 
 matplotlib is imported only when there is something to draw. A function that finds nothing to draw raises UserError.
 """
-import contextlib
 import io
 import itertools
 import json
@@ -18,18 +17,13 @@ import numpy as np
 
 from sdbench.costs import TRAINING_IMAGES, Prices, cost_of, days_to_train
 from sdbench.errors import UserError
-from sdbench.flags.train import SD2_BASE, Train
-from sdbench.forecast.forecast import forecast
-from sdbench.gpus import CARDS, short_name
-from sdbench.records.expected import NO_FORECAST
+from sdbench.gpus import short_name
 from sdbench.records.metrics import COLUMNS, format_metric
 from sdbench.records.read import EXTRAPOLATED, WITH_SPEED, Row
 from sdbench.records.settings import EVAL_DATA, EVALUATION_SETTINGS, LOSS_SETTINGS, SETTINGS
-from sdbench.records.status import FORECAST
 from sdbench.report.speeds import gpu_count, one_row_per_gpu_count
-from sdbench.report.tables import Table, describe_differences, describe_gpus, line_labels, recipe_flags, shared_settings
+from sdbench.report.tables import Table, describe_differences, describe_gpus, line_labels, shared_settings
 from sdbench.report.trainings import grouped
-from sdbench.setup import setup_of_record, setup_of_settings
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 MARKERS = 'os^Dv<>ph*P'
@@ -38,7 +32,6 @@ LINE_INCHES = 0.2  # height of a line of text
 PANEL_CHARACTERS = 60  # in a line of text above or below a panel
 AXES = {'num_devices': 'GPUs', 'cost_usd': 'dollars'}  # titles of axes that are not headings of tables
 SVG = 'http://www.w3.org/2000/svg'
-FORECAST_GPUS = ('NVIDIA A100-SXM4-80GB', 'NVIDIA H100 80GB HBM3', 'NVIDIA H200', 'NVIDIA B200')
 
 
 class Point(NamedTuple):
@@ -122,7 +115,7 @@ def lines_of(groups: Sequence[Sequence[Row]], names: Sequence[str], across: str,
     lines = []
     for rows, name in zip(groups, names, strict=True):
         points = [Point(row.metrics[across], row.metrics[up], tooltip(row, name, (across, up, *told)),
-                        row.status not in (EXTRAPOLATED, FORECAST)) for row in rows]
+                        row.status != EXTRAPOLATED) for row in rows]
         lines.append(Line(name, points, rows[0].device if across == 'num_devices' else name))
     return lines
 
@@ -136,10 +129,10 @@ def tooltip(row: Row, name: str, keys: Sequence[str]) -> str:
 
 
 def draw_days(table: Table, training_images: int | None) -> Any:
-    """Draw days over GPU counts, with a line for each setting, next to forecasts for recipes/fastest.txt.
+    """Draw days over GPU counts, with a line for each setting.
 
-    Each GPU model has one color. Points that were extrapolated or forecast are hollow. A red cross marks a GPU count on
-    which a run of the line failed or was not reliable.
+    Each GPU model has one color. Points that were extrapolated are hollow. A red cross marks a GPU count on which a run
+    of the line failed or was not reliable.
 
     Args:
         table: the table of speeds.
@@ -159,43 +152,16 @@ def draw_days(table: Table, training_images: int | None) -> Any:
     for first, name in zip(firsts, describe_differences(firsts, SETTINGS, ['device']), strict=True):
         program = first.settings['program'] or ''
         names.append(', '.join(filter(None, [short_name(first.device), '' if program in name else program, name])))
-    forecasts = forecast_rows(firsts[0], sorted({*map(gpu_count, rows)}), training_images)
-    names += [f'{short_name(points[0].device)}, fastest.txt, forecast' for points in forecasts]
-    lines = lines_of(groups + forecasts, names, 'num_devices', 'days', ('images_per_sec', 'cost_usd'))
+    lines = lines_of(groups, names, 'num_devices', 'days', ('images_per_sec', 'cost_usd'))
     lines.sort(key=lambda line: -line.points[0].y)  # as the lines are in the figure
 
     # Mark bad news, also where a prediction is in the place of a run.
     days_at = {(row.setting, gpu_count(row)): row.metrics['days'] for row in itertools.chain(*groups)}
     crosses = [Point(gpu_count(row), days_at[row.setting, gpu_count(row)], tooltip(row, '', ()))
                for row in table.rows if row.status not in WITH_SPEED and (row.setting, gpu_count(row)) in days_at]
-    note = (f'Days for training on {training_images:,} images. Filled: measured. Hollow: extrapolated or forecast. '
+    note = (f'Days for training on {training_images:,} images. Filled: measured. Hollow: extrapolated. '
             'Dashed: twice the GPUs, half the days.')
     return draw_panels([Panel('', 'num_devices', 'days', lines, crosses)], [note, *shared_settings(firsts, SETTINGS)])
-
-
-def forecast_rows(first: Row, counts: Sequence[int], training_images: int) -> list[list[Row]]:
-    """Return rows with forecasts for recipes/fastest.txt on some GPU counts, for each of FORECAST_GPUS.
-
-    Image size, batch, input and EMA are those of the first row. There are no forecasts if it does not state its batch,
-    or if it is not of Stable Diffusion 2.
-    """
-    own = setup_of_record(first.record)
-    if own.batch_size is None or own.model_name not in (None, SD2_BASE):
-        return []
-    recipe = replace(setup_of_settings(Train(**recipe_flags('fastest.txt'))), image_size=own.image_size,
-                     batch_size=own.batch_size, latents=own.latents, use_ema=own.use_ema)
-    found = []
-    for device in FORECAST_GPUS:
-        rows = []
-        for count in (count for count in counts if count <= own.batch_size):
-            with contextlib.suppress(*NO_FORECAST):
-                speed = forecast(replace(recipe, device=device, num_devices=count), CARDS[device]).images_per_sec
-                metrics = {'num_devices': count, 'images_per_sec': speed, 'days': days_to_train(speed, training_images)}
-                rows.append(Row(record={}, settings=first.settings | {'device': device}, metrics=metrics,
-                                status=FORECAST))
-        if rows:
-            found.append(rows)
-    return found
 
 
 def draw_learned(rows: Sequence[Row], prices: Prices) -> Any:

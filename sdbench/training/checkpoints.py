@@ -30,9 +30,8 @@ from sdbench.files import atomic_write, is_url, locked
 from sdbench.models.names import use_installed_names
 from sdbench.stores import addresses_in, download, upload
 from sdbench.stores.addresses import QUICK
-from sdbench.training.compatibility import Mismatch, add_missing_networks
 from sdbench.training.ranks import on_every_rank, on_rank_0
-from sdbench.training.resuming import kept_in, require_same_flags
+from sdbench.training.resuming import Mismatch, kept_in, require_same_flags
 
 LATEST = 'latest-rank0.pt'
 FILE_NAME = 'ep{epoch}-ba{batch}-rank0.pt'  # as Composer calls it
@@ -129,7 +128,8 @@ def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
     different files under this path. Raises OSError or DataError if the folder cannot be listed.
     """
     if is_url(folder):
-        return on_rank_0(partial(newest_complete, folder, flag))
+        saved = on_rank_0(partial(checkpoints_in, folder, flag))
+        return saved[-1] if saved else None
     seen = on_every_rank(partial(newest_complete, folder, flag))
     for rank, checkpoint in enumerate(seen):
         if checkpoint != seen[0]:
@@ -140,13 +140,11 @@ def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
 
 
 def newest_complete(folder: str, flag: str) -> str | None:
-    """Return the newest complete checkpoint that this rank sees. Raises UserError if one cannot be read."""
+    """Return the newest complete checkpoint that this rank sees in a folder. Raises UserError if one is unreadable."""
     for name in reversed(checkpoints_in(folder, flag)):
         # Skip a truncated copy. A file that the disk cannot read now is different: resuming from an older checkpoint
         # would throw away days of training because of an error that may last a minute.
         try:
-            if is_url(name):
-                return name
             with open(name, 'rb') as file:
                 file.read(1)  # zipfile would report a read error as a truncated archive
                 if zipfile.is_zipfile(file):
@@ -217,11 +215,9 @@ def load_training(state: State, logger: Logger, path: str, label: str, folder: s
     Raises UserError if the checkpoint is from another run or model.
     """
     checkpoint = load_checkpoint(path, label=label)['state']
-    model = getattr(state.model, 'module', state.model)  # without DDP's wrapper
-    add_missing_networks(model, checkpoint['model'])  # with DDP torch checks the names before its hooks
     try:
         require_same_flags(kept_in(checkpoint).get('flags', flags), flags)
-        state.load_model_state(checkpoint, logger, strict=True)
+        state.model.load_state_dict(checkpoint['model'])
     except (Mismatch, RuntimeError) as error:  # torch lists missing and unexpected keys, and different shapes
         raise UserError(f'--save_folder {folder}: {label} does not fit this run ({one_line(error, 200)}); resume it '
                         f'as it was made, or give a new --save_folder; to start there from these weights, add '
@@ -296,7 +292,7 @@ class CheckpointSaver:
 
         # In a store, send the file once the one before it has arrived or has failed.
         if self.is_store:
-            unsent, reason = self.wait_for_upload()
+            unsent, reason = self._wait_for_upload()
             if unsent:
                 os.remove(unsent)
                 tqdm.write(f'warning: {os.path.basename(unsent)} could not be sent to --save_folder {self.address} '
@@ -335,7 +331,7 @@ class CheckpointSaver:
         self._sending = path, subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True,
                                                start_new_session=True)
 
-    def wait_for_upload(self) -> tuple[str | None, str]:
+    def _wait_for_upload(self) -> tuple[str | None, str]:
         """Wait until the upload in progress has ended. Return the path of its file and the reason if it has failed.
 
         A file that has arrived is removed here.
@@ -355,10 +351,17 @@ class CheckpointSaver:
 
         Raises DataError if it fails again. The file then stays on this machine.
         """
-        unsent, reason = self.wait_for_upload()
+        unsent, reason = self._wait_for_upload()
         if unsent:
             self._start_upload(unsent)
-            unsent, reason = self.wait_for_upload()
+            unsent, reason = self._wait_for_upload()
         if unsent:
             raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address} ({reason}): it is '
                             f'{unsent}')
+
+    def close(self) -> None:
+        """Let an upload end after the run has failed, and name its file if it could not be sent."""
+        unsent, reason = self._wait_for_upload()
+        if unsent:
+            tqdm.write(f'warning: the last checkpoint could not be sent to --save_folder {self.address} ({reason}): it '
+                       f'is {unsent}', file=sys.stderr)

@@ -237,11 +237,11 @@ class EndOfBatch(Callback):
             self.saver.finish()
 
     def close(self, state: State, logger: Logger) -> None:
-        """Close the bar, so the next output begins on a new line, and let an upload end, also after a failure."""
+        """Close the bar, so the next output begins on a new line, and let an upload end."""
         if self.bar is not None:
             self.bar.close()
         if self.saver is not None:
-            self.saver.wait_for_upload()
+            self.saver.close()
 
     def metrics_for_record(self, all_ranks: bool) -> dict:
         """Return speed, memory, power, loss, cost and identity; `all_ranks` as for Measurement."""

@@ -194,10 +194,10 @@ def finish_run(settings: Run, trainer: Trainer, record: dict) -> None:
         if settings.budget is not None and record['dollars'] >= settings.budget:
             text += f', because --budget {settings.budget:g} is spent'
             remedy += ' and a larger --budget'
-        if settings.save_folder:
-            text += f'; a checkpoint is in {settings.save_folder}: the same command with {remedy} resumes from it'
-        else:
+        if not settings.save_folder:
             text += '; without --save_folder nothing was saved'
+        elif record['trained_batches'] > 0:
+            text += f'; a checkpoint is in {settings.save_folder}: the same command with {remedy} resumes from it'
 
     # Close the loggers before the record is written. After a failure, `fit` has already closed them.
     if record['status'] != FAILED:

@@ -21,17 +21,19 @@ from sdbench.models.loading import (
     require_no_single_file,
 )
 from sdbench.training.checkpoints import load_checkpoint, local_copy, newest_checkpoint
-from sdbench.training.compatibility import (
+from sdbench.training.ranks import on_rank_0, print_on_rank_0
+from sdbench.training.resuming import (
     EXTRA_STATE,
+    TOKENIZER,
     Mismatch,
     comparable,
+    data_of,
     difference_of_models,
     facts_of_model,
     is_copy,
     is_in_checkpoint,
+    kept_in,
 )
-from sdbench.training.ranks import on_rank_0, print_on_rank_0
-from sdbench.training.resuming import TOKENIZER, data_of, kept_in
 
 DDP_PREFIX = 'module.'  # of names in Composer's own EMA on several devices
 SPENT = ('gpu_hours', 'gpu_hours_by_device', 'dollars', 'device')  # what a record says of the cost of a training
@@ -110,15 +112,16 @@ def trained_model_of(state: dict) -> TrainedModel:
         ema = with_prefix_removed(model, 'unet.')
         for name, tensor in shadow['named_parameters_dict'].items():
             ema[name.removeprefix(DDP_PREFIX).removeprefix('unet.')] = tensor
-        ema_state = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False, 'from_start': False}
 
         # An EMA from the start of a training is still near the initial weights for about four half-lives. An EMA that
-        # started later, or continues that of an earlier phase, began with trained weights. Composer's own EMA and the
-        # first versions of ours do not save these two.
+        # started later, or continues one that was no longer near them, began with trained weights. Composer's own EMA
+        # and the first versions of ours do not save these two.
         half_life = saved.get('half_life')
         if half_life and saved.get('from_start'):
             if 4 * int(half_life[:-2]) > kept['batch' if half_life.endswith('ba') else 'epoch']:
                 young_half_life = half_life
+        ema_state = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False,
+                     'from_start': young_half_life is not None}
     return TrainedModel(kept, model, ema, young_half_life, ema_state)
 
 

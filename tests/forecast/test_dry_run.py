@@ -42,12 +42,9 @@ def test_an_index_is_enough_and_one_screen_has_every_card_the_cheapest_first(sha
     assert len(forecasts) == 4
     costs = []
     for line, found in zip(lines[start + 1:start + 5], forecasts, strict=True):
-        name, microbatch, taken, speed, days, dollars = re.split('  +', line)
-        assert found.card.name == f'NVIDIA {name.removeprefix("8 x ")}'
-        assert int(microbatch) == found.setup.microbatch == 8
+        name, microbatch, taken, _, days, dollars = re.split('  +', line)
+        assert (name, microbatch) == (found.card.name.replace('NVIDIA', '8 x'), '8')
         assert float(taken) == pytest.approx(found.gib, abs=0.05)
-        assert number(speed) == pytest.approx(found.images_per_sec, rel=0.01)
-        assert number(days) == pytest.approx(1e8 / found.images_per_sec, rel=0.01)
         price = 1 if '40GB' in name else 3
         assert number(dollars) == pytest.approx(number(days) * 8 * 24 * price, rel=0.01)
         costs.append(number(dollars))

@@ -75,7 +75,7 @@ def test_the_order_equals_streamings_in_every_epoch_and_after_a_resume(remote, t
 
 def test_no_sample_comes_from_a_shard_that_does_not_match_the_index(tmp_path, remote):
     """The cache may be damaged, or the remote may have been written again after the index was read."""
-    cache = Path(cache_folder(str(tmp_path / 'cache'), read_index(str(remote))))
+    cache = Path(cache_folder(str(tmp_path / 'cache'), read_index(str(remote)), str(remote)))
     assert by_number(open_text(remote, tmp_path / 'cache')) == CAPTIONS
     flip(cache / 'shard.00001.mds')
     os.truncate(cache / 'shard.00002.mds', 100)
@@ -182,6 +182,12 @@ def test_a_dataset_that_was_made_again_gets_a_new_cache(tmp_path, remote):
     assert (folder / 'index.json').read_text() == 'mine'
     complete = new.streams[0].local  # a full cache is itself a dataset
     assert by_number(StreamingLAIONDataset(local=complete, batch_size=1)) == by_number(new)
+
+
+def test_datasets_of_the_same_sizes_and_without_hashes_have_separate_caches(tmp_path):
+    for text in ('red', 'sky'):  # two files index.json with the same content
+        remote = write_shards(tmp_path / text, [good(index) | {'caption': f'{text} {index}'} for index in range(9)])
+        assert by_number(open_text(remote, tmp_path / 'cache')) == [f'{text} {index}' for index in range(9)]
 
 
 def test_each_split_has_a_separate_cache(tmp_path):

@@ -1,4 +1,6 @@
 """export.py --single_file writes Stable Diffusion 1.5 and 2 in the original key layout, and no other models."""
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -24,11 +26,19 @@ REFUSED = [
     (dict(vae={'scaling_factor': 0.5}), 'VAE has scaling_factor 0.5 instead of 0.18215'),
     (dict(text_encoder={'num_attention_heads': 2}), 'text encoder has num_attention_heads 2 instead of 1'),
     (dict(text_encoder={'hidden_act': 'gelu_new'}), 'text encoder has hidden_act gelu_new instead of quick_gelu'),
+    (dict(scheduler={'num_train_timesteps': 500}), 'scheduler has num_train_timesteps 500 instead of 1000'),
     (dict(scheduler={'beta_end': 0.02}), 'scheduler has beta_end 0.02 instead of 0.012'),
     (dict(tokenizer={'pad_token': '!'}), 'tokenizer has pad_token_id 0 instead of 49407'),
     (dict(unet={'layers_per_block': (1, 1)}), 'UNet2DConditionModel has other blocks'),
     (dict(unet={'down_block_types': ('CrossAttnDownBlock2D', 'AttnDownBlock2D')}), "other down_block_types ['AttnDown"),
     (dict(version=2, text_encoder={'num_hidden_layers': 24}), 'CLIPTextModel has other blocks')]
+
+
+@functools.cache
+def tokenizer_of(is_2: bool, pad_token: str = '<|endoftext|>'):
+    if is_2:
+        return pipeline_tokenizer()
+    return PreTrainedTokenizerFast(tokenizer_object=clip_tokenizer(), model_max_length=77, pad_token=pad_token)
 
 
 def stable_diffusion(version: int = 1, unet=(), vae=(), text_encoder=(), scheduler=(), tokenizer=()
@@ -48,10 +58,8 @@ def stable_diffusion(version: int = 1, unet=(), vae=(), text_encoder=(), schedul
                     **dict(text_encoder)}
     scheduler = {'beta_schedule': 'scaled_linear', 'beta_start': 0.00085, 'beta_end': 0.012,
                  'prediction_type': 'v_prediction' if is_2 else 'epsilon', **dict(scheduler)}
-    clip = PreTrainedTokenizerFast(tokenizer_object=clip_tokenizer(), model_max_length=77,
-                                   **{'pad_token': '<|endoftext|>'} | dict(tokenizer))
     return build_pipeline(UNet2DConditionModel(**unet), AutoencoderKL(**vae), DDPMScheduler(**scheduler).config,
-                          CLIPTextModel(CLIPTextConfig(**text_encoder)), pipeline_tokenizer() if is_2 else clip)
+                          CLIPTextModel(CLIPTextConfig(**text_encoder)), tokenizer_of(is_2, **dict(tokenizer)))
 
 
 @pytest.mark.parametrize('version, type_of_text_encoder', [
@@ -59,13 +67,15 @@ def stable_diffusion(version: int = 1, unet=(), vae=(), text_encoder=(), schedul
     (2, 'cond_stage_model.model.transformer.resblocks.')])
 def test_diffusers_reads_the_file_and_generates_the_image_of_the_exported_folder(
         version, type_of_text_encoder, tmp_path, capfd):
-    stable_diffusion(version).save_pretrained('model')
+    stable_diffusion(version, scheduler={'rescale_betas_zero_snr': version == 2}).save_pretrained('model')
     main(['--use_synth_data', '--model_name', 'model', '--pretrained', '--image_size', '16', '--batch_size', '2',
           '--max_duration', '1ba', '--save_folder', 'run', '--results', '-'])
     export(['run', 'folder'])
     assert 'prediction type' not in capfd.readouterr().out
     export(['run', 'file.safetensors', '--single_file'])
-    assert ('prediction type: v_prediction' in capfd.readouterr().out) == (version == 2)
+    output = capfd.readouterr().out
+    for words in ('prediction type: v_prediction', 'noise schedule: rescaled to zero terminal SNR'):
+        assert (words in output) == (version == 2)
     assert (tmp_path / 'file.safetensors').stat().st_mode == (tmp_path / 'folder/export.json').stat().st_mode
     folder = StableDiffusionPipeline.from_pretrained('folder')
     file = StableDiffusionPipeline.from_single_file('file.safetensors', config='folder', local_files_only=True)

@@ -186,6 +186,14 @@ def test_flags_that_the_user_gives_are_fixed_and_named():
 def test_flags_without_an_effect_on_a_plan_are_refused(flag, remedy, capfd):
     line = one_error_line(['--training_flags', flag], capfd, plan.main)
     assert line.endswith(f'--training_flags: {flag.split()[0]} has no effect on a plan; {remedy}')
+    line = one_error_line(['--training_flags', f"'{flag}"], capfd, plan.main)
+    assert line.endswith('is not one or several flags: No closing quotation')
+
+
+def test_records_after_the_gpus_are_not_taken_for_one(tmp_path, capfd):
+    records = write_records(tmp_path / 'r.jsonl', {})
+    line = one_error_line(['--gpu', '8 H200', records], capfd, plan.main)
+    assert line.endswith(f'{records} is a file; give records before the first flag')
 
 
 def test_two_phases_at_one_image_size_would_encode_the_images_twice_and_are_refused(capfd):
@@ -382,13 +390,15 @@ def test_the_last_price_for_a_machine_with_enough_gpus_counts_and_old_ones_are_m
     path = tmp_path / 'p.csv'
 
     def price(gpu, today=TODAY, *flags):
-        [one] = plan.main(['--gpu', gpu, '--images', '1000', '--prices', str(path), *flags], TODAY).plans
-        return one.price and one.price.describe(today)
+        answer = plan.main(['--gpu', gpu, '--images', '1000', '--prices', str(path), *flags], today)
+        [text] = [answer.cells(one)['per GPU-hour'] for one in answer.plans]
+        assert any('look up each price' in sentence for sentence in answer.not_within) == ('old' in text)
+        return text
 
     assert price('1 H200') == '$1.00 B 2026-06-30'
     assert price('8 H200') == '$3.00 A 2026-04-02'
     assert price('8 H200', TODAY + datetime.timedelta(1)) == '$3.00 A 2026-04-02, old'
-    assert price('8 B200') is None
+    assert price('8 B200') == 'no price'
     assert price('8 H200', TODAY, '--dollars_per_gpu_hour', '9', 'H200=4') == '$4.00 your price'
     [spot] = read_prices(str(path), 'spot', ())
     assert spot.describe(TODAY) == '$2.00 C no date' and spot.is_old(TODAY)
@@ -464,6 +474,9 @@ def test_the_picture_has_the_range_of_each_plan_and_the_limits(tmp_path):
     svg = (tmp_path / 'x.svg').read_text()
     for words in ('8 x H200', '8 x B200', '20 days', '$9,999', 'dollars, with storage'):
         assert words in svg
+    answer = answer_to('--figure', tmp_path / 'x.svg')
+    svg = ' '.join(re.sub('<[^>]+>', ' ', (tmp_path / 'x.svg').read_text()).split())
+    assert len(answer.plans) > 10 and all(one.name in svg for one in answer.plans)
 
 
 def test_records_of_another_model_correct_nothing_and_those_of_a_copy_under_another_name_do(tmp_path):

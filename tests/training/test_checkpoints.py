@@ -124,6 +124,18 @@ def test_a_failed_upload_is_a_warning_and_the_next_checkpoint_replaces_it_and_th
     assert load_checkpoint(path)['state']['timestamp']['Timestamp']['batch'] == 5
     assert [other.name for other in path.parent.iterdir()] == [path.name]
 
+    # A run that fails while the store refuses names the file, too.
+    class Crash(Callback):
+        def batch_start(self, state, logger):
+            if state.timestamp.batch.value == 5:
+                raise OSError('no luck')
+    s3.is_read_only = False
+    with pytest.raises(SystemExit):
+        main([*resumed, '6ba'], [ReadOnlyUntil(s3, batch=None), Crash()])
+    [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith('warning: the last checkpoint')]
+    assert 'could not be sent to --save_folder s3://bucket/runs/1' in line
+    assert load_checkpoint(line.split()[-1])['state']['timestamp']['Timestamp']['batch'] == 5
+
 
 def test_a_full_quota_is_a_full_disk(monkeypatch, results, capfd):
     def fail(*_):

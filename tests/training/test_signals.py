@@ -17,6 +17,7 @@ from benchmark import StableDiffusion, main
 from data import SyntheticImageCaptionDataset, build_loader
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from sdbench.training.ranks import SIGNALS, GracefulStop
+from sdbench.training.sampling import Sampling
 from tests.runs import TINY, Signalled, assert_same_training, start, wait_until
 
 
@@ -58,6 +59,20 @@ def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_resumes_e
     again = main([*argv, 'stopped'])
     assert (again['evaluations'], again['loss']) == (whole['evaluations'], whole['loss'])
     assert [json.loads(line)['first_batch'] for line in results.read_text().splitlines()] == [whole['trained_batches']]
+
+
+def test_a_signal_before_the_first_batch_leaves_a_record_and_names_no_checkpoint(
+        results, smallest_model, monkeypatch, capfd):
+    Path('prompts').write_text('a cat')
+    monkeypatch.setattr(Sampling, 'generate_or_warn', lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    argv = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--pretrained', '--max_duration', '2ba',
+            '--sample_prompts', 'prompts', '--save_folder', 'kept', '--autoresume']
+    with pytest.raises(SystemExit) as exit:
+        main(argv)
+    record = json.loads(results.read_text())
+    assert (exit.value.code, record['status'], record['trained_batches']) == (130, 'interrupted', 0)
+    assert 'stopped         after batch 0\n' in capfd.readouterr().out
+    assert not checkpoints_in('kept')
 
 
 def test_a_training_ends_when_its_budget_is_spent_and_a_resume_includes_the_earlier_cost(

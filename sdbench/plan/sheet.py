@@ -1,14 +1,21 @@
-"""Draw the days and the dollars of plans as intervals, with lines at the limits."""
+"""Write the answer of plan.py as one HTML sheet for somebody who decides, and draw its intervals.
+
+sheet.html is the template. The sheet opens without a network, and forbids all requests.
+"""
+import shlex
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from sdbench.errors import UserError
+from sdbench.plan.answer import Answer
 from sdbench.plan.parts import Plan
-from sdbench.plan.verdict import Limit
-from sdbench.report.pictures import set_tooltips
+from sdbench.plan.verdict import OUTSIDE, Limit, standing
+from sdbench.report.page import fill_template
+from sdbench.report.pictures import set_tooltips, svg_of
 
-MOST_PLANS = 10  # in the picture, the cheapest first
+MOST_PLANS = 10  # in the picture of the sheet, the cheapest first
 WIDTH_INCHES = 5.0  # a telephone shows it at its own size, so the text stays readable
 FONT_SIZE = 9
 NAME_CHARACTERS = 20  # in a line of the name of a plan
@@ -16,11 +23,28 @@ COLOR, LIMIT_COLOR = '#1f6fb4', '#c03a2b'
 HEADINGS = {'days': 'days', 'dollars': 'dollars, with storage'}
 
 
+def write_sheet(answer: Answer, path: str) -> None:
+    """Write the sheet: verdict, intervals, table, what to do first, and notes."""
+    try:
+        picture = svg_of(draw_intervals(answer.plans[:MOST_PLANS], answer.limits))
+    except UserError:  # no plan is possible
+        picture = ''
+    # The table has the plans with a price, or all of them if none has one. The others are a line.
+    in_table = [plan for plan in answer.plans if plan.price] or answer.plans
+    rows = [(answer.cells(plan), standing(plan, answer.limits) == OUTSIDE, plan in answer.verdict.best)
+            for plan in in_table]
+    unpriced = [answer.cells(plan) for plan in answer.plans if plan not in in_table]
+    fill_template(Path(__file__).with_name('sheet.html'), path,
+                  shlex.join(['python', 'plan.py', *answer.records, *answer.command]), verdict=answer.verdict.sentences,
+                  title=answer.title, picture=picture, rows=rows, unpriced=unpriced, not_within=answer.not_within,
+                  first_steps=answer.first_steps, details=answer.details,
+                  omitted=max(0, len(answer.plans) - MOST_PLANS))
+
+
 def draw_intervals(plans: Sequence[Plan], limits: Sequence[Limit]) -> Any:
     """Draw a panel for days, and one for dollars if a plan has a price. Raises UserError if there is no plan."""
     from matplotlib.figure import Figure
 
-    plans = plans[:MOST_PLANS]
     if not plans:
         raise UserError('no plan is possible, so there is nothing to draw')
     panels = {'days': list(plans)}
