@@ -74,7 +74,7 @@ def encode(settings: Encode) -> dict | None:
         done = output.parts()
         missing = [part for part in parts if not done.get(part.name)]
         if missing:
-            figures, devices = encode_missing(settings, output, parts, missing)
+            speed = encode_missing(settings, output, parts, missing)
 
         # Join all parts into one dataset. Copy the names of captions, and whether it is held out, from the images.
         joined = join_parts(output, [part.name for part in parts])
@@ -104,7 +104,7 @@ def encode(settings: Encode) -> dict | None:
         'bytes_per_image': joined.bytes / joined.samples,
         'bad_samples': number_of_samples(index) - joined.samples,
     }
-    record = make_record('encode', settings, speed_of_devices(figures, devices) | counts)
+    record = make_record('encode', settings, speed | counts)
     notes['encoded'], notes['stored'] = (plural(record[key], 'image') for key in ('samples', 'stored_samples'))
     if record['status'] == UNMEASURED:
         notes['why_no_speed'] = f'all images of this run were skipped, as {settings.out}/{SKIPPED} says'
@@ -114,36 +114,15 @@ def encode(settings: Encode) -> dict | None:
     return append_record(record, summary, settings.results)
 
 
-def speed_of_devices(figures: list[dict], devices: int) -> dict:
-    """Return the record's keys about speed: the mean speed of a device, times the number of devices.
-
-    `figures` are the `Encoder.figures()` of each process, and several processes may have used the same device one after
-    another. `devices` worked at the same time.
-    """
-    images = sum(worker['measured'] for worker in figures)  # none if all images of this run were skipped
-    seconds = sum(worker['seconds'] for worker in figures)
-    speed = {
-        'status': COMPLETE if images else UNMEASURED,
-        'num_devices': devices,
-        'num_nodes': len({worker['machine'] for worker in figures}),
-        'images_per_sec': images / seconds * devices if images else None,
-        'measured_batches': sum(worker['measured_batches'] for worker in figures) // devices,
-    }
-    if figures[0]['device']:
-        speed |= {'device': figures[0]['device'], 'device_type': 'cuda'}
-    return speed
-
-
 def absolute_if_folder(name: str | None) -> str | None:
     """Return the absolute path of a folder, which is valid in any process. Return any other name unchanged."""
     return os.path.abspath(name) if name and os.path.isdir(name) else name
 
 
-def encode_missing(settings: Encode, output: OutputFolder, parts: list[Part], missing: list[Part]
-                   ) -> tuple[list[dict], int]:
+def encode_missing(settings: Encode, output: OutputFolder, parts: list[Part], missing: list[Part]) -> dict:
     """Encode the missing parts: with one process per GPU, with one process on the CPU, or on a Ray cluster.
 
-    Returns the measurements of each process, and the number of devices that worked at the same time.
+    Returns the record's keys about speed.
     """
     # Prepare the function that workers call. Relative paths become absolute, because workers run in other folders.
     to_do = sum(part.size for part in missing)
@@ -161,14 +140,27 @@ def encode_missing(settings: Encode, output: OutputFolder, parts: list[Part], mi
         number = min(max(1, torch.cuda.device_count()), len(missing))
         workers = LocalWorkers(do, number, torch.cuda.set_device if on_gpus else None)
 
-    # Let them encode. A process reports its measurements with each call, and the last report covers all its calls. A
-    # process that replaced a dead one reports as well, but on the same device, so there are never more devices than
-    # slots.
+    # Let them encode. A process reports its measurements with each call, and the last report covers all its calls.
     with workers:
         answers = make_parts(workers, parts, missing, ' images', parts_per_call)
         slots = workers.slots()
-    figures = {answer['name']: answer for answer in answers}
-    return list(figures.values()), min(len(figures), slots)
+    figures = list({answer['name']: answer for answer in answers}.values())
+
+    # The speed is the mean speed of a device, times the number of devices that worked at the same time. There are never
+    # more devices than slots, because a process that replaced a dead one reports as well, but on the same device.
+    devices = min(len(figures), slots)
+    images = sum(worker['measured'] for worker in figures)  # none if all images of this run were skipped
+    seconds = sum(worker['seconds'] for worker in figures)
+    speed = {
+        'status': COMPLETE if images else UNMEASURED,
+        'num_devices': devices,
+        'num_nodes': len({worker['machine'] for worker in figures}),
+        'images_per_sec': images / seconds * devices if images else None,
+        'measured_batches': sum(worker['measured_batches'] for worker in figures) // devices,
+    }
+    if figures[0]['device']:
+        speed |= {'device': figures[0]['device'], 'device_type': 'cuda'}
+    return speed
 
 
 if __name__ == '__main__':

@@ -42,12 +42,8 @@ def become_program(folder: Path, disk: tuple[int, str] | None, environment: dict
                    argv: list[str]) -> None:
     """Turn this new process into a command that runs in `folder` and prints into the files `out` and `err`.
 
-    Args:
-        folder: folder to run in.
-        disk: see `run_program`. The files on the disk are copied to `folder / 'disk'` at the end.
-        environment: all environment variables.
-        function: `main` of the command.
-        argv: its arguments.
+    The arguments are those of `run_program`, but `environment` is all variables. The files on the disk are copied to
+    `folder / 'disk'` at the end.
     """
     for name, number in (('out', 1), ('err', 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
@@ -85,14 +81,8 @@ def run_program(server, folder: Path, function: Callable, argv: list, disk: tupl
                 **environment: str) -> tuple[int, str, str]:
     """Call `function(argv)` in a new process that runs in `folder`. Return its exit code, stdout and stderr.
 
-    Args:
-        server: the fixture `server`.
-        folder: folder to run in, which is made if it is missing. The output goes to its files `out` and `err`.
-        function: function of a module that the new process can import.
-        argv: arguments.
-        disk: size in megabytes and path of a file system that only the process sees. Its files are in `folder / 'disk'`
-            afterwards.
-        environment: environment variables, in addition to the variables of this process.
+    `disk` is the size in megabytes and the path of a file system that only the process sees. `environment` is added to
+    the variables of this process.
     """
     if disk:
         os.makedirs(disk[1], exist_ok=True)
@@ -127,12 +117,7 @@ def on_small_disk(server, megabytes: int, where: str, argv: list, folder: Path) 
 def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tuple], nodes: int = 1) -> list[int]:
     """Call `function` on several ranks, and kill all ranks when one fails. Return their exit codes.
 
-    Args:
-        server: the fixture `server`.
-        logs: for each rank, the file that it prints to.
-        function: function of a module that the new processes can import.
-        arguments: for each rank, its arguments.
-        nodes: number of nodes that the ranks seem to run on.
+    `logs` and `arguments` have an item for each rank. The ranks seem to run on this number of nodes.
     """
     port = free_port()
     ranks = len(arguments)

@@ -86,11 +86,9 @@ def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class Weights(Callback):
-    """Keep the UNet's weights and EMA weights after each batch, and corrupt the gradients of some batches.
+    """Keep the UNet's weights and EMA weights after each batch, and set some gradients of some batches to `value`.
 
-    Args:
-        broken: batches, counted from 0, whose gradients are corrupted before the optimizer step.
-        value: value that some of these gradients get.
+    `broken` are these batches, counted from 0. Their gradients are changed before the optimizer step.
     """
 
     def __init__(self, *broken: int, value: float = float('nan')):

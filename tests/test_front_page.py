@@ -13,7 +13,7 @@ import benchmark
 import report
 from benchmarks.forecast.fit import predict
 from benchmarks.forecast.points import read_points
-from sdbench.flags.parser import LIMITS, build_parser
+from sdbench.flags.parser import build_parser
 from sdbench.flags.train import Run, Train
 from sdbench.flags.training_command import FEWEST_FROM_RANDOM, FINE_TUNED, training_command
 from sdbench.forecast.forecast import UNCOUNTED_SHARE, DoesNotFit, forecast
@@ -79,11 +79,6 @@ def test_the_fine_tuning_command_is_the_one_that_convert_prints():
     shown = [shlex.split(line) for line in PAGE.replace('\\\n', ' ').splitlines() if FINE_TUNED in line.split()]
     assert shlex.split(training_command('photos-mds', 3000, FINE_TUNED, True)) in shown
     assert f'Below about {FEWEST_FROM_RANDOM:,} images you fine-tune' in PAGE
-
-
-def test_the_limits_are_those_that_an_unknown_flag_names():
-    sentences = '. '.join(sentence[0].upper() + sentence[1:] for sentence in LIMITS.split('; '))
-    assert sentences in re.sub(r'\[([^]]*)]\([^)]*\)', r'\1', ' '.join(PAGE.split()))  # without its links
 
 
 def write_architecture_of_sd15(folder: Path) -> None:

@@ -1,11 +1,9 @@
 """Convert tars, Parquet files and images into the shards of a part. Each worker process runs `convert_parts`."""
 import hashlib
 import html
-import io
 
 import ftfy
 import torch
-from PIL import Image
 
 from sdbench.datasets.output import OutputFolder, PartWriter
 from sdbench.datasets.readers import Sample, read_samples
@@ -14,7 +12,6 @@ from sdbench.datasets.workers import Part
 from sdbench.flags.commands import Convert
 from sdbench.flags.train import Model
 from sdbench.inputs.batches import MDS_CAPTION_COLUMNS, ONE_CAPTION, to_columns
-from sdbench.inputs.images import formats
 from sdbench.inputs.tokenizer import is_too_long
 
 SHARD_COLUMNS = {'jpg': 'bytes', **MDS_CAPTION_COLUMNS}  # MDS types by column
@@ -58,8 +55,7 @@ def write_sample(writer: PartWriter, sample: Sample, per_caption: bool) -> None:
 
     # Count what a training changes about the image: the centre square may lack more than a third of it, and it may
     # have to be enlarged.
-    with Image.open(io.BytesIO(sample.image), formats=formats()) as opened:
-        shorter, longer = sorted(opened.size)
+    shorter, longer = sample.sides
     writer.shapes['images'] += 1
     writer.shapes['cropped'] += 3 * shorter < 2 * longer
     writer.shapes['enlarged'] += shorter < Model.image_size

@@ -59,6 +59,7 @@ class Sample:
     image: bytes | None = None  # None if there is none that can be used
     captions: Named = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)  # for skipped.jsonl; each begins with its kind and a colon
+    sides: tuple[int, ...] = ()  # shorter and longer side of the image in pixels, once it is decoded
 
     def is_usable(self, clean: Callable[[str], str] = str) -> bool:
         """Clean the captions, and return whether the sample has one, and an image that decodes.
@@ -79,7 +80,8 @@ class Sample:
         # The image must decode, and must be large enough for one latent pixel.
         try:
             height, width = decode_whole_image(self.image).shape[1:]
-            if min(height, width) < SMALLEST_SIDE:
+            self.sides = (min(height, width), max(height, width))
+            if self.sides[0] < SMALLEST_SIDE:
                 raise BadSample(f'image is narrower than {SMALLEST_SIDE} pixels: {width} x {height}')
         except BadSample as error:
             self.reasons.append(str(error))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sdbench import stores
-from sdbench.errors import DataError, UserError, one_line, plural
+from sdbench.errors import DataError, UserError, one_line
 from sdbench.process import end_with_parent, progress_bar
 
 SECONDS_BETWEEN_CHECKS = 1.0  # between checks of how many CPUs or GPUs the cluster has
@@ -47,15 +47,18 @@ def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing:
     Raises DataError, which names the files, if a worker dies while it makes only one part. Raises any error of a call.
     """
     waiting = deque(missing)
+    suspects = deque()  # parts that were in progress when a worker died
     in_progress = {}  # call: its parts
-    lost = []  # parts that were in progress when a worker died
     results = []
     total = sum(part.size for part in parts)
     with progress_bar(total, unit, total - sum(part.size for part in waiting)) as bar:
-        while waiting or in_progress:
-            # Give parts to all idle workers. After a worker has died, start no more calls until all others have ended.
+        while waiting or suspects or in_progress:
+            # Give parts to all idle workers. After a worker has died, wait until all calls have ended, and make one
+            # suspect at a time.
             slots = workers.slots()
-            while waiting and not lost and len(in_progress) < slots:
+            if suspects and not in_progress:
+                in_progress[workers.call([suspects[0]])] = [suspects[0]]
+            while waiting and not suspects and len(in_progress) < slots:
                 number = min(parts_per_call, 1 + len(waiting) // (2 * slots))  # fewer parts per call towards the end
                 given = [waiting.popleft() for _ in range(number)]
                 in_progress[workers.call(given)] = given
@@ -64,25 +67,20 @@ def make_parts(workers: 'LocalWorkers | RayWorkers', parts: list[Part], missing:
             ended, _ = wait(in_progress, SECONDS_BETWEEN_CHECKS, FIRST_COMPLETED)
             for call in ended:
                 given = in_progress.pop(call)
-                if workers.is_death(call.exception()):
-                    lost += given
-                else:
+                was_alone = suspects and given[0] is suspects[0]
+                if not workers.is_death(call.exception()):
                     results.append(call.result())
                     bar.update(sum(part.size for part in given))
-
-            # Make the lost parts again, one at a time. If a worker dies again, its part is the reason.
-            if lost and not in_progress:
-                print(f'a worker died; making the {plural(len(lost), "part")} in progress again, one at a time',
-                      file=sys.stderr)
-                for part in lost:
-                    call = workers.call([part])
-                    if workers.is_death(call.exception()):
-                        files = ' to '.join(dict.fromkeys((part.sources[0].name, part.sources[-1].name)))
-                        raise DataError(f'a worker was killed or ran out of memory while it read only {files}; give it '
-                                        'more memory, or remove the file that needs so much')
-                    results.append(call.result())
-                    bar.update(part.size)
-                lost = []
+                    if was_alone:
+                        suspects.popleft()
+                elif was_alone:
+                    files = ' to '.join(dict.fromkeys((given[0].sources[0].name, given[0].sources[-1].name)))
+                    raise DataError(f'a worker was killed or ran out of memory while it read only {files}; give it '
+                                    'more memory, or remove the file that needs so much')
+                else:
+                    if not suspects:
+                        print('a worker died; making the parts in progress again, one at a time', file=sys.stderr)
+                    suspects += given
     return results
 
 

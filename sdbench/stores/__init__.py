@@ -63,14 +63,14 @@ def client_errors(label: str) -> Iterator[None]:
         if isinstance(getattr(error, 'response', None), dict):  # boto3
             status = error.response['ResponseMetadata']['HTTPStatusCode']
             text = '{Code} {Message}'.format_map({'Code': '', 'Message': '', **error.response['Error']})
-            text = text.removeprefix(f'{status} ')  # the code of an answer that is not XML
         for name in ('status_code', 'code'):  # Azure's client, and Google's
             if isinstance(getattr(error, name, None), int):
                 status = int(getattr(error, name))
                 text = str(error)
-        message = one_line(Exception(f'{status or ""} {re.sub(r"https?://[^ ]*", "", text)}'), 300)
+        text = re.sub('https?://[^ ]*', '', text).removeprefix(f'{status} ')  # some texts begin with the status
+        message = one_line(Exception(f'{status or ""} {text}'), 300)
 
-        if status == 404 and not re.search('NoSuchBucket|ContainerNotFound', message):
+        if status == 404 and not re.search('NoSuchBucket|ContainerNotFound|bucket does not exist', message):
             raise FileNotFoundError(f'{label}: there is no such file ({message})') from None
         raise OSError(f'{label} cannot be read or written ({message}); check the address, the credentials, '
                       'S3_ENDPOINT_URL and the network as in docs/stores.md') from None

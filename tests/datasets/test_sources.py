@@ -1,4 +1,5 @@
 """Every file in SOURCE is converted or skipped with a reason, despite links, odd names and missing permissions."""
+import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sdbench.datasets.readers import read_samples
 from sdbench.datasets.sources import File, find_files, group_into_parts
 
 
@@ -74,10 +76,21 @@ NAMES = st.builds('{}{}{}'.format, st.sampled_from(['', 'sub/', '.hidden/']), st
 
 
 @settings(deadline=None, max_examples=50)  # it waits for a disk
-@given(st.sets(NAMES, min_size=1))
-def test_each_file_is_converted_once_or_has_a_reason(names):
+@given(st.sets(NAMES, min_size=1), st.sets(NAMES))
+def test_each_file_is_converted_once_or_has_a_reason_and_no_image_gets_the_caption_of_another(names, of_table):
     with TemporaryDirectory() as folder:
-        found = find_files([str(make(Path(folder), *names))])
+        make(Path(folder), *names)
+        for name in names:  # a caption is the name of its file, and a row of the table the name of its image
+            if name.endswith(('.txt', '.JSON', '.caption')):
+                Path(folder, name).write_text(json.dumps({'caption': name}) if name.endswith('N') else name)
+        Path(folder, 'captions.csv').write_text('\n'.join(['file_name,text', *(f'{name},{name}' for name in of_table)]))
+        found = find_files([folder])
+        for file in found.files:
+            if not file.name.endswith('.tar'):
+                [sample] = read_samples(file)
+                key = os.path.relpath(file.name, folder).rpartition('.')[0]
+                assert all(text.rpartition('.')[0] == key for texts in sample.captions.values() for text in texts)
+                assert sample.captions or sample.reasons
         logged = reasons_of(found, folder)
         taken = Counter(names_of(found, folder))
         taken.update(os.path.relpath(file.name, folder).rpartition('.')[0] + suffix
@@ -87,8 +100,9 @@ def test_each_file_is_converted_once_or_has_a_reason(names):
         of_two_images = {f'{key}.jpg', f'{key}.PNG'} <= logged.keys()  # whose captions need no line of their own
         shard = name.removesuffix('_stats.json')
         of_img2dataset = shard != name and {shard, f'{shard}.tar'} & names
+        overridden = {f'{key}.jpg', f'{key}.PNG'} & of_table  # the table decides, not the file beside the image
         is_logged = name in logged or os.path.dirname(name) in logged
-        assert taken[name] + is_logged == 1 or of_two_images or of_img2dataset, name
+        assert taken[name] + is_logged == 1 or of_two_images or of_img2dataset or overridden, name
 
 
 def test_a_glob_takes_the_files_that_it_matches_and_their_captions(tmp_path):

@@ -110,6 +110,14 @@ def test_a_bucket_of_google_is_read_without_keys_and_for_the_project_that_pays(m
     assert {request.args.get('userProject') for request in of_objects} == {payer}
 
 
+def test_a_bucket_that_google_does_not_have_is_not_a_missing_file(monkeypatch):
+    with served(Response('The specified bucket does not exist.', 404)) as url:
+        client = Client('none', AnonymousCredentials(), client_options={'api_endpoint': url})
+        monkeypatch.setattr('google.cloud.storage.Client.create_anonymous_client', lambda: client)
+        with pytest.raises(OSError, match=r'^--remote cannot be read or written \(404 GET .*bucket does not exist'):
+            download('gs://nobody/a', 'copy', '--remote')
+
+
 LISTED = ('<Blob><Name>{}</Name><Properties><Last-Modified>Tue, 01 Sep 2026 00:00:00 GMT</Last-Modified>'
           '<Etag>"1"</Etag><Content-Length>{}</Content-Length><Content-Type>x</Content-Type>'
           '<BlobType>BlockBlob</BlobType></Properties></Blob>')

@@ -26,11 +26,11 @@ def in_other_names(tensors: dict, part: str = '') -> dict:
             tensor for name, tensor in tensors.items()}
 
 
-@pytest.fixture
-def as_saved_by_the_other() -> Path:
-    """Return a checkpoint as the other version of transformers saves it, including the names of buffers in the EMA."""
-    main([*TRAINING, '2ba'])
-    path = Path('kept/ep0-ba2-rank0.pt')
+@pytest.fixture(scope='module')
+def saved_once(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp('run') / 'kept'
+    main([*TRAINING, '2ba', '--save_folder', str(folder), '--results', '-'])
+    path = folder / 'ep0-ba2-rank0.pt'
     checkpoint = torch.load(path, weights_only=False)
     state = checkpoint['state']
     assert f'text_encoder.{installed_prefix()}final_layer_norm.weight' in state['model']
@@ -39,7 +39,13 @@ def as_saved_by_the_other() -> Path:
     shadow['named_buffers_dict'] = in_other_names(shadow['named_buffers_dict'], 'text_encoder.')
     assert f'text_encoder.{OTHER_PREFIX}final_layer_norm.weight' in state['model']
     torch.save(checkpoint, path)
-    return path
+    return str(folder)
+
+
+@pytest.fixture
+def as_saved_by_the_other(saved_once) -> Path:
+    """Return a checkpoint as the other version of transformers saves it, including the names of buffers in the EMA."""
+    return shutil.copytree(saved_once, Path('kept'), symlinks=True) / 'ep0-ba2-rank0.pt'
 
 
 def text_encoder_of(model: dict) -> dict:

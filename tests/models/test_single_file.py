@@ -1,4 +1,6 @@
 """export.py --single_file writes Stable Diffusion 1.5 and 2 in the original key layout, and no other models."""
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +34,13 @@ REFUSED = [
     (dict(version=2, text_encoder={'num_hidden_layers': 24}), 'CLIPTextModel has other blocks')]
 
 
+@functools.cache
+def tokenizer_of(is_2: bool, pad_token: str = '<|endoftext|>'):
+    if is_2:
+        return pipeline_tokenizer()
+    return PreTrainedTokenizerFast(tokenizer_object=clip_tokenizer(), model_max_length=77, pad_token=pad_token)
+
+
 def stable_diffusion(version: int = 1, unet=(), vae=(), text_encoder=(), scheduler=(), tokenizer=()
                      ) -> StableDiffusionPipeline:
     """Build a small Stable Diffusion of this version, with random weights and with changes in its configurations."""
@@ -49,10 +58,8 @@ def stable_diffusion(version: int = 1, unet=(), vae=(), text_encoder=(), schedul
                     **dict(text_encoder)}
     scheduler = {'beta_schedule': 'scaled_linear', 'beta_start': 0.00085, 'beta_end': 0.012,
                  'prediction_type': 'v_prediction' if is_2 else 'epsilon', **dict(scheduler)}
-    clip = PreTrainedTokenizerFast(tokenizer_object=clip_tokenizer(), model_max_length=77,
-                                   **{'pad_token': '<|endoftext|>'} | dict(tokenizer))
     return build_pipeline(UNet2DConditionModel(**unet), AutoencoderKL(**vae), DDPMScheduler(**scheduler).config,
-                          CLIPTextModel(CLIPTextConfig(**text_encoder)), pipeline_tokenizer() if is_2 else clip)
+                          CLIPTextModel(CLIPTextConfig(**text_encoder)), tokenizer_of(is_2, **dict(tokenizer)))
 
 
 @pytest.mark.parametrize('version, type_of_text_encoder', [
