@@ -6,6 +6,7 @@ import torch
 from composer.utils import collect_env
 
 import benchmark
+import data
 from sdbench.inputs.tokenizer import build_tokenizer, pipeline_tokenizer
 from sdbench.models import flops, loading
 from sdbench.records import record, versions
@@ -43,7 +44,8 @@ def known_flops_of_an_image(model: benchmark.StableDiffusion, count=flops.flops_
 def take() -> None:
     """Let the program use the cached results in this process."""
     benchmark.flops_of_an_image = flops.flops_of_an_image = known_flops_of_an_image
-    loading.build_tokenizer = known_tokenizer
+    clip_tokenizer()  # before the workers of a loader are forked
+    data.build_tokenizer = loading.build_tokenizer = known_tokenizer
     weights.pipeline_tokenizer = known_pipeline_tokenizer
     record.git_commit, record.package_versions = git_commit, package_versions
     collect_env.get_composer_commit_hash = composer_commit
