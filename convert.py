@@ -28,7 +28,7 @@ from functools import partial
 
 from sdbench.datasets.converter import convert_parts
 from sdbench.datasets.names import ALL_SPLITS
-from sdbench.datasets.output import Joined, OutputFolder, done_already, join_parts, part_name, write_index
+from sdbench.datasets.output import Joined, OutputFolder, join_parts, part_name, write_index
 from sdbench.datasets.sources import Found, find_files, group_into_parts
 from sdbench.datasets.tables import Columns
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
@@ -112,7 +112,7 @@ def convert(settings: Convert) -> int:
         print(f'converted  {plural(joined.samples, "sample")}, {joined.bytes / 1e6:,.1f} MB in '
               f'{plural(len(joined.shards), "shard")}')
     else:
-        print(done_already(outputs[0], joined, 'SOURCE'))
+        print(f'done already: OUT {settings.out} holds {plural(joined.samples, "sample")} of this SOURCE')
     print_summary(joined, held_out, found, sorted(done[0].keys() - set(names)), settings)
     return 1 if joined.damaged else 0
 
