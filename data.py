@@ -141,8 +141,10 @@ class StreamingLAIONDataset(VerifiedDataset):
                  random_flip: bool = False, **kwargs):
         if remote is None and local is None:
             raise UserError('StreamingLAIONDataset needs a remote, or a local folder with shards')
-        self.image_size = image_size
         self.transform = transform
+        self.decode = partial(decode_image, image_size=image_size)
+        if transform:
+            self.decode = decode_whole_image  # a transform gets the whole image, not only its centre square
 
         # Return captions as token ids until `build_loader` sets `gives_text`, because it tokenizes batch by batch.
         self.gives_text = False
@@ -221,21 +223,16 @@ class StreamingLAIONDataset(VerifiedDataset):
 
         Raises BadSample if the sample is bad, and DataError if its shard cannot be read or does not match index.json.
         """
-        # Read the columns. Every storage client has its own types of errors.
         try:
             columns = super().__getitem__(index)
         except DataError:
             raise
         except UnicodeDecodeError:
             raise BadSample('the caption is not UTF-8') from None
-        except Exception as error:
+        except Exception as error:  # every storage client has its own types of errors
             raise unreadable_shard(error) from None
 
-        # Decode them. A transform gets the whole image, not only its centre square.
-        decode = partial(decode_image, image_size=self.image_size)
-        if self.transform:
-            decode = decode_whole_image
-        return decode_sample(columns, CAPTIONS in self.index, decode)
+        return decode_sample(columns, CAPTIONS in self.index, self.decode)
 
 
 class HeldOutSamples(Dataset):

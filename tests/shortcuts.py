@@ -3,12 +3,17 @@ import functools
 
 import cpuinfo
 import torch
+from composer.utils import collect_env
 
 import benchmark
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models import flops, loading
+from sdbench.records import record, versions
 
 clip_tokenizer = functools.cache(build_tokenizer)  # CLIP's tokenizer
+git_commit = functools.cache(versions.git_commit)  # for each record
+package_versions = functools.cache(versions.package_versions)
+composer_commit = functools.cache(collect_env.get_composer_commit_hash)  # for each checkpoint
 known_flops: dict[str, dict[str, int]] = {}
 
 
@@ -28,5 +33,7 @@ def take() -> None:
     """Let the program use the cached results in this process."""
     benchmark.flops_of_an_image = flops.flops_of_an_image = known_flops_of_an_image
     loading.build_tokenizer = known_tokenizer
+    record.git_commit, record.package_versions = git_commit, package_versions
+    collect_env.get_composer_commit_hash = composer_commit
     cpuinfo.get_cpu_info = dict  # empty: looking up the CPU's name is slow
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # not 5 s, which leaving a loader takes for each worker
