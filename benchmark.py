@@ -345,7 +345,7 @@ def train(settings: Run, files: ModelFiles, data: DataSpec, callbacks: Sequence[
         end_of_batch.trainer = trainer
 
     # Train, and report how it ended. A signal or the budget ends it after a batch, so the record can still be written.
-    begin_run(settings, model, trainer, checkpoint)
+    begin_run(settings, model, trainer, checkpoint, kept['training_id'])
     with end_of_batch.stop:
         outcome = fit(settings, trainer, end_of_batch)
         record = training_record(settings, model, data, trainer, outcome)

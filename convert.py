@@ -27,8 +27,8 @@ import sys
 from functools import partial
 
 from sdbench.datasets.converter import convert_parts
-from sdbench.datasets.names import ALL_SPLITS
-from sdbench.datasets.output import Joined, OutputFolder, done_already, join_parts, part_name, write_index
+from sdbench.datasets.names import ALL_SPLITS, CAPTION_SUFFIXES
+from sdbench.datasets.output import Joined, OutputFolder, join_parts, part_name, write_index
 from sdbench.datasets.sources import Found, find_files, group_into_parts
 from sdbench.datasets.tables import Columns
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
@@ -62,6 +62,10 @@ def convert(settings: Convert) -> int:
     # Find the files to convert. An empty SOURCE ends the command before anything is written.
     outputs = [OutputFolder(out, 'OUT') for out in addresses_of_outputs(settings)]
     columns = Columns(settings.image_column, settings.caption_column)
+    for name in columns.captions:
+        if name.startswith('.') and name not in columns.suffixes:
+            raise UserError(f'--caption_column {name}: caption files end in {", ".join(CAPTION_SUFFIXES)} (in any '
+                            'case); give one of these, or rename your files')
     found = find_files(settings.source, addresses_of_outputs(settings), settings.captions, columns, settings.split)
     if not found.files:
         reason = 'it holds no tars, Parquet or images'
@@ -112,7 +116,7 @@ def convert(settings: Convert) -> int:
         print(f'converted  {plural(joined.samples, "sample")}, {joined.bytes / 1e6:,.1f} MB in '
               f'{plural(len(joined.shards), "shard")}')
     else:
-        print(done_already(outputs[0], joined, 'SOURCE'))
+        print(f'done already: OUT {settings.out} holds {plural(joined.samples, "sample")} of this SOURCE')
     print_summary(joined, held_out, found, sorted(done[0].keys() - set(names)), settings)
     return 1 if joined.damaged else 0
 

@@ -27,7 +27,7 @@ import torch
 
 from sdbench.complete import complete_encoding
 from sdbench.datasets.encoder import ImageShard, encode_parts
-from sdbench.datasets.output import SKIPPED, OutputFolder, done_already, join_parts, part_name, write_index
+from sdbench.datasets.output import SKIPPED, OutputFolder, join_parts, part_name, write_index
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, make_parts
 from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.training_command import training_command
@@ -93,7 +93,8 @@ def encode(settings: Encode) -> dict | None:
         size = ['--image_size', str(settings.image_size)]
         notes['next'] = training_command(settings.out, joined.samples, settings.model_name, settings.pretrained, size)
     if not missing:
-        print(done_already(output, joined, '--remote'), *summary_lines(ENCODING_LINES, notes), sep='\n')
+        print(f'done already: --out {settings.out} holds {plural(joined.samples, "sample")} of this --remote')
+        print(*summary_lines(ENCODING_LINES, notes), sep='\n')
         return None
 
     # Append the record of this run to --results.

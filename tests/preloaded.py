@@ -13,7 +13,6 @@ from tests import forked_runs, shortcuts  # noqa: F401
 from tests.runs import SMALLEST
 
 shortcuts.take()
-shortcuts.clip_tokenizer()
 StableDiffusion(SMALLEST, 16).flops_per_image  # noqa: B018, computes and caches it
 get_composer_env_dict()  # needed for every checkpoint
 shortcuts.git_commit(), shortcuts.package_versions()  # needed for every record

@@ -6,11 +6,14 @@ import torch
 from composer.utils import collect_env
 
 import benchmark
-from sdbench.inputs.tokenizer import build_tokenizer
+import data
+from sdbench.inputs.tokenizer import build_tokenizer, pipeline_tokenizer
 from sdbench.models import flops, loading
 from sdbench.records import record, versions
+from sdbench.training import weights
 
 clip_tokenizer = functools.cache(build_tokenizer)  # CLIP's tokenizer
+clip_pipeline_tokenizer = functools.cache(pipeline_tokenizer)
 git_commit = functools.cache(versions.git_commit)  # for each record
 package_versions = functools.cache(versions.package_versions)
 composer_commit = functools.cache(collect_env.get_composer_commit_hash)  # for each checkpoint
@@ -19,6 +22,15 @@ known_flops: dict[str, dict[str, int]] = {}
 
 def known_tokenizer(name: str | None = None):
     return build_tokenizer(name) if name else clip_tokenizer()  # a tokenizer in a folder may change
+
+
+def known_pipeline_tokenizer(name: str | None = None):
+    if name:
+        return pipeline_tokenizer(name)
+    tokenizer = clip_pipeline_tokenizer()
+    tokenizer.backend_tokenizer.no_padding()  # calls set these, and they would be exported
+    tokenizer.backend_tokenizer.no_truncation()
+    return tokenizer
 
 
 def known_flops_of_an_image(model: benchmark.StableDiffusion, count=flops.flops_of_an_image) -> dict[str, int]:
@@ -32,7 +44,9 @@ def known_flops_of_an_image(model: benchmark.StableDiffusion, count=flops.flops_
 def take() -> None:
     """Let the program use the cached results in this process."""
     benchmark.flops_of_an_image = flops.flops_of_an_image = known_flops_of_an_image
-    loading.build_tokenizer = known_tokenizer
+    clip_tokenizer()  # before the workers of a loader are forked
+    data.build_tokenizer = loading.build_tokenizer = known_tokenizer
+    weights.pipeline_tokenizer = known_pipeline_tokenizer
     record.git_commit, record.package_versions = git_commit, package_versions
     collect_env.get_composer_commit_hash = composer_commit
     cpuinfo.get_cpu_info = dict  # empty: looking up the CPU's name is slow

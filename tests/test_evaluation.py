@@ -123,6 +123,24 @@ def test_losses_on_other_held_out_data_are_another_curve_in_checkpoint_record_an
     assert text.count(f'{second["eval_loss"]:.4f}') == text.count(f'{third["eval_loss"]:.4f}') == 1
 
 
+def test_a_complete_training_is_evaluated_on_other_data_once(evaluated, shards, held_out, tmp_path, results, capsys):
+    folder, first = evaluated
+    shutil.copytree(folder, 'kept')
+    other = write_shards(tmp_path / 'other', [good(200 + number) for number in range(3)])
+    argv = ['--remote', shards, *TRAIN, '--save_folder', 'kept', '--autoresume']
+    record = main([*argv, '--eval_remote', other])
+    assert (record['first_batch'], record['eval_batch'], record['eval_sha256']) == (4, 4, index_hash(read_index(other)))
+    assert record['other_evaluations'][0]['evaluations'] == first['evaluations']
+    for flags in (['--eval_remote', other], ['--eval_remote', held_out], []):
+        with pytest.raises(SystemExit):
+            main([*argv, *flags])
+        assert 'and the record: nothing left to do' in capsys.readouterr().out
+    [path] = Path('kept').glob('record-*')
+    path.write_text(path.read_text().replace(record['training_id'], 'another'))  # its checkpoints were removed
+    assert main(argv)['training_id'] == record['training_id']
+    assert len(results.read_text().splitlines()) == 2
+
+
 def test_evaluations_of_checkpoints_from_earlier_versions_are_kept_as_losses_on_unknown_data():
     before = {'evaluations': [[8, 0.5]], 'eval_loss': 0.5, 'eval_batch': 2, 'eval_samples': 3, 'eval_held_out': True}
     for state, expected in (({}, (None, None)), (before | {'evaluations': []}, (None, None)), (before, (2, None))):

@@ -36,6 +36,7 @@ ROWS = [
     ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 has no effect with '
      '--lr_schedule constant'),
     ('WORLD_SIZE= LOCAL_RANK= convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a glob'),
+    ('convert.py', 'notes out --caption_column .tags', '.tags: caption files end in .txt, .caption, .json (in any'),
     ('convert.py', "'' out", 'SOURCE: the value is empty; is a shell variable unset?'),
 
     # A training

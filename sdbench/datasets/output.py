@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from streaming import MDSWriter
 
-from sdbench.errors import DataError, UserError, plural, redacted
+from sdbench.errors import DataError, UserError, redacted
 from sdbench.files import CLAIM, INDEX, atomic_write, is_url, locked, parse_json
 from sdbench.stores import download, files_below, upload
 from sdbench.stores.addresses import PATIENT, QUICK, Retry, parse_address
@@ -251,8 +251,3 @@ def write_index(output: OutputFolder, joined: Joined, **about: Any) -> bool:
         return False
     output.write(INDEX, index)
     return True
-
-
-def done_already(output: OutputFolder, joined: Joined, source: str) -> str:
-    """Return the message that an earlier run has made the dataset; `source` is the name of the input flag."""
-    return f'done already: {output.label} holds {plural(joined.samples, "sample")} of this {source}'

@@ -64,10 +64,13 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
     text encoder have trained weights.
     """
     # Choose the launcher, the initial weights and the flags that suit them. One GPU needs no launcher, which would end
-    # a run 30 seconds after Ctrl-C, even while it saves a checkpoint.
+    # a run 30 seconds after Ctrl-C, even while it saves a checkpoint. A model that is not on this machine is assumed to
+    # have trained UNet weights.
     is_tiny = model_name == TINY_MODEL
+    unet = Path(model_name, 'unet')
+    has_unet = not unet.is_dir() or any(unet.glob('diffusion_pytorch_model*'))
     launcher = 'python'
-    if pretrained and not is_tiny and has_unet(model_name) and samples < FEWEST_FROM_RANDOM:
+    if pretrained and not is_tiny and has_unet and samples < FEWEST_FROM_RANDOM:
         recipe = fine_tuning_recipe(samples)
         chosen = ['--load_weights', model_name, '--clip_grad_norm', '1']  # both examples of diffusers clip to 1
     else:
@@ -90,12 +93,6 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
     if pretrained:
         command += ['--sample_prompts', 'prompts.txt']
     return shlex.join(command)
-
-
-def has_unet(model_name: str) -> bool:
-    """Tell whether a model has trained UNet weights. A model that is not on this machine is assumed to have them."""
-    unet = Path(model_name, 'unet')
-    return not unet.is_dir() or any(unet.glob('diffusion_pytorch_model*'))
 
 
 def forecast_command(command: str, samples: int) -> str:

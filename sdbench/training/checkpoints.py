@@ -107,6 +107,19 @@ def write_text_in(folder: str, name: str, text: str) -> None:
     upload(io.BytesIO(text.encode()), path, f'--save_folder {folder}')
 
 
+def read_text_in(folder: str, name: str) -> str | None:
+    """Return the content of a text file in a folder or store of checkpoints; None if there is no such file."""
+    path = os.path.join(folder, name)
+    if path not in paths_in(folder):
+        return None
+    if not is_url(folder):
+        return Path(path).read_text()
+    with tempfile.TemporaryDirectory() as around:
+        copy = os.path.join(around, 'copy')
+        download(path, copy, f'--save_folder {path}')
+        return Path(copy).read_text()
+
+
 def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
     """List the paths or URIs of the checkpoints in a folder or a store, sorted by batch."""
     found = []

@@ -15,16 +15,18 @@ from composer.core import DataSpec
 from composer.utils import dist
 
 from sdbench.errors import DataError, UserError, known_reason, one_line, plural, redacted
+from sdbench.files import parse_json
 from sdbench.flags.times import to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Run
 from sdbench.flags.training_command import caution_about_steps
 from sdbench.inputs.batches import CAPTIONS
+from sdbench.inputs.shards import index_hash
 from sdbench.models.loading import weight_files
 from sdbench.process import launcher_variable
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
-from sdbench.training.checkpoints import RECORD, paths_in, write_text_in
+from sdbench.training.checkpoints import RECORD, read_text_in, write_text_in
 from sdbench.training.end_of_batch import EndOfBatch
 from sdbench.training.loggers import TRACE_WARMUP, TRACED_BATCHES
 from sdbench.training.microbatch import less_memory
@@ -57,11 +59,10 @@ def announce_build(settings: Run) -> None:
                     f'{settings.batch_size:,} a batch, on {plural(dist.get_world_size(), "device")}')
 
 
-def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
+def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint: str | None, training_id: str) -> None:
     """Log the settings, and print on rank 0 where the run starts.
 
-    Raises SystemExit if the training is already complete: it has all of its batches and its record. Raises UserError if
-    the run is too short for --profile.
+    Raises SystemExit if the training is already complete, and UserError if the run is too short for --profile.
     """
     # Count the FLOPs now, before the clock runs. Otherwise Composer's SpeedMonitor would do so between two batches.
     flops = {'flops_per_image': sum(model.flops_per_image.values())}
@@ -70,8 +71,7 @@ def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint:
     # Exit with status 0 if nothing is left to do. A cluster that restarts the command then knows that it is done.
     batch = trainer.state.timestamp.batch.value
     batches = to_batches(settings.max_duration)
-    record = os.path.join(settings.save_folder or '', RECORD.format(batch=batch))
-    if batch >= batches and record in on_rank_0(partial(paths_in, settings.save_folder)):
+    if batch >= batches and is_recorded(settings, trainer, training_id):
         if dist.get_global_rank() == 0:
             print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}, and the '
                   'record: nothing left to do; a longer --max_duration goes on')
@@ -86,6 +86,25 @@ def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint:
 
     if dist.get_global_rank() == 0:
         announce_start(settings, trainer, checkpoint)
+
+
+def is_recorded(settings: Run, trainer: Trainer, training_id: str) -> bool:
+    """Tell whether the record next to the checkpoints is of this training and has its last evaluation.
+
+    A record can be missing, because the run was killed before it wrote it; it can be of another training, whose
+    checkpoints were removed; or the complete training is to be evaluated on other data now.
+    """
+    batch = trainer.state.timestamp.batch.value
+    name = RECORD.format(batch=batch)
+    text = on_rank_0(partial(read_text_in, settings.save_folder, name))
+    if text is None:
+        return False
+    record = parse_json(text, os.path.join(settings.save_folder, name))
+    evaluated = [(curve.get('eval_sha256'), curve.get('eval_batch'))
+                 for curve in (record, *record.get('other_evaluations', ()))]
+    has_evaluations = all((index_hash(evaluator.dataloader.dataloader.dataset.index), batch) in evaluated
+                          for evaluator in trainer.state.evaluators)
+    return has_evaluations and record.get('training_id') == training_id
 
 
 def announce_start(settings: Run, trainer: Trainer, checkpoint: str | None) -> None:

@@ -103,6 +103,9 @@ def test_checkpoints_are_sent_with_credentials_from_a_file_with_a_relative_path(
         monkeypatch.delenv(name)
     main([*SAVING_IN_S3, '--max_duration', '1ba'])
     assert 'runs/1/ep0-ba1-rank0.pt' in s3.objects
+    with pytest.raises(SystemExit) as exit:  # the record there says that nothing is left to do
+        main([*SAVING_IN_S3, '--max_duration', '1ba', '--autoresume'])
+    assert exit.value.code == 0
 
 
 @pytest.mark.long
