@@ -153,6 +153,17 @@ def test_a_small_cache_serves_the_whole_dataset(tmp_path):
     assert limit / 8 < most <= limit
 
 
+def test_a_small_cache_outlives_the_deletion_of_its_copies(tmp_path):
+    shards = Path(write_shards(tmp_path / 'shards', [good(i) for i in range(120)], size_limit=4096))
+    limit = 8 * max(path.stat().st_size for path in shards.glob('*.mds'))
+    dataset = open_text(shards, tmp_path / 'cache', cache_limit=limit)
+    for number in range(120):
+        assert dataset.sample(number)
+        if number % 20 == 0:  # as another run does, or a system that empties its folder for temporary files
+            for path in tmp_path.glob('cache/*/*.mds'):
+                path.unlink()
+
+
 @pytest.mark.parametrize('compression', ['br:1', 'bz2', 'gz', 'snappy', 'zstd:7'])
 def test_compressed_shards_are_unpacked_into_a_cache_only_this_user_can_write_to(tmp_path, compression, monkeypatch):
     monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
