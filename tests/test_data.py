@@ -7,10 +7,10 @@ from benchmark import main
 from data import HeldOutSamples, StreamingLAIONDataset, build_data, build_loader, normalize
 from sdbench.inputs.images import decode_image
 from sdbench.inputs.shards import read_index
-from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import find_model
 from tests.runs import SMALLEST, TINY, failed, settings_of
 from tests.samples import encoded, good, large_png, picture, pillow_square, pixels, write_shards
+from tests.shortcuts import clip_tokenizer
 
 
 def test_the_pixels_of_an_image_do_not_depend_on_the_other_images_in_its_batch(tmp_path):
@@ -21,7 +21,7 @@ def test_the_pixels_of_an_image_do_not_depend_on_the_other_images_in_its_batch(t
     for batch_size in (1, 2, 3, 6):
         images = StreamingLAIONDataset(shards, image_size=64, batch_size=1)
         held_out = HeldOutSamples(images, model.latent_size(64), 1000, 17)
-        data = build_loader(held_out, batch_size, 0, build_tokenizer())
+        data = build_loader(held_out, batch_size, 0, clip_tokenizer())
         made = torch.cat([normalize(batch)['image'] for batch in data.dataloader])
         expected = torch.stack([decode_image(sample['jpg'], 64) for sample in samples])
         torch.testing.assert_close(made, expected / 127.5 - 1, atol=0, rtol=0)
@@ -39,7 +39,7 @@ def test_bytes_are_scaled_only_once():
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_streamed_batches_hold_every_pair_once(shards, samples, num_workers):
     dataset = StreamingLAIONDataset(shards, image_size=64, batch_size=4, shuffle=True)
-    tokenizer = build_tokenizer()
+    tokenizer = clip_tokenizer()
     loader = build_loader(dataset, 4, num_workers, tokenizer).dataloader
     batches = list(loader)
     assert [batch['image'].shape for batch in batches] == [(4, 3, 64, 64)] * 6

@@ -19,9 +19,9 @@ from sdbench.datasets.encoder import Encoder, ImageShard
 from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
 from sdbench.inputs.shards import hash_of_images, index_hash, read_index
-from sdbench.inputs.tokenizer import build_tokenizer
 from tests.runs import TINY, check_keys, refusal, times_of
 from tests.samples import captions_of, encoded, picture, write_shards
+from tests.shortcuts import clip_tokenizer
 
 SMALL = ['--image_size', '16', '--batch_size', '4', '--num_workers', '0']
 
@@ -63,7 +63,7 @@ def test_a_step_from_latents_has_the_loss_and_gradient_of_a_step_from_pixels(lat
         model.unet.load_state_dict(unet)
         model.prediction_type = prediction
         dataset = StreamingLAIONDataset(remote, image_size=16, batch_size=1)
-        batch = normalize(collate([dataset.sample(index) for index in (3, 0, 17, 8)], build_tokenizer()))
+        batch = normalize(collate([dataset.sample(index) for index in (3, 0, 17, 8)], clip_tokenizer()))
         torch.manual_seed(4)
         loss = model.loss(model(batch), batch)
         loss.backward()

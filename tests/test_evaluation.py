@@ -16,7 +16,6 @@ from data import StreamingLAIONDataset, open_held_out
 from ema import EMA
 from sdbench.inputs.batches import NOISE, TIMESTEP
 from sdbench.inputs.shards import IMAGES_HASH, MOMENTS, index_hash, read_index, was_trained_on
-from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from sdbench.training.end_of_batch import HeldOutLoss
@@ -24,6 +23,7 @@ from sdbench.training.resuming import data_of
 from sdbench.training.weights import read_trained_model
 from tests.runs import SMALLEST, TINY, assert_same_training, one_error_line, settings_of
 from tests.samples import good, pillow_square, pixels, write_photos, write_shards
+from tests.shortcuts import clip_tokenizer
 
 SIZE_64 = [*TINY, '--image_size', '64']
 TRAIN = [*SIZE_64, '--use_ema', '--ema_half_life', '2ba', '--num_workers', '0', '--save_interval', '2ba',
@@ -52,7 +52,7 @@ def reference_loss(checkpoint: str, samples: list[dict], image_size: int, seed: 
     model = ema.get_ema_model(model).eval()
     betas = torch.linspace(0.00085 ** 0.5, 0.012 ** 0.5, 1000, dtype=torch.float64) ** 2
     alphas = torch.cumprod(1 - betas, 0)
-    tokenizer = build_tokenizer()
+    tokenizer = clip_tokenizer()
     losses = []
     for index, sample in enumerate(samples):
         number = int(np.random.SeedSequence((seed, index)).generate_state(1)[0])

@@ -15,10 +15,10 @@ from data import StreamingLAIONDataset, build_loader
 from sdbench.errors import DataError
 from sdbench.inputs.shards import read_index
 from sdbench.inputs.stream import cache_folder, own_shared_memory
-from sdbench.inputs.tokenizer import build_tokenizer
 from tests.forked_runs import RUN, run
 from tests.runs import assert_same_training, files_of
 from tests.samples import good, write_shards
+from tests.shortcuts import clip_tokenizer
 
 CAPTIONS = [f'picture {index:03}' for index in range(24)]
 
@@ -144,7 +144,7 @@ def test_a_small_cache_serves_the_whole_dataset(tmp_path):
     assert folder_size(cache) > 2 * limit
     dataset = StreamingLAIONDataset(str(shards), str(cache), image_size=64, batch_size=4, shuffle=True,
                                     cache_limit=limit)
-    loader = build_loader(dataset, 4, 1, build_tokenizer()).dataloader
+    loader = build_loader(dataset, 4, 1, clip_tokenizer()).dataloader
     seen, most = [], 0
     for batch in loader:
         seen += batch['caption'].tolist()
