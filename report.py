@@ -68,7 +68,7 @@ def report(settings: Report, command: str) -> str:
         notes.append(f'Not used: {unused}.')
 
     # Save the figures whose flag names a file. A page shows all that have something to show.
-    figures = {'figure': ('Days over GPU count', lambda: draw_days(speeds, settings.training_images)),
+    figures = {'figure': ('Days over GPU count', lambda: draw_days(speeds, settings)),
                'learned': ('Loss on --eval_remote', lambda: draw_learned(runs, prices)),
                'quality': ('FID and CLIP score', lambda: draw_quality(scores))}
     shown = {}

@@ -67,6 +67,13 @@ def test_a_point_shows_what_was_measured(page):
     assert any(hover.endswith('\nimages seen 200\neval loss 0.2500\ndollars $2.00\n2026-01-02') for hover in hovers)
 
 
+def test_a_point_of_repeated_trainings_has_the_days_and_dollars_of_their_median_speed(page):
+    trainings = [TRAINED | {'images_per_sec': speed, 'eval_loss': speed / 10_000} for speed in (600.0, 1000.0)]
+    [hover] = hovers_of(body_of(page(*trainings)))
+    days = 2_867_200_000 / 800 / 86_400
+    assert f'days {days:.2f}\nimages/s 800.0\ndollars ${days * 24 * 8 * 2:,.0f}\n' in hover
+
+
 @pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason='needs Chromium: apt-get install chromium')
 def test_in_chromium_the_page_requests_nothing_and_its_tables_sort_and_filter(page, tmp_path):

@@ -457,15 +457,14 @@ def test_the_figure_of_days_has_a_line_per_setting_and_fills_measured_points(fig
     original.write_text(''.join(Path(PUBLISHED).read_text().splitlines(keepends=True)[:7]))
     [axes] = figure_of(original, '--figure', 'days.png').axes
     assert (axes.get_xscale(), axes.get_yscale()) == ('log', 'log')
-    assert legend(axes) == ['A100 40GB, original program']
+    assert legend(axes) == ['A100 40GB']
     lines = [line for line in axes.lines if len(line.get_xdata())]
     filled = [line for line in lines if line.get_marker() == 'o' and line.get_markerfacecolor() != 'white']
     hollow = [line for line in lines if line.get_marker() == 'o' and line.get_markerfacecolor() == 'white']
-    counts = [8, 16, 32, 64, 128, 256]
-    assert [list(line.get_xdata()) for line in filled] == [counts]
+    assert [list(line.get_xdata()) for line in filled] == [[8, 16, 32, 64, 128, 256]]
     assert filled[0].get_ydata() == pytest.approx([258.85, 130.65, 68.32, 36.38, 20.50, 12.82], 1e-3)
     assert [list(line.get_xdata()) for line in hollow] == [[256]]  # over a filled point
-    ideal, *_ = [line for line in lines if line.get_linestyle() == '--']
+    [ideal] = [line for line in lines if line.get_linestyle() == '--']
     assert ideal.get_ydata()[[0, -1]] == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
 
 

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sdbench.costs import TRAINING_IMAGES, Prices, cost_of, days_to_train
+from sdbench.costs import TRAINING_IMAGES, Prices, price_of
 from sdbench.errors import UserError
+from sdbench.flags.commands import Report
 from sdbench.gpus import short_name
 from sdbench.records.metrics import COLUMNS, format_metric
 from sdbench.records.read import EXTRAPOLATED, WITH_SPEED, Row
 from sdbench.records.settings import EVAL_DATA, EVALUATION_SETTINGS, LOSS_SETTINGS, SETTINGS
-from sdbench.report.speeds import gpu_count, one_row_per_gpu_count
+from sdbench.report.speeds import add_days, gpu_count, one_row_per_gpu_count
 from sdbench.report.tables import Table, describe_differences, describe_gpus, line_labels, shared_settings
 from sdbench.report.trainings import grouped
 
@@ -128,30 +129,21 @@ def tooltip(row: Row, name: str, keys: Sequence[str]) -> str:
     return '\n'.join(filter(None, [source, name, *metrics, row.status, row.notes, row.date[:10]]))
 
 
-def draw_days(table: Table, training_images: int | None) -> Any:
-    """Draw days over GPU counts, with a line for each setting.
+def draw_days(table: Table, settings: Report) -> Any:
+    """Draw days over GPU counts, with a line for each setting and a color for each GPU model.
 
-    Each GPU model has one color. Points that were extrapolated are hollow. A red cross marks a GPU count on which a run
-    of the line failed or was not reliable.
-
-    Args:
-        table: the table of speeds.
-        training_images: images of the training that the days are for; None: TRAINING_IMAGES.
-
-    Raises UserError if no row has days.
+    Extrapolated points are hollow. A red cross marks a GPU count on which a run of the line failed or was not reliable.
+    Raises UserError if no row of the table of speeds has days.
     """
-    training_images = training_images or TRAINING_IMAGES
     rows = [row for row in table.rows if 'days' in row.metrics]
     if not rows:
         raise UserError('no training in these records has days; for the tiny model, --training_images adds them')
     groups = [one_row_per_gpu_count(runs) for runs in grouped((row.setting, row) for row in rows).values()]
     for row in itertools.chain(*groups):
-        row.metrics['days'] = days_to_train(row.metrics['images_per_sec'], training_images)  # of the median
+        add_days(row, settings)  # of the median speed
     firsts = [runs[0] for runs in groups]
-    names = []
-    for first, name in zip(firsts, describe_differences(firsts, SETTINGS, ['device']), strict=True):
-        program = first.settings['program'] or ''
-        names.append(', '.join(filter(None, [short_name(first.device), '' if program in name else program, name])))
+    names = [', '.join(filter(None, [short_name(first.device), difference])) for first, difference
+             in zip(firsts, describe_differences(firsts, SETTINGS, ['device']), strict=True)]
     lines = lines_of(groups, names, 'num_devices', 'days', ('images_per_sec', 'cost_usd'))
     lines.sort(key=lambda line: -line.points[0].y)  # as the lines are in the figure
 
@@ -159,8 +151,8 @@ def draw_days(table: Table, training_images: int | None) -> Any:
     days_at = {(row.setting, gpu_count(row)): row.metrics['days'] for row in itertools.chain(*groups)}
     crosses = [Point(gpu_count(row), days_at[row.setting, gpu_count(row)], tooltip(row, '', ()))
                for row in table.rows if row.status not in WITH_SPEED and (row.setting, gpu_count(row)) in days_at]
-    note = (f'Days for training on {training_images:,} images. Filled: measured. Hollow: extrapolated. '
-            'Dashed: twice the GPUs, half the days.')
+    note = (f'Days for training on {settings.training_images or TRAINING_IMAGES:,} images. Filled: measured. Hollow: '
+            'extrapolated. Dashed: twice the GPUs, half the days.')
     return draw_panels([Panel('', 'num_devices', 'days', lines, crosses)], [note, *shared_settings(firsts, SETTINGS)])
 
 

@@ -87,7 +87,6 @@ def merge_repeated_runs(rows: Sequence[Row]) -> list[Row]:
 
 def add_metrics(rows: Sequence[Row], settings: Report) -> list[str]:
     """Add forecast, ratios, days, GPU-hours and dollars to the metrics of rows. Returns a sentence about the days."""
-    images = settings.training_images or TRAINING_IMAGES
     for row in rows:
         speed = row.metrics.get('images_per_sec')
         expected = expected_of(row.record | {'num_devices': gpu_count(row)}).images_per_sec
@@ -102,10 +101,7 @@ def add_metrics(rows: Sequence[Row], settings: Report) -> list[str]:
         # Encoding and loading have no days, because they train nothing. Nobody trains the tiny model for real.
         is_tiny = row.settings['model_name'] == TINY_MODEL
         if row.stage == 'train' and row.status in WITH_SPEED and (settings.training_images or not is_tiny):
-            row.metrics['days'] = days = days_to_train(speed, images)
-            if not row.on_cpu:
-                row.metrics['total_gpu_hours'] = days * 24 * gpu_count(row)
-                add_cost(row, settings.dollars_per_gpu_hour or row.prices)
+            add_days(row, settings)
 
     # Efficiency is shown only for settings that were measured on several GPU counts.
     if settings.compare:
@@ -117,8 +113,16 @@ def add_metrics(rows: Sequence[Row], settings: Report) -> list[str]:
         add_ratio_to_first(scaled, 'images_per_sec_per_device', 'scaling_efficiency')
 
     if any('days' in row.metrics for row in rows):
-        return [f'Days: for training on {images:,} images (--training_images).']
+        return [f'Days: for training on {settings.training_images or TRAINING_IMAGES:,} images (--training_images).']
     return []
+
+
+def add_days(row: Row, settings: Report) -> None:
+    """Add the days of a whole training at the speed of a row, and its GPU-hours and dollars unless it ran on a CPU."""
+    row.metrics['days'] = days_to_train(row.metrics['images_per_sec'], settings.training_images or TRAINING_IMAGES)
+    if not row.on_cpu:
+        row.metrics['total_gpu_hours'] = row.metrics['days'] * 24 * gpu_count(row)
+        add_cost(row, settings.dollars_per_gpu_hour or row.prices)
 
 
 def add_cost(row: Row, prices: Prices) -> None:

@@ -199,15 +199,10 @@ def usual_value(settings: dict[str, Any], key: str) -> Any:
 
 
 @functools.cache
-def recipe_flags(name: str) -> dict[str, Any]:
-    """Return the flags that a recipe gives."""
-    return vars(build_parser(Train, '', 'benchmark.py').parse_args([f'@{RECIPES / name}']))
-
-
-@functools.cache
 def recipe_settings(name: str) -> dict[str, Any]:
     """Return the settings that a recipe gives."""
-    return {key: comparable(value) for key, value in recipe_flags(name).items() if key in SETTINGS}
+    flags = vars(build_parser(Train, '', 'benchmark.py').parse_args([f'@{RECIPES / name}']))
+    return {key: comparable(value) for key, value in flags.items() if key in SETTINGS}
 
 
 def describe_gpus(row: Row) -> str:
