@@ -54,7 +54,9 @@ def read_measurements(rows: Sequence[Row], model_name: str) -> tuple[list[Measur
             continue
         waited = record.get('data_wait_fraction') or 0
         name = str(record.get('model_name') or model_name)
-        if row.status != RELIABLE:
+        if row.on_cpu:
+            why_not = 'it ran on a CPU'
+        elif row.status != RELIABLE:
             why_not = why_unreliable(record) or f'its status is {row.status}'
         elif not is_same_model(name, model_name):
             why_not = f'its model is {name}'

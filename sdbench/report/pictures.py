@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sdbench.costs import TRAINING_IMAGES, Prices, price_of
+from sdbench.costs import TRAINING_IMAGES, Prices, cost_of
 from sdbench.errors import UserError
 from sdbench.flags.commands import Report
 from sdbench.gpus import short_name

@@ -233,7 +233,7 @@ def load_training(state: State, logger: Logger, path: str, label: str, folder: s
         state.model.load_state_dict(checkpoint['model'])
     except (Mismatch, RuntimeError) as error:  # torch lists missing and unexpected keys, and different shapes
         raise UserError(f'--save_folder {folder}: {label} does not fit this run ({one_line(error, 200)}); resume it '
-                        f'as it was made, or give a new --save_folder; to start there from these weights, add '
+                        f'as it was made, or give a new --save_folder; to start there from these weights, give '
                         f'--load_weights {label}') from None
     del checkpoint['model']
     with warnings.catch_warnings():  # callbacks had other names in earlier versions; `kept_in` has read their states

@@ -73,8 +73,8 @@ def begin_run(settings: Run, model: ComposerModel, trainer: Trainer, checkpoint:
     batches = to_batches(settings.max_duration)
     if batch >= batches and is_recorded(settings, trainer, training_id):
         if dist.get_global_rank() == 0:
-            print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}, and the '
-                  'record: nothing left to do; a longer --max_duration goes on')
+            print(f'--save_folder {settings.save_folder} holds batch {batch}, all of --max_duration '
+                  f'{settings.max_duration}, and the record: nothing left to do; a longer --max_duration goes on')
         sys.exit(0)
 
     # Refuse a profile that would be empty.
