@@ -284,7 +284,7 @@ def test_a_resume_allows_moved_shards_and_models_and_refuses_other_flags_and_oth
     write_shards(data, [good(index) for index in range(24)])
     line = one_error_line([*there, '--max_duration', '5ba'], capfd)
     assert 'the data of --remote has changed since' in line
-    assert 'or give a new --save_folder; to start there from these weights, add --load_weights kept/' in line
+    assert 'or give a new --save_folder; to start there from these weights, give --load_weights kept/' in line
     remedy = ['--save_folder', 'new', '--load_weights', line.split()[-1]]
     assert main([*there, *remedy])['status'] == 'complete'
 
