@@ -273,7 +273,7 @@ def build_algorithms(settings: Run, ema_state: dict | None = None) -> list[Algor
 
 def build_trainer(settings: Run, name: str, model: StableDiffusion, data: DataSpec, evaluator: Evaluator | None,
                   algorithms: list[Algorithm], callbacks: Sequence[Callback]) -> Trainer:
-    """Build Composer's Trainer for a training with this `name`. `callbacks` come after those of this function."""
+    """Build Composer's Trainer for a training with this `name`. `callbacks` follow those made here."""
     first = [
         Throughput(settings),
         LRMonitor(),    # the curve of the learning rate

@@ -28,7 +28,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from sdbench.costs import DOLLARS_PER_GPU_HOUR, describe_prices, price_of, require_named
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, describe_prices, hours_by_device, price_of, require_named
 from sdbench.records.metrics import COLUMNS, filled
 from sdbench.records.read import Row, read_all
 from sdbench.records.status import FORECAST
@@ -106,12 +106,12 @@ def price_notes(rows: Sequence[Row], settings: Report) -> list[str]:
     for row in rows:
         if 'total_gpu_hours' not in row.metrics:
             continue
-        training = row.record.get('training', {})  # of an evaluation
-        if training.get('dollars') is not None and not given:
+        training = row.record.get('training')  # of an evaluation
+        if training and training.get('dollars') is not None and not given:
             notes = ['Costs of scores: as their trainings recorded them; --dollars_per_gpu_hour replaces them.']
             continue
-        for device in training.get('gpu_hours_by_device', [row.device]):
-            prices.append((device, price_of(device, given or row.prices)))
+        devices = hours_by_device(training) if training else [row.device]
+        prices += [(device, price_of(device, given or row.prices)) for device in devices]
     if prices:
         source = '--dollars_per_gpu_hour'
         if not given and any(price != DOLLARS_PER_GPU_HOUR for _, price in prices):

@@ -48,8 +48,12 @@ def price_of(device: str, prices: Prices) -> float:
 
 def cost_of(record: dict, prices: Prices) -> float:
     """Return the dollars of the GPU-hours that a record of a training states; NaN if one of its GPUs has no price."""
-    hours = record.get('gpu_hours_by_device') or {record['device']: record['gpu_hours']}  # earlier versions: a sum
-    return sum(float(number) * price_of(device, prices) for device, number in hours.items())
+    return sum(float(hours) * price_of(device, prices) for device, hours in hours_by_device(record).items())
+
+
+def hours_by_device(record: dict) -> dict[str, float]:
+    """Return the GPU-hours in a record of a training by the name of the GPU. Earlier versions recorded only a sum."""
+    return record.get('gpu_hours_by_device') or {record['device']: record['gpu_hours']}
 
 
 def require_named(devices: Collection[str], prices: Prices) -> None:

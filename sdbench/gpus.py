@@ -17,7 +17,7 @@ class Card(NamedTuple):
     tflops: float  # dense TFLOP/s in bf16 and fp16 with float32 accumulation, as in training
     gigabytes_per_sec: float  # memory bandwidth
     gib: float  # memory in GiB that torch finds
-    multiprocessors: int  # number of those that are enabled
+    multiprocessors: int  # number of enabled multiprocessors
     gigahertz: float  # clock of the multiprocessors at which `tflops` holds
     # What the GPU sends in a gradient all-reduce, while it receives as much. This is the datasheet's rate in one
     # direction times NVLINK_SHARE, if NVLink connects all GPUs in a machine, or else PCIe's rate times PCIE_SHARE. An

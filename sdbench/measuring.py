@@ -227,7 +227,7 @@ class GpuMonitor:
 
     def metrics(self, images_per_sec: float | None, all_ranks: bool) -> dict[str, float | None]:
         """Return GPU_METRICS and `joules_per_image`, over all ranks or of this rank only; None if no rank knows it."""
-        # Collect what is known of this rank. A retry of the allocator frees the whole cache in the middle of a batch,
+        # Collect the metrics of this rank. A retry of the allocator frees the whole cache in the middle of a batch,
         # so a speed with retries is too low.
         mine = {}
         for quantity, samples in self.samples.items():

@@ -76,8 +76,8 @@ def find_files(sources: Sequence[str], excluded: Iterable[str] = (), captions: s
     """Find the tars, Parquet files and images that `sources` name, and record everything else as skipped.
 
     A source is a file, a folder (searched with all its subfolders) or a glob. In a store it is a tar, a Parquet file, a
-    folder of these, or a glob. What is `excluded`, such as OUT, is not searched. `captions` is the table of --captions.
-    Without a `split`, which may be ALL_SPLITS, SOURCE must have only one.
+    folder of these, or a glob. Paths in `excluded`, such as OUT, are not searched. `captions` is the path of the table
+    of --captions. Without a `split`, which may be ALL_SPLITS, SOURCE must have only one.
 
     Raises UserError if a source names nothing, a table of captions cannot be read, or the split must be chosen, and
     OSError if a store or a disk cannot be read.
@@ -121,7 +121,7 @@ def find_files(sources: Sequence[str], excluded: Iterable[str] = (), captions: s
 
 
 class Search:
-    """A search of `sources`, with the list of everything that it skips. It does not search what is `excluded`."""
+    """A search of `sources`, with the list of everything that it skips. It does not search paths in `excluded`."""
 
     def __init__(self, sources: Iterable[str], excluded: Iterable[str]):
         self.sources = [source if is_url(source) else os.path.abspath(source) for source in sources]

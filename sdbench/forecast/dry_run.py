@@ -105,7 +105,11 @@ def cost_of_an_image(found: Forecast, prices: Sequence[Price]) -> tuple[float, f
     """Return the cost of an image in dollars and in GPU-seconds; infinite without a price or a speed."""
     seconds = found.setup.num_devices / found.images_per_sec
     dollars = seconds * dollars_per_gpu_hour(found, prices) / 3600
-    return math.inf if math.isnan(dollars) else dollars, math.inf if math.isnan(seconds) else seconds
+    if math.isnan(dollars):
+        dollars = math.inf
+    if math.isnan(seconds):
+        seconds = math.inf
+    return dollars, seconds
 
 
 def row_of(found: Forecast, first: Forecast, settings: Run, prices: Sequence[Price], has_efficiency: bool

@@ -33,7 +33,7 @@ BUCKET_BYTES = 25 * 2**20  # gradients that DistributedDataParallel collects bef
 def trace(setup: Setup, build_model: Callable, build_optimizer: Callable) -> Step:
     """Trace an eager step. Of its memory, keep the operators at which a peak can be.
 
-    Peaks are those of the eager step, and of the compiled steps that compiling.py derives from it.
+    The peaks are of the eager step and of the compiled steps that compiling.py derives from it.
     """
     settings = settings_of_setup(setup)
     model = build_on_meta(settings, build_model)
