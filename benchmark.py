@@ -53,14 +53,7 @@ from sdbench.measuring import measure_loader
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.loading import ModelFiles, build_text_encoder, build_unet, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_allreduce
-from sdbench.training.checkpoints import (
-    RUN_NAME,
-    load_checkpoint,
-    local_copy,
-    locked_save_folder,
-    newest_checkpoint,
-    write_text_in,
-)
+from sdbench.training.checkpoints import load_checkpoint, local_copy, locked_save_folder, newest_checkpoint
 from sdbench.training.end_of_batch import METRIC, EndOfBatch, Spending
 from sdbench.training.loggers import Throughput, Trace, build_loggers
 from sdbench.training.microbatch import with_found_microbatch
@@ -333,8 +326,6 @@ def train(settings: Run, files: ModelFiles, data: DataSpec, callbacks: Sequence[
         kept = facts_to_keep(settings, files, dataset, before, data_before)
         name = f'{kept["beginning"]}-{kept["training_id"]}'
         settings = replace(settings, sample_folder=os.path.join(settings.sample_folder, name))
-        if settings.save_folder and not path:
-            on_rank_0(partial(write_text_in, settings.save_folder, RUN_NAME, f'{name}\n'))
 
         # Build the training at its start, or at the checkpoint.
         sampling = Sampling(settings, prompts, model, files) if prompts else None

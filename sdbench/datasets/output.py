@@ -7,10 +7,8 @@ which joins all parts into a dataset, is written last.
 """
 import contextlib
 import hashlib
-import io
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -23,8 +21,8 @@ from typing import Any, BinaryIO
 from streaming import MDSWriter
 
 from sdbench.errors import DataError, UserError, redacted
-from sdbench.files import CLAIM, INDEX, atomic_write, is_url, locked, parse_json
-from sdbench.stores import download, files_below, upload
+from sdbench.files import CLAIM, INDEX, is_url, locked, parse_json
+from sdbench.stores import files_below, read_file, write_file
 from sdbench.stores.addresses import PATIENT, QUICK, Retry, parse_address
 
 LOCK = f'{CLAIM}.lock'  # held by the run that writes to a folder
@@ -94,27 +92,14 @@ class OutputFolder:
 
     def write(self, name: str, content: bytes | BinaryIO) -> None:
         """Write a file of OUT, which replaces an earlier one when it is complete."""
-        if isinstance(content, bytes):
-            content = io.BytesIO(content)
+        path = os.path.join(self.out, name)
         if self.is_folder:
-            path = Path(self.out, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as file:
-                shutil.copyfileobj(content, file)
-        else:
-            upload(content, f'{self.out}/{name}', self.label)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        write_file(path, content, self.label)
 
     def read(self, name: str, retry: Retry = PATIENT) -> bytes | None:
         """Return the content of a file of OUT, or None if it does not exist."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(self.out, name)
-            try:
-                if not self.is_folder:
-                    path = Path(folder, 'copy')
-                    download(f'{self.out}/{name}', str(path), self.label, retry, in_threads=False)
-                return path.read_bytes()
-            except FileNotFoundError:
-                return None
+        return read_file(os.path.join(self.out, name), self.label, retry)
 
     def names(self) -> list[str]:
         """Return the paths of all files in OUT, relative to OUT."""

@@ -2,12 +2,11 @@
 import hashlib
 import json
 import os
-import tempfile
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from sdbench.errors import UserError, one_line
 from sdbench.files import INDEX, is_url
-from sdbench.stores import download
+from sdbench.stores import read_file
 
 MOMENTS = 'moments'  # column in encode.py's shards and key in a batch: mean and log variance, float16 (8, H/8, W/8)
 IMAGES_HASH = 'images_sha256'  # key in `latents` of index.json: `index_hash` of the images that were encoded
@@ -26,17 +25,12 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     """
     label = f'{flag} {remote}'
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(remote, INDEX)
-            if is_url(remote):
-                path = Path(folder, INDEX)
-                download(os.path.join(remote, INDEX), str(path), label)
-            content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f'{label} holds no {INDEX}, so it is not a complete MDS dataset; check the name, or make the '
-                        'dataset: convert.py and encode.py write that file last') from None
+        content = read_file(os.path.join(remote, INDEX), label)
     except OSError as error:
         raise UserError(one_line(error) if is_url(remote) else f'{label} cannot be read ({error.strerror})') from None
+    if content is None:
+        raise UserError(f'{label} holds no {INDEX}, so it is not a complete MDS dataset; check the name, or make the '
+                        'dataset: convert.py and encode.py write that file last')
 
     # Check the keys that are read later. An error of these types means that the structure is not ours.
     try:

@@ -12,13 +12,18 @@ other store Streaming's clients can download. Keys are passed to the clients as 
 because a key may contain # or ?. A `label`, such as `--remote s3://bucket/mds`, begins each error message.
 """
 import contextlib
+import io
 import itertools
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from sdbench.errors import one_line
+from sdbench.files import atomic_write, is_url
 from sdbench.stores.addresses import PATIENT, QUICK, SUPPORTED, Retry, StoredFile, parse_address
 
 # Environment variables that configure the clients and that are not secret. Ray passes them to other machines.
@@ -98,6 +103,36 @@ def upload(file: BinaryIO, address: str, label: str, retry: Retry = PATIENT) -> 
     """Write the content of an open file to an address. Raises OSError or UserError as `download` does."""
     with opened(address, label, retry) as store:
         store.upload(file)
+
+
+def read_file(path: str, label: str, retry: Retry = QUICK) -> bytes | None:
+    """Return the content of a small file on this machine or in a store; None if there is no such file.
+
+    Raises OSError if it cannot be read, and UserError if the address is wrong.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(path)
+        try:
+            if is_url(path):
+                copy = Path(folder, 'copy')
+                download(path, str(copy), label, retry, in_threads=False)
+            return copy.read_bytes()
+        except FileNotFoundError:
+            return None
+
+
+def write_file(path: str, content: bytes | BinaryIO, label: str) -> None:
+    """Write bytes, or the content of an open file, to a file on this machine or in a store, atomically.
+
+    Raises OSError if it cannot be written, and UserError if the address is wrong.
+    """
+    if isinstance(content, bytes):
+        content = io.BytesIO(content)
+    if is_url(path):
+        upload(content, path, label)
+        return
+    with atomic_write(path) as file:
+        shutil.copyfileobj(content, file)
 
 
 def files_below(address: str, label: str, retry: Retry = QUICK) -> list[StoredFile]:

@@ -40,7 +40,6 @@ UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.([0-9a-f]+\.)?unfinishe
 # Other files in a --save_folder:
 LOCK_FILE = '.lock'
 WRITE_TEST = '.credentials_validated_successfully'  # in a store, to test write access; Composer uses the same name
-RUN_NAME = 'run-name.txt'  # the name of the training, for people; no program reads it
 RECORD = 'record-ba{batch}.json'  # the record of the training, written when it is complete after that many batches
 SECONDS_FOR_LOCK = 10  # to wait for another run that is about to end
 PLAIN_TYPES = [  # what Composer's checkpoints hold besides tensors and Python's built-in types
@@ -95,29 +94,6 @@ def paths_in(folder: str, flag: str = '--save_folder') -> list[str]:
     if not os.path.lexists(folder):
         return []
     return [os.path.join(folder, name) for name in os.listdir(folder)]
-
-
-def write_text_in(folder: str, name: str, text: str) -> None:
-    """Write a text file into a folder or store of checkpoints, atomically. Raises OSError if that fails."""
-    path = os.path.join(folder, name)
-    if not is_url(folder):
-        with atomic_write(path) as file:
-            file.write(text.encode())
-        return
-    upload(io.BytesIO(text.encode()), path, f'--save_folder {folder}')
-
-
-def read_text_in(folder: str, name: str) -> str | None:
-    """Return the content of a text file in a folder or store of checkpoints; None if there is no such file."""
-    path = os.path.join(folder, name)
-    if path not in paths_in(folder):
-        return None
-    if not is_url(folder):
-        return Path(path).read_text()
-    with tempfile.TemporaryDirectory() as around:
-        copy = os.path.join(around, 'copy')
-        download(path, copy, f'--save_folder {path}')
-        return Path(copy).read_text()
 
 
 def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:

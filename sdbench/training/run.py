@@ -26,7 +26,8 @@ from sdbench.process import launcher_variable
 from sdbench.records.record import append_record, make_record
 from sdbench.records.status import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.summary import run_summary
-from sdbench.training.checkpoints import RECORD, read_text_in, write_text_in
+from sdbench.stores import read_file, write_file
+from sdbench.training.checkpoints import RECORD
 from sdbench.training.end_of_batch import EndOfBatch
 from sdbench.training.loggers import TRACE_WARMUP, TRACED_BATCHES
 from sdbench.training.microbatch import less_memory
@@ -95,11 +96,11 @@ def is_recorded(settings: Run, trainer: Trainer, training_id: str) -> bool:
     checkpoints were removed; or the complete training is to be evaluated on other data now.
     """
     batch = trainer.state.timestamp.batch.value
-    name = RECORD.format(batch=batch)
-    text = on_rank_0(partial(read_text_in, settings.save_folder, name))
-    if text is None:
+    path = os.path.join(settings.save_folder, RECORD.format(batch=batch))
+    content = on_rank_0(partial(read_file, path, f'--save_folder {path}'))
+    if content is None:
         return False
-    record = parse_json(text, os.path.join(settings.save_folder, name))
+    record = parse_json(content, path)
     evaluated = [(curve.get('eval_sha256'), curve.get('eval_batch'))
                  for curve in (record, *record.get('other_evaluations', ()))]
     has_evaluations = all((index_hash(evaluator.dataloader.dataloader.dataset.index), batch) in evaluated
@@ -228,7 +229,8 @@ def finish_run(settings: Run, trainer: Trainer, record: dict) -> None:
     # Save the record next to the checkpoints. If the command is started again, the record shows that the training is
     # complete.
     if settings.save_folder and record['status'] not in (FAILED, INTERRUPTED) and dist.get_global_rank() == 0:
-        write_text_in(settings.save_folder, RECORD.format(batch=record['trained_batches']), json.dumps(record))
+        path = os.path.join(settings.save_folder, RECORD.format(batch=record['trained_batches']))
+        write_file(path, json.dumps(record).encode(), f'--save_folder {settings.save_folder}')
 
     # End the process with a status other than 0 unless the training is complete: 0 would tell a cluster not to restart
     # the command. For such a status Composer's launcher prints a traceback, and everything that a rank has printed, so

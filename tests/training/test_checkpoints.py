@@ -16,7 +16,6 @@ from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.training.checkpoints import (
     LOCK_FILE,
     RECORD,
-    RUN_NAME,
     checkpoints_in,
     load_checkpoint,
     locked_save_folder,
@@ -180,7 +179,7 @@ def test_a_run_removes_only_files_that_it_or_the_resumed_run_has_written(tmp_pat
     for name in others:
         (folder / name).write_text('mine')
     main([*argv, str(folder), '--max_duration', '8ba', '--save_num_checkpoints_to_keep', '1'], [User()])
-    own = {'ep0-ba8-rank0.pt', LOCK_FILE, RUN_NAME, *(RECORD.format(batch=batch) for batch in (4, 8))}
+    own = {'ep0-ba8-rank0.pt', LOCK_FILE, *(RECORD.format(batch=batch) for batch in (4, 8))}
     assert {path.name for path in folder.iterdir()} == others | own
     assert all((folder / name).read_text() == 'mine' for name in others)
     assert (tmp_path / 'mine.pt').exists()

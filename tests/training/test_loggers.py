@@ -2,7 +2,6 @@
 import pytest
 
 from benchmark import main
-from sdbench.training.checkpoints import RUN_NAME
 from tests.forked_runs import run_program
 from tests.runs import TINY, one_error_line
 
@@ -24,7 +23,7 @@ def test_tensorboard_has_the_curves_of_a_run_and_its_resume_without_repeated_bat
     record = main([*argv, '3ep'])
     [folder] = (tmp_path / 'board').iterdir()
     assert record['training_id'] == first['training_id']
-    assert folder.name == f'a-run-{record["training_id"]}' == (tmp_path / 'a run' / RUN_NAME).read_text().strip()
+    assert folder.name == f'a-run-{record["training_id"]}'
     events = EventAccumulator(str(folder)).Reload()
     assert set(events.Tags()['scalars']) >= CURVES
     assert [loss.step for loss in events.Scalars('loss/train/total')] == list(range(9))
