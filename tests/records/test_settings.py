@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from sdbench.errors import redacted
 from sdbench.forecast.forecast import DoesNotFit, forecast
 from sdbench.gpus import CARDS
 from sdbench.records.metrics import summary_lines
@@ -37,9 +36,3 @@ def test_figures_of_a_summary_are_plain_numbers():
     spent, encoded = summary_lines(['spent', 'encoded'], values)
     assert spent == 'spent           4,890.0 GPU-hours, $14,425.00'
     assert encoded == 'encoded         all, 12,440.0 images/s'
-
-
-def test_caption_weights_are_not_redacted_as_a_password():
-    for text, expected in (('--caption_weights key=2', '--caption_weights key=2'),
-                           ('AccountKey=abcdefgh', 'AccountKey=***')):
-        assert redacted(text) == expected
