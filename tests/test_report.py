@@ -113,12 +113,14 @@ def test_each_setting_is_predicted_from_its_own_runs(table_of):
 
 
 def test_records_with_different_settings_are_rows_of_one_table_with_a_column_of_settings(table_of):
-    first, second = ({'date': f'2026-01-0{n}', 'seed': n, 'command': n, 'measure_batches': 20}
-                     for n in (1, 2))  # without an effect on speed
-    table = table_of({'compile': True} | first, {'compile': 'reduce-overhead'}, {'compile': True} | second)
-    assert not {'date', 'seed', 'command'} & table[0].keys()
-    assert columns(table, 'text') == [
-        ('batch of 2048, compile; median of 2 runs, 800.0 to 800.0',), ('compile reduce-overhead',)]
+    same = [{'compile': True, 'device': f'{maker}H100 80GB HBM3', 'images_per_sec': speed, 'date': f'2026-01-0{n}',
+             'seed': n, 'command': n, 'learning_rate': n / 1000, 'loss': 9.0, 'measure_batches': 20}
+            for n, maker, speed in ((1, '', 300.0), (2, 'NVIDIA ', 500.0))]
+    table = table_of(same[0], {'compile': 'reduce-overhead'}, same[1])
+    assert not {'date', 'seed', 'command', 'learning rate', 'loss'} & table[0].keys()
+    assert columns(table, 'device', 'images/s', 'text') == [
+        ('H100 80GB', '400.0', 'batch of 2048, compile; median of 2 runs, 300.0 to 500.0'),
+        ('H200', '800.0', 'compile reduce-overhead')]
 
 
 def test_versions_of_libraries_and_latents_as_input_are_settings(table_of):
@@ -144,18 +146,6 @@ def test_runs_on_the_fewest_machines_have_a_row_and_are_the_only_ones_in_the_fit
     assert 'extrapolated' in words['6,400.0']
 
 
-def test_trainings_with_different_learning_flags_are_separate_rows_with_their_losses(table_of):
-    better = LEARNED | {'learning_rate': 1e-3, 'eval_loss': 0.29, 'loss': 0.3}
-    longer = LEARNED | {'trained_batches': 200, 'eval_loss': 0.37, 'date': '2026-01-01'}
-    measured = {'measure_batches': 20, 'learning_rate': 1e-2, 'loss': 9.0}  # has no training result
-    table = table_of(longer, LEARNED, better, measured, measured | {'learning_rate': 1e-1})
-    trained = [(row['text'].partition(',')[0], row['eval loss'], row['loss'], row['batches'])
-               for row in table if row['batches']]
-    assert sorted(trained) == [
-        ('learning rate 0.0001', '0.3700', '0.400', '200'), ('learning rate 0.0001', '0.3800', '0.400', '100'),
-        ('learning rate 0.001', '0.2900', '0.300', '100')]
-
-
 def test_losses_on_different_latents_are_ranked_and_plotted_separately_with_the_lowest_first(printed, figure_of, write):
     worse, better = (LEARNED | {'pretrained': True, 'learning_rate': rate, 'save_folder': f'runs/{rate}',
                                 'eval_loss': loss, 'evaluations': [[100, loss]]}
@@ -178,14 +168,13 @@ def test_a_resumed_training_is_one_row_with_the_result_at_its_end(table_of):
                     'evaluations': [[20, 0.7], [40, 0.65], [60, 0.6]]}
     third = second | {'max_duration': '80ba', 'first_batch': 60, 'trained_batches': 80, 'measured_batches': 5,
                       'images_per_sec': 1.0}
-    other = run | {'training_id': 'b', 'learning_rate': 1e-3, 'trained_batches': 60}
-    again = run | {'training_id': None, 'trained_batches': 60, 'date': '2026-01-02'}  # a record of an older version
-    for flags in ([], ['--compare']):
-        table = table_of(first, other, second, third, again, flags=flags)
-        assert sorted(columns(table, 'batches', 'eval loss', 'eval batch')) == [
+    others = [run | {'training_id': 'b', 'learning_rate': 1e-3, 'trained_batches': 60},
+              run | {'training_id': None, 'trained_batches': 60, 'date': '2026-01-02'},  # of an older version
+              ENCODE | FLAGS | {'save_folder': 'runs/a'}, LOADER | FLAGS]
+    for flags, rows in (([], 2), (['--compare'], 0)):
+        table = table_of(first, second, third, *others, flags=flags)
+        assert sorted(columns(table, 'batches', 'eval loss', 'eval batch')) == [('', '', '')] * rows + [
             ('60', '0.3800', '100'), ('60', '0.3800', '100'), ('80', '0.6000', '60')]
-    others = [ENCODE | FLAGS | {'save_folder': 'runs/a'}, LOADER | FLAGS]  # other records with the same flags
-    assert sorted(row['batches'] for row in table_of(first, *others, second)) == ['', '', '60']
     table = table_of(first, second, third | {'num_devices': 16, 'measured_batches': 20})
     assert columns(table, 'GPUs', 'images/s', 'batches') == [('8', '800.0', '80'), ('16', '1.00', '80')]
 
@@ -199,12 +188,6 @@ def test_each_setup_of_a_training_has_a_row_and_a_note_if_the_last_part_failed(t
     assert row['images/s'] == '800.0' and 'NCCL timeout' in row['text']
     other = part | {'training_id': '34e5678901234'}  # both would be infinite as numbers
     assert len(table_of(part, other)) == 2
-
-
-def test_a_gpu_name_with_and_without_nvidia_is_the_same_gpu(table_of):
-    table = table_of({'device': 'H100 80GB HBM3', 'images_per_sec': 300.0},
-                     {'device': 'NVIDIA H100 80GB HBM3', 'images_per_sec': 500.0})
-    assert [row['images/s'] for row in table] == ['400.0']
 
 
 def test_efficiency_relative_to_one_machine_does_not_depend_on_the_order_of_networks(table_of):
@@ -265,10 +248,14 @@ def test_compare_has_a_row_for_each_training_with_its_speed_over_the_first_of_it
         ('4', '256 pixels, compile', '', '1.00 x')]
 
 
-def test_cpus_have_no_gpu_hours_loaders_and_encodings_no_days_and_tiny_days_only_on_request(table_of):
-    assert columns(table_of({}, CPU, LOADER, ENCODE), 'settings', 'images/s', 'days', 'GPU-hours', 'cost') == [
+def test_cpus_have_no_gpu_hours_loaders_and_encodings_no_days_and_forecasts_of_earlier_versions_no_rows(table_of):
+    table = table_of({}, CPU, LOADER, ENCODE, FORECAST)
+    assert columns(table, 'settings', 'images/s', 'days', 'GPU-hours', 'cost') == [
         ('', '800.0', '41.48', '7,964', '$15,929'), ('', '8.00', '4,148.15', '', ''),
         ('loader', '32,000.0', '', '', ''), ('encode', '4,000.0', '', '', '')]
+
+
+def test_the_tiny_model_has_days_only_on_request(table_of):
     tiny = {'model_name': 'tiny'}
     assert 'days' not in table_of(tiny)[0]
     assert table_of(tiny, flags=('--training_images', 1_000_000))[0]['cost']
@@ -349,12 +336,6 @@ def test_each_run_has_the_forecast_for_its_own_flags_and_its_error_but_a_record_
     [table] = tables(printed(ROOT / 'results/1xH200-torch-2.11.jsonl', write({'device': 'NVIDIA H100 PCIe'})))
     errors = {row['images/s']: (row['forecast'], row['forecast - measured']) for row in table}
     assert (errors['98.0'], errors['800.0']) == (('97.1', '-1 %'), ('', ''))
-
-
-def test_forecasts_in_records_of_earlier_versions_are_counted_and_not_used(printed, write):
-    text = printed(write({}, FORECAST, FORECAST | {'num_devices': 16}))
-    assert [row['images/s'] for row in tables(text)[0]] == ['800.0']
-    assert '2 forecasts' in text
 
 
 @pytest.mark.parametrize('records, flags, words', [
@@ -451,13 +432,10 @@ def test_gpu_counts_with_failed_or_unreliable_runs_have_a_cross(figure_of, write
     assert [gpus for gpus, _ in crosses] == [64, 128]
 
 
-def test_lines_of_days_differ_in_label_and_marker_and_have_one_point_per_gpu_count(figure_of, write):
-    runs = [{'num_devices': n, 'num_nodes': nodes} for n, nodes in ((8, 1), (8, 2), (16, 2))]
-    runs += [run | {'compile': True} for run in runs] + [{'attention': str(n)} for n in range(9)]
-    [axes] = figure_of(write(*runs), '--figure', 'days.png').axes
+def test_lines_of_days_differ_in_label_and_marker(figure_of, write):
+    [axes] = figure_of(write(*({'attention': str(n)} for n in range(9))), '--figure', 'days.png').axes
     lines = [line for line in axes.lines if line.get_linestyle() == '-' and len(line.get_xdata())]
-    assert [list(line.get_xdata()) for line in lines] == [[8, 16]] * 2 + [[8]] * 9  # on the fewest machines
-    assert len({line.get_label() for line in lines}) == len({line.get_marker() for line in lines}) == 11
+    assert len({line.get_label() for line in lines}) == len({line.get_marker() for line in lines}) == 9
 
 
 def test_the_figure_of_losses_has_a_line_per_training_over_images_and_over_dollars(figure_of, write):
