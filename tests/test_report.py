@@ -248,8 +248,8 @@ def test_compare_has_a_row_for_each_training_with_its_speed_over_the_first_of_it
         ('4', '256 pixels, compile', '', '1.00 x')]
 
 
-def test_cpus_have_no_gpu_hours_loaders_and_encodings_no_days_and_forecasts_of_earlier_versions_no_rows(table_of):
-    table = table_of({}, CPU, LOADER, ENCODE, FORECAST)
+def test_cpus_have_no_gpu_hours_loaders_and_encodings_no_days_and_forecasts_and_proofs_no_rows(table_of):
+    table = table_of({}, CPU, LOADER, ENCODE, FORECAST, {'stage': 'proof'})
     assert columns(table, 'settings', 'images/s', 'days', 'GPU-hours', 'cost') == [
         ('', '800.0', '41.48', '7,964', '$15,929'), ('', '8.00', '4,148.15', '', ''),
         ('loader', '32,000.0', '', '', ''), ('encode', '4,000.0', '', '', '')]
@@ -290,8 +290,10 @@ def test_the_csv_holds_the_rows_of_all_tables_unrounded(tmp_path, printed):
 
 
 def test_a_csv_may_have_semicolons_and_an_evaluation_without_scores(tmp_path, printed, write):
-    (tmp_path / 'x.csv').write_text('device;num_devices;image_size;images_per_sec\nH200;8;512;800\n')
-    assert tables(printed(tmp_path / 'x.csv'))[0][0]['images/s'] == '800.0'
+    (tmp_path / 'x.csv').write_text(
+        'device;num_devices;image_size;images_per_sec;dollars_per_gpu_hour\nH200;8;512;800;3\n')
+    [[row]] = tables(printed(tmp_path / 'x.csv'))
+    assert (row['images/s'], row['cost']) == ('800.0', '$23,893')
     unscored = EVALUATION | {'scores': [{'guidance': 7.5, 'fid': None, 'clip_score': None}]}
     printed(write(unscored), '--csv', tmp_path / 'y.csv')
     assert tables(printed(tmp_path / 'y.csv'))[0][0]['guidance'] == '7.50'
