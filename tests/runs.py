@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from composer import Callback
+from safetensors.torch import load_file, save_file
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmark import main
@@ -133,6 +134,13 @@ def assert_equal(one, other) -> None:
             assert_equal(*pair)
     else:
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def change_weights(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors in a safetensors file, in place."""
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, {'format': 'pt'})
 
 
 def final_state(folder: str | Path) -> dict:

@@ -4,9 +4,8 @@ import io
 import json
 import random
 import re
-import tempfile
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from html import unescape
 from pathlib import Path
 
 import pandas as pd
@@ -20,6 +19,7 @@ from tests.report_tables import tables
 DATA = [{}, {'eval_remote': 'held-out', 'eval_sha256': 'a' * 64}, {'eval_remote': 'held-out', 'eval_sha256': 'b' * 64}]
 DEVICES = ['NVIDIA H200', 'NVIDIA B200', 'NVIDIA L40S']
 FIGURES = ('GPUs', 'images/s', 'eval loss', 'batches')  # the same texts in Markdown and on a page
+MEASURED = {'device': 'NVIDIA H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0}
 # Without shrinking, which would make hundreds of reports.
 REPORTS = settings(max_examples=6, deadline=None, phases=[Phase.reuse, Phase.generate])
 dates = some.datetimes().map(lambda date: f'{date:%Y-%m-%dT%H:%M:%S+00:00}' if date.year > 1000 else None)
@@ -62,16 +62,16 @@ many_records = some.lists(trainings() | measurements | encodings | loaders, min_
     lambda of: sum(of, []))
 
 
-def write(folder: Path, name: str, records: list[dict]) -> str:
-    path = folder / name
-    path.write_text(''.join(json.dumps(record) + '\n' for record in records))
-    return str(path)
+def write(records: list[dict], name: str = 'records.jsonl') -> str:
+    """Write records into the folder of the test, where an example replaces the files of the one before it."""
+    Path(name).write_text(''.join(json.dumps(record) + '\n' for record in records))
+    return name
 
 
 def printed(*argv) -> str:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        report.main([str(argument) for argument in argv])
+        report.main([*argv])
     return output.getvalue()
 
 
@@ -94,50 +94,41 @@ def rows_of(text: str, with_notes: bool = True) -> list[tuple]:
 def test_neither_the_order_of_records_and_files_nor_a_second_copy_changes_a_row(flags, records, seed):
     if flags and all('stage' in record for record in records):  # no training
         return
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        text = printed(write(folder, 'all.jsonl', records), *flags)
-        assert max(map(len, text.splitlines())) <= 120
-        others = random.Random(seed).sample(records, len(records))
-        copies = [dict(reversed(record.items())) for record in others]  # with their keys in another order
-        half = len(records) // 2
-        paths = [write(folder, f'{part}.jsonl', some_records) for part, some_records in
-                 (('copies', copies), ('second', others[half:]), ('first', others[:half])) if some_records]
-        assert rows_of(printed(*paths, *flags)) == rows_of(text)
-        if all(record['date'] for record in records) and len({record['date'] for record in records}) == len(records):
-            assert printed(*paths, *flags) == text
+    text = printed(write(records), *flags)
+    assert max(map(len, text.splitlines())) <= 120
+    others = random.Random(seed).sample(records, len(records))
+    copies = [dict(reversed(record.items())) for record in others]  # with their keys in another order
+    half = len(records) // 2
+    parts = {'copies.jsonl': copies, 'second.jsonl': others[half:], 'first.jsonl': others[:half]}
+    paths = [write(part, name) for name, part in parts.items() if part]
+    assert rows_of(printed(*paths, *flags)) == rows_of(text)
+    if all(record['date'] for record in records) and len({record['date'] for record in records}) == len(records):
+        assert printed(*paths, *flags) == text
 
 
 @REPORTS
 @given(records=many_records)
 def test_csv_read_again_has_the_same_rows_settings_and_figures(records):
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        path = write(folder, 'records.jsonl', records)
-        first = printed(path, '--csv', folder / 'table.csv')
-        again = printed(folder / 'table.csv')
-        assert rows_of(again, with_notes=False) == rows_of(first, with_notes=False)
+    first = printed(write(records), '--csv', 'table.csv')
+    again = printed('table.csv')
+    assert rows_of(again, with_notes=False) == rows_of(first, with_notes=False)
 
 
 @REPORTS
 @given(records=many_records)
 def test_the_page_has_the_rows_settings_and_figures_of_the_table(records):
     pytest.importorskip('itables', reason='needs itables: pip install itables')
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        [table] = tables(printed(write(folder, 'records.jsonl', records), '--html', folder / 'page.html'))
-        body = (folder / 'page.html').read_text().partition('<tbody>')
-        headings = [cell_text(cell) for cell in re.findall('<th.*?</th>', body[0].rpartition('<thead>')[2], re.DOTALL)]
-        shown = []
-        for row in re.findall('<tr.*?</tr>', body[2].partition('</tbody>')[0], re.DOTALL):
-            cells = [cell_text(cell) for cell in re.findall('<t[hd].*?</t[hd]>', row, re.DOTALL)]
-            shown.append(dict(zip(headings, cells, strict=True)))
-        for key in FIGURES:
-            assert [row.get(key, '') for row in shown] == [row.get(key, '') for row in table]
-        for row, other in zip(shown, table, strict=True):
-            texts = re.split('; |, ', f'{row.get("settings", "")}; {row.get("notes", "")}')
-            assert {*filter(None, texts)} == {*filter(None, re.split('; |, ', other['text'].replace(r'\|', '|')))} - {
-                name.removeprefix('NVIDIA ') for name in DEVICES}
+    [table] = tables(printed(write(records), '--html', 'page.html'))
+    on_page = re.search('<table.*?</table>', Path('page.html').read_text(), re.DOTALL)[0]
+    heading, *lines = [[' '.join(''.join(cell.itertext()).split()) for cell in row]
+                       for row in ElementTree.fromstring(on_page).iter('tr')]
+    shown = [dict(zip(heading, line, strict=True)) for line in lines]
+    for key in FIGURES:
+        assert [row.get(key, '') for row in shown] == [row.get(key, '') for row in table]
+    for row, other in zip(shown, table, strict=True):
+        texts = re.split('; |, ', f'{row.get("settings", "")}; {row.get("notes", "")}')
+        assert {*filter(None, texts)} == {*filter(None, re.split('; |, ', other['text'].replace(r'\|', '|')))} - {
+            name.removeprefix('NVIDIA ') for name in DEVICES}
 
 
 KEYS = ['batch_size', 'compile', 'date', 'device', 'dollars_per_gpu_hour', 'evaluations', 'first_batch', 'image_size',
@@ -148,18 +139,13 @@ VALUES = [None, True, 0, -1, 1e9, 1e400, 7, '', 'x', '1,5', [], [1], [[1, 2, 3]]
 @settings(max_examples=30, deadline=None, phases=[Phase.reuse, Phase.generate])
 @given(changes=some.dictionaries(some.sampled_from(KEYS), some.sampled_from(VALUES), min_size=1, max_size=3))
 def test_any_value_in_a_record_is_reported_or_refused_with_its_line(changes):
-    record = {'device': 'NVIDIA H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0,
-              'max_duration': '9ba'} | changes
+    record = MEASURED | {'max_duration': '9ba'} | changes
     errors = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(errors):
+    with contextlib.redirect_stderr(errors):
         try:
-            printed(write(Path(folder), 'records.jsonl', [record, record | {'use_ema': True}]))
+            printed(write([record, record | {'use_ema': True}]))
         except SystemExit:
             assert re.search('records.jsonl:[12]: not a record: |no measurement|no records', errors.getvalue())
-
-
-def cell_text(cell: str) -> str:
-    return ' '.join(unescape(re.sub('<.*?>', '', cell)).split())
 
 
 @pytest.mark.parametrize('flags', [(), ('--compare',), ('--learned', 'learned.svg')])
@@ -168,16 +154,13 @@ def cell_text(cell: str) -> str:
        width=some.integers(1, 120))
 def test_each_text_belongs_to_its_row(flags, losses, width):
     """Each training has its loss in its settings, which may be too wide for the table."""
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        records = [{'device': 'H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0, 'mfu': 0.3,
-                    'max_duration': '9ba', 'trained_batches': 9, 'eval_loss': loss / 10_000, 'eval_batch': 9,
-                    'evaluations': [[9, loss / 10_000]], 'load_weights': f'0.{loss}{"x" * width}'} for loss in losses]
-        flags = [folder / flag if flag.endswith('.svg') else flag for flag in flags]
-        [table] = tables(printed(write(folder, 'records.jsonl', records), *flags))
-        assert len(table) == len(losses)
-        for row in table:
-            assert f'load weights {row["eval loss"]}x' in row['text'].replace(' ', ' ')
+    records = [MEASURED | {'mfu': 0.3, 'max_duration': '9ba', 'trained_batches': 9, 'eval_loss': loss / 10_000,
+                           'eval_batch': 9, 'evaluations': [[9, loss / 10_000]],
+                           'load_weights': f'0.{loss}{"x" * width}'} for loss in losses]
+    [table] = tables(printed(write(records), *flags))
+    assert len(table) == len(losses)
+    for row in table:
+        assert f'load weights {row["eval loss"]}x' in row['text']
 
 
 @REPORTS
@@ -187,14 +170,11 @@ def test_records_without_an_id_never_join(records, empty):
     """All trainings are complete and have losses, so each of them is a row."""
     records = [record | DATA[1] | {'status': 'complete', 'drift': None, 'eval_loss': 0.5, 'training_id': empty,
                                    'images_per_sec': float(100 + number)} for number, record in enumerate(records)]
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        path = write(folder, 'records.jsonl', records)
-        [table] = tables(printed(path, '--csv', folder / 'table.csv'))
-        assert len(table) == len(records)
-        rows = pd.read_csv(folder / 'table.csv', dtype=str, keep_default_na=False)
-        rows.assign(training_id=empty).to_csv(folder / 'table.csv', index=False)
-        assert rows_of(printed(folder / 'table.csv')) == rows_of(printed(path))
+    text = printed(write(records), '--csv', 'table.csv')
+    assert len(tables(text)[0]) == len(records)
+    rows = pd.read_csv('table.csv', dtype=str, keep_default_na=False)
+    rows.assign(training_id=empty).to_csv('table.csv', index=False)
+    assert rows_of(printed('table.csv')) == rows_of(text)
 
 
 @REPORTS
@@ -207,8 +187,7 @@ def test_runs_of_one_id_that_overlap_in_batches_are_never_one_training(parts):
                         'training_id': '12e345678901', 'date': f'2026-01-0{number + 1}', 'first_batch': first,
                         'trained_batches': first + batches, 'max_duration': '99ba', 'eval_loss': (number + 1) / 10,
                         'evaluations': [[first + batches, (number + 1) / 10]]})
-    with tempfile.TemporaryDirectory() as folder:
-        text = printed(write(Path(folder), 'records.jsonl', records))
+    text = printed(write(records))
     overlap = Counter(batch for first, batches in parts for batch in range(first, first + batches))
     losses = [row['eval loss'] for row in tables(text)[0]]
     assert len(losses) >= max(overlap.values())

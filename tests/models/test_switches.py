@@ -3,6 +3,7 @@
 --attention selects the kernel, and --allreduce_precision rounds the gradients.
 """
 import functools
+import itertools
 import json
 from dataclasses import replace
 
@@ -70,9 +71,8 @@ def test_a_step_with_overflowing_gradients_is_skipped_and_the_scale_halved(monke
         record = benchmark.train(settings, files, data, [witness, Scale()])
     assert record['status'] == 'complete'  # the loss was finite
     assert scales[-1] == scales[0] / 2
-    assert torch.equal(witness.weights[1], witness.weights[2])
-    assert not torch.equal(witness.weights[0], witness.weights[1])
-    assert not torch.equal(witness.weights[2], witness.weights[3])
+    changed = [not torch.equal(*pair) for pair in itertools.pairwise(witness.weights[:4])]
+    assert changed == [True, False, True]
 
 
 @pytest.mark.parametrize('attention, order', [

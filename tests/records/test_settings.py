@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from sdbench.errors import redacted
 from sdbench.forecast.forecast import DoesNotFit, forecast
 from sdbench.gpus import CARDS
-from sdbench.records.metrics import summary_lines
 from sdbench.records.settings import settings_of
 from sdbench.setup import Setup
 
@@ -30,16 +28,3 @@ def test_a_microbatch_that_the_search_found_is_forecast_without_a_memory_margin(
 def test_a_network_is_a_setting_only_between_machines_that_nvlink_does_not_connect(changes, machines, network):
     found = settings_of({'stage': 'train', 'status': 'complete', 'device': 'NVIDIA L40S'} | changes)
     assert (found['num_nodes'], found['network']) == (machines, network)
-
-
-def test_figures_of_a_summary_are_plain_numbers():
-    values = {'gpu_hours': 4890.0, 'dollars': 14425.0, 'encoded': 'all', 'images_per_sec': 12440.0}
-    spent, encoded = summary_lines(['spent', 'encoded'], values)
-    assert spent == 'spent           4,890.0 GPU-hours, $14,425.00'
-    assert encoded == 'encoded         all, 12,440.0 images/s'
-
-
-def test_caption_weights_are_not_redacted_as_a_password():
-    for text, expected in (('--caption_weights key=2', '--caption_weights key=2'),
-                           ('AccountKey=abcdefgh', 'AccountKey=***')):
-        assert redacted(text) == expected
