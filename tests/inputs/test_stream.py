@@ -23,9 +23,9 @@ from tests.shortcuts import clip_tokenizer
 CAPTIONS = [f'picture {index:03}' for index in range(24)]
 
 
-def write(folder, text: str = 'picture', compression: str | None = None) -> Path:
+def write(folder, text: str = 'picture', **options) -> Path:
     samples = [good(index) | {'caption': f'{text} {index:03}'} for index in range(24)]
-    return Path(write_shards(folder, samples, size_limit=1 << 12, hashes=['xxh64'], compression=compression))
+    return Path(write_shards(folder, samples, size_limit=1 << 12, **{'hashes': ['xxh64'], **options}))
 
 
 def flip(path: Path) -> None:
@@ -51,6 +51,13 @@ def by_number(dataset) -> list[str]:
 @pytest.fixture
 def remote(tmp_path) -> Path:
     return write(tmp_path / 'remote')
+
+
+@pytest.fixture
+def many_shards(tmp_path) -> tuple[Path, int]:
+    """120 samples in small shards, and a limit for a cache of eight of these shards in bytes."""
+    shards = Path(write_shards(tmp_path / 'shards', [good(i) for i in range(120)], size_limit=4096))
+    return shards, 8 * max(path.stat().st_size for path in shards.glob('*.mds'))
 
 
 def loaded(dataset, num_workers: int) -> list[str]:
@@ -135,11 +142,10 @@ def folder_size(folder: Path) -> int:
     return size
 
 
-def test_a_small_cache_serves_the_whole_dataset(tmp_path):
+def test_a_small_cache_serves_the_whole_dataset(tmp_path, many_shards):
     """The limit holds even if an earlier run filled the cache above it."""
-    shards = Path(write_shards(tmp_path / 'shards', [good(i) for i in range(120)], size_limit=4096))
+    shards, limit = many_shards
     cache = tmp_path / 'cache'
-    limit = 8 * max(path.stat().st_size for path in shards.glob('*.mds'))
     list(open_text(shards, cache))
     assert folder_size(cache) > 2 * limit
     dataset = StreamingLAIONDataset(str(shards), str(cache), image_size=64, batch_size=4, shuffle=True,
@@ -153,9 +159,8 @@ def test_a_small_cache_serves_the_whole_dataset(tmp_path):
     assert limit / 8 < most <= limit
 
 
-def test_a_small_cache_outlives_the_deletion_of_its_copies(tmp_path):
-    shards = Path(write_shards(tmp_path / 'shards', [good(i) for i in range(120)], size_limit=4096))
-    limit = 8 * max(path.stat().st_size for path in shards.glob('*.mds'))
+def test_a_small_cache_outlives_the_deletion_of_its_copies(tmp_path, many_shards):
+    shards, limit = many_shards
     dataset = open_text(shards, tmp_path / 'cache', cache_limit=limit)
     for number in range(120):
         assert dataset.sample(number)
@@ -197,8 +202,8 @@ def test_a_dataset_that_was_made_again_gets_a_new_cache(tmp_path, remote):
 
 def test_datasets_of_the_same_sizes_and_without_hashes_have_separate_caches(tmp_path):
     for text in ('red', 'sky'):  # two files index.json with the same content
-        remote = write_shards(tmp_path / text, [good(index) | {'caption': f'{text} {index}'} for index in range(9)])
-        assert by_number(open_text(remote, tmp_path / 'cache')) == [f'{text} {index}' for index in range(9)]
+        remote = write(tmp_path / text, text, hashes=[])
+        assert by_number(open_text(remote, tmp_path / 'cache')) == [f'{text} {index:03}' for index in range(24)]
 
 
 def test_each_split_has_a_separate_cache(tmp_path):
