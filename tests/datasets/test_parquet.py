@@ -6,9 +6,6 @@ import pyarrow.parquet
 import pytest
 
 import convert
-from sdbench.datasets.readers import read_samples
-from sdbench.datasets.sources import File
-from sdbench.errors import DataError
 from sdbench.inputs.shards import read_index
 from tests.runs import one_error_line
 from tests.samples import (
@@ -120,13 +117,3 @@ def test_a_file_without_usable_rows_is_skipped_with_the_reason(tmp_path, capsys,
     assert convert.main(['in', 'out']) == 0
     assert read_back('out') == SAMPLES
     assert reason in skipped('out')[0][2]
-
-
-def test_parquet_in_a_store_is_read_and_a_failing_store_does_not_count_as_damage(tmp_path, s3):
-    content = hub_file(tmp_path / 'x.parquet', rows_of_group=5).read_bytes()
-    s3.put('data/x.parquet', content)
-    assert convert.main(['s3://bucket/data', 'out', '--size_limit', '40kb']) == 0
-    assert read_back('out') == SAMPLES
-    s3.refusals = [(403, 'AccessDenied')] * 100
-    with pytest.raises(DataError, match='x.parquet cannot be read or written .403 AccessDenied'):
-        next(read_samples(File('s3://bucket/data/x.parquet', len(content))))

@@ -10,7 +10,7 @@ from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.readers import Sample, read_samples
 from sdbench.datasets.sources import File
 from sdbench.errors import DataError
-from tests.samples import read_back, sample_files, write_files, write_tar
+from tests.samples import read_back, sample_files, write_files, write_parquet, write_tar
 
 
 def read_file(path: Path | str) -> list[Sample]:
@@ -66,12 +66,19 @@ def test_files_are_paired_by_their_name_before_the_last_dot_and_a_repeated_name_
     assert {sample.key: sample.reasons for sample in read_file('x.tar')} == expected
 
 
-def test_a_failing_disk_ends_the_run_and_does_not_count_as_damage(tmp_path):
+def test_a_failing_disk_or_store_ends_the_run_and_does_not_count_as_damage(tmp_path, s3):
     (tmp_path / 'faulty.tar').symlink_to('/proc/self/mem')  # whose first bytes cannot be read: EIO
     with pytest.raises(DataError, match=r'faulty.tar cannot be read \(OSError: \[Errno 5\] Input/output error'):
         list(read_samples(File(f'{tmp_path}/faulty.tar', 1)))
     with pytest.raises(DataError, match='gone.tar cannot be read .*No such file'):
         list(read_samples(File(f'{tmp_path}/gone.tar', 1)))
+    content = write_parquet('x.parquet', {'image': [b'1'], 'text': ['a']}).read_bytes()
+    s3.put('x.parquet', content)
+    file = File('s3://bucket/x.parquet', len(content))
+    assert [(sample.image, sample.captions) for sample in read_samples(file)] == [(b'1', {'caption': ['a']})]
+    s3.refusals = [(403, 'AccessDenied')] * 100
+    with pytest.raises(DataError, match='x.parquet cannot be read or written .403 AccessDenied'):
+        list(read_samples(file))
 
 
 def test_all_tars_in_a_file_are_read_and_anything_else_after_a_tar_is_damage():

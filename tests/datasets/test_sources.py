@@ -57,6 +57,7 @@ def test_every_file_that_is_not_converted_has_a_reason(tmp_path, monkeypatch):
     monkeypatch.setattr('os.access', lambda path, mode: not path.endswith('closed.tar') and access(path, mode))
     found = find_files([str(tmp_path)])
     assert names_of(found, tmp_path) == ['x.tar', 'y.parquet']
+    assert names_of(find_files([f'{tmp_path}/x.parquet']), tmp_path) == ['x.parquet']  # if SOURCE names it
     expected = {'y_stats.json': 'no image', '0/a.mp4': '.mp4', 'x.tar.gz': '.gz', 'list.CSV': '--captions',
                 'IMG.heic': 'pip install pillow-heif', 'photo.txt': 'no image', 'README': 'without a suffix',
                 'two.jpg': 'two.jpg, two.png', 'two.png': 'two.jpg, two.png', '.Trash': 'hidden', 'pipe.tar': 'a pipe',
@@ -106,17 +107,8 @@ def test_a_glob_takes_the_files_that_it_matches_and_their_captions(tmp_path):
     assert [(file.name, file.size, file.captions) for file in found.files] == [
         (f'{tmp_path}/a.jpg', 2, ('.txt',)), (f'{tmp_path}/folder/c.jpg', 1, ())]
     assert not found.skipped
-    with pytest.raises(ValueError, match='SOURCE .* does not exist; give a file, a folder, or a glob'):
+    with pytest.raises(ValueError, match='gif does not exist'):
         find_files([f'{tmp_path}/*.gif'])
-
-
-def test_a_parquet_file_next_to_a_tar_of_its_name_is_taken_if_source_names_it(tmp_path, s3):
-    make(tmp_path, 'x.tar', 'x.parquet')
-    for name in ('x.tar', 'x.parquet'):
-        s3.put(name, b'1')
-    for folder in (str(tmp_path), 's3://bucket'):
-        assert [file.name for file in find_files([folder]).files] == [f'{folder}/x.tar']
-        assert [file.name for file in find_files([f'{folder}/x.parquet']).files] == [f'{folder}/x.parquet']
 
 
 def test_adjacent_files_share_a_part_and_a_new_file_changes_only_the_parts_around_it():
@@ -146,6 +138,7 @@ def test_tars_in_a_store_are_found_and_all_other_files_have_a_reason(s3):
     assert names('tars/*/*.tar', 'tars.tar') == [deep, 'tars.tar']
     assert names('') == ['tars/0.tar', deep, 'tars.tar']
     assert names(deep) == [deep]
+    assert names('tars/0.parquet') == ['tars/0.parquet']
     assert names('.x[1]') == names('.x*/*.tar') == ['.x[1]/3.tar']  # hidden files that SOURCE names
     assert names('tars/.tmp/') == names('tars/.t?p/*') == ['tars/.tmp/2.tar']
     assert {line['source'].removeprefix('s3://bucket/'): line['reason'].partition(':')[0]

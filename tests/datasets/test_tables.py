@@ -1,7 +1,6 @@
 """Images get their captions from tables that name them, and every row without an image or a text has a reason."""
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,10 @@ def photos(*names: str) -> dict[str, bytes]:
     return {name: shaded(shade) for shade, name in enumerate(names)}
 
 
-def captions(out: Path | str) -> list[str]:
-    return [text for of_image in captions_of(out) for texts in of_image.values() for text in texts]
+def converted(*flags: str) -> list[str]:
+    """Convert the folder `in`, and return all captions of its images in their order."""
+    assert convert.main(['in', 'out', *flags]) == 0
+    return [text for of_image in captions_of('out') for texts in of_image.values() for text in texts]
 
 
 def rows_skipped(table: str) -> list[tuple]:
@@ -46,13 +47,14 @@ def test_tables_from_editors_spreadsheets_and_other_systems_are_read(tmp_path, s
     assert Counter(read_back('out')) == Counter(expected)
 
 
-def test_a_table_may_be_outside_of_source_and_have_other_columns(tmp_path):
-    write_files('in', photos('a.jpg', 'sub/b.jpg'))
-    write_files('.', {'captions.csv': 'id,picture,Picture,words\n1,in/a.jpg,x,one\n2,in/sub/b.jpg,x,two\n'})
-    (tmp_path / 'link').symlink_to('in')
-    flags = ['--captions', 'captions.csv', '--image_column', 'picture', '--caption_column', 'words']
-    assert convert.main(['link', 'out', *flags]) == 0
-    assert captions('out') == ['one', 'two']
+def test_the_table_of_the_flag_may_be_outside_of_source_have_other_columns_and_decides(tmp_path, capsys):
+    write_files('in', photos('a.jpg', 'sub/b.jpg') | {'metadata.csv': 'picture,words\na.jpg,of the folder\n'})
+    write_files('.', {'list.csv': 'id,picture,Picture,words\n1,in/a.jpg,x,one\n2,in/sub/b.jpg,x,two\n'})
+    flags = ['--captions', 'list.csv', '--image_column', 'picture', '--caption_column', 'words']
+    for _ in range(2):
+        assert converted(*flags) == ['one', 'two']
+    line = one_error_line(['in', 'out', *flags[2:]], capsys, convert.main)
+    assert f'OUT out was begun with captions {tmp_path}/list.csv' in line
 
 
 def test_cells_without_text_and_rows_without_an_image_are_skipped_with_their_line_number(capsys):
@@ -62,8 +64,7 @@ def test_cells_without_text_and_rows_without_an_image_are_skipped_with_their_lin
     table = '{"file_name": "without_text.jpg"}\n' + ''.join(lines) + '\n'
     images = photos('a.jpg', 'b.jpg', 'c.jpg', 'd.jpg', 'E.jpg', 'e.JPG', 'cafe\u0301.jpg', '../elsewhere.jpg')
     write_files('in', images | {'b.txt': 'the table decides', 'metadata.jsonl': table})
-    assert convert.main(['in', 'out']) == 0
-    assert captions('out') == ['one', 'two']
+    assert converted() == ['one', 'two']
     printed = capsys.readouterr().out
     assert ' in 1 row of 1 table' in printed
     assert ' 2 of caption, for 1 sample\n' in printed
@@ -80,26 +81,14 @@ def test_a_table_in_any_folder_overrides_text_files_and_rows_without_a_match_are
               'metadata.csv': 'both.jpg,one of two\ntwice.jpg,first\nmissing.jpg,x\nempty.jpg,\ntwice.jpg,second\n',
               'captions.csv': 'twice.jpg,of a second table\n'}
     write_files('in', images | texts | {name: f'file_name,text\n{rows}' for name, rows in tables.items()})
-    assert convert.main(['in', 'out']) == 0
-    assert captions('out') == ['one of two', 'before the images', 'after the images', 'text file of of_text', 'first',
-                               'second']
+    assert converted() == ['one of two', 'before the images', 'after the images', 'text file of of_text', 'first',
+                           'second']
     assert skipped_kinds('out') == [
         ('both.png', None, 'more than one image'), ('captions.csv', 2, 'already captioned'),
         ('lonely.jpg', 'lonely', 'no caption'), ('metadata.csv', 4, 'no image for a row'),
         ('metadata.csv', 5, 'no caption')]
     assert f'SOURCE has no {tmp_path}/in/missing.jpg' in skipped('out')[3][2]
     assert 'in 5 rows of 3 tables' in capsys.readouterr().out
-
-
-def test_an_out_accepts_only_the_flags_for_captions_that_it_was_begun_with(tmp_path, capsys):
-    write_files('in', photos('a.jpg') | {'metadata.csv': 'file_name,text\na.jpg,the table of the flag decides\n'})
-    write_files('.', {f'{name}.csv': f'file_name,text\nin/a.jpg,{name}\n' for name in ('one', 'two')})
-    argv = ['in', 'out', '--captions']
-    assert [convert.main([*argv, 'one.csv']) for _ in range(2)] == [0, 0]
-    for flags, words in (([*argv, 'two.csv'], f'captions {tmp_path}/one.csv'), (argv[:2], f'captions {tmp_path}/one'),
-                         ([*argv, 'one.csv', '--caption_column', 'text'], 'caption_column None')):
-        assert f'OUT out was begun with {words}' in one_error_line(flags, capsys, convert.main)
-    assert captions('out') == ['one']
 
 
 @pytest.mark.parametrize('flags, expected', [
@@ -119,10 +108,8 @@ def test_captions_from_tables_and_files_get_names_that_weights_can_select(flags,
 def test_a_parquet_table_of_captions_is_read_once_and_not_as_images(capsys, name, flags):
     write_files('in', photos('a.jpg') | {'a.txt': 'of a file'})
     table = write_parquet(f'in/{name}', {'file_name': ['a.jpg', 'c.jpg', None], 'text': ['one', 'three', 'none']})
-    argv = ['in', 'out', *(flag.format(table) for flag in flags)]
     for _ in range(2):
-        assert convert.main(argv) == 0
-        assert captions('out') == ['one']
+        assert converted(*(flag.format(table) for flag in flags)) == ['one']
         printed = capsys.readouterr().out
         assert '1 no path in a row, 1 no image for a row' in printed
     assert printed.startswith('done already')
@@ -159,8 +146,7 @@ def test_a_csv_cell_may_be_a_json_list_and_other_lists_and_rows_of_another_lengt
             'd.jpg,a cat, asleep', 'e.jpg', '', 'f.jpg,"a cat, awake"', ',x', 'g.jpg,[]', 'h.jpg,"[ ""six"",',
             'null ]"']
     write_files('in', photos(*(f'{name}.jpg' for name in 'abcdefgh')) | {'metadata.csv': '\n'.join(rows)})
-    assert convert.main(['in', 'out']) == 0
-    assert captions('out') == ['one', 'two', '[sic] five', 'a cat, awake', 'six']
+    assert converted() == ['one', 'two', '[sic] five', 'a cat, awake', 'six']
     wrong = 'row with a wrong number of cells'
     assert rows_skipped('metadata.csv') == [(3, 'no caption'), (5, wrong), (6, wrong), (9, 'no path in a row'),
                                             (10, 'no caption'), (12, 'no caption')]
@@ -170,8 +156,7 @@ def test_a_table_linked_into_two_folders_is_read_in_both_and_one_without_images_
     table = 'file_name,text\nx.jpg,one\n'
     write_files('in', photos('a/x.jpg', 'b/x.jpg') | {'a/captions.csv': table, '../list.csv': table})
     (tmp_path / 'in/b/captions.csv').symlink_to('../a/captions.csv')
-    assert convert.main(['in', 'out']) == 0
-    assert captions('out') == ['one', 'one']
+    assert converted() == ['one', 'one']
     line = one_error_line(['in', 'other', '--captions', 'list.csv'], capsys, convert.main)
     assert '--captions list.csv: none of its rows' in line
 
@@ -184,6 +169,5 @@ def test_cocos_captions_are_matched_with_the_images_in_any_folder():
     table = json.dumps({'info': {}, 'images': images, 'annotations': annotations})
     photographs = photos('val2017/1.jpg', 'val2017/2.jpg', 'x/3.jpg', 'y/3.jpg', 'z/4.jpg')
     write_files('in', photographs | {'../captions_val2017.json': table})
-    assert convert.main(['in', 'out', '--split', 'all', '--captions', 'captions_val2017.json']) == 0
-    assert captions('out') == ['one', 'three', 'two', 'four']
+    assert converted('--split', 'all', '--captions', 'captions_val2017.json') == ['one', 'three', 'two', 'four']
     assert rows_skipped('captions_val2017.json') == [(3, 'no image for a row'), (4, 'no path in a row')]

@@ -26,48 +26,47 @@ def have_no_memory() -> None:
     raise MemoryError
 
 
-def make(folder: Path, parts: list[Part], die: Callable | None = None) -> list[str]:
-    """Make a file for each part. With `die`, part 1 ends its worker the first time."""
+def begin(folder: Path, part: Part) -> int:
+    """Note that a part is begun, and return how often it was begun so far."""
+    note = folder / f'{part.name}-begun'
+    with open(note, 'a') as file:
+        file.write('x')
+    return note.stat().st_size
+
+
+def make(folder: Path, die: Callable, parts: list[Part]) -> list[str]:
+    """Make parts. The first time, part 1 ends its worker."""
     for part in parts:
-        with open(folder / f'{part.name}-begun', 'a') as notes:
-            print(os.getpid(), file=notes)
-        if die and part.name == '1' and len(begun(folder, '1')) == 1:
+        if begin(folder, part) == 1 and part.name == '1':
             die()
-        (folder / part.name).write_text('made')
     return [part.name for part in parts]
 
 
 def make_beside_others(folder: Path, parts: list[Part]) -> list[str]:
-    """Make a part. At first four parts must be in progress, and part 2 kills its worker; later parts are made."""
+    """Make a part. At first four parts must be in progress, and part 2 kills its worker each time."""
     [part] = parts
-    is_first = not (folder / f'{part.name}-begun').exists()
-    (folder / f'{part.name}-begun').touch()
+    is_first = begin(folder, part) == 1
     if part.name == '2':
         wait_until(lambda: len(list(folder.glob('*-begun'))) == 4)
         kill_itself()
     while is_first:
         signal.pause()  # until the pool with the dead worker kills this process
-    return make(folder, parts)
-
-
-def begun(folder: Path, name: str) -> list[str]:
-    """Return one line for each time that this part was begun."""
-    return (folder / f'{name}-begun').read_text().splitlines()
+    return [part.name]
 
 
 def run(do: Callable, number: int, parts_per_call: int = 1, workers: int = 2, use_gpu: Callable | None = None) -> list:
     """Make this number of parts, and return the names that the calls returned."""
     parts = [Part(str(index), [File(f'{index}.tar', 0)]) for index in range(number)]
     with LocalWorkers(do, workers, use_gpu) as pool:
-        return sum(make_parts(pool, parts, parts, 'B', parts_per_call), [])
+        answers = make_parts(pool, parts, parts, 'B', parts_per_call)
+    return [name for names in answers for name in names]
 
 
 @pytest.mark.parametrize('die', [kill_itself, have_no_memory])
 def test_parts_in_progress_when_a_worker_dies_are_made_again(server, tmp_path, capfd, die):
-    answered = run(partial(make, tmp_path, die=die), 8, parts_per_call=4)
-    assert all((tmp_path / str(index)).exists() for index in range(8))
-    assert len(answered) == len(set(answered))
-    assert len(begun(tmp_path, '1')) == 2
+    answered = run(partial(make, tmp_path, die), 8, parts_per_call=4)
+    assert sorted(answered) == list('01234567')
+    assert (tmp_path / '1-begun').stat().st_size == 2
     assert 'a worker died' in capfd.readouterr().err
 
 
@@ -95,15 +94,15 @@ def note_gpu(folder: Path, gpu: int) -> None:
     (folder / f'{gpu}-of-{os.getpid()}').touch()
 
 
-def make_beside_the_other(folder: Path, parts: list[Part]) -> list[str]:
-    """Make parts once both workers have begun, because otherwise one worker could make all before the other begins."""
+def wait_for_the_other(folder: Path, parts: list[Part]) -> list[str]:
+    """Make nothing before both workers have begun, because otherwise one worker could make all parts."""
     wait_until(lambda: len(list(folder.glob('*-of-*'))) == 2)
-    return make(folder, parts)
+    return [part.name for part in parts]
 
 
 @pytest.mark.long  # each worker imports everything, because CUDA allows no fork
 def test_each_worker_gets_a_different_gpu(tmp_path):
-    run(partial(make_beside_the_other, tmp_path), 4, use_gpu=partial(note_gpu, tmp_path))
+    run(partial(wait_for_the_other, tmp_path), 4, use_gpu=partial(note_gpu, tmp_path))
     assert sorted(path.name[0] for path in tmp_path.glob('*-of-*')) == ['0', '1']
 
 

@@ -8,9 +8,8 @@ import torch
 from PIL import ExifTags, Image, ImageCms, TiffImagePlugin
 
 import convert
-from data import StreamingLAIONDataset
 from sdbench.inputs.images import FORMATS, decode_image, decode_whole_image, formats
-from tests.samples import encoded, large_png, picture, pillow_square, pixels, write_files
+from tests.samples import encoded, picture, pillow_square, pixels, read_back, write_files
 
 
 def with_orientation(orientation: int, format: str = 'JPEG') -> bytes:
@@ -140,28 +139,20 @@ def test_larger_images_are_reduced_like_pillows_antialiased_filter(format, side)
     assert np.abs(decoded.numpy().astype(int) - reference).mean() < 0.25
 
 
-def test_heic_photos_are_converted_upright_even_if_pillow_heif_is_installed_later(monkeypatch, capsys):
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6  # viewers rotate it to the right
-    stored = encoded(picture(3, 96, 64).rotate(90, expand=True), 'HEIF', exif=exif.tobytes())
-    write_files('photos', {'IMG_1.HEIC': stored, 'IMG_1.txt': 'a cat'})
+def test_photos_are_converted_again_once_the_package_for_their_format_is_installed(monkeypatch, capsys):
+    photo = encoded(picture(3), 'HEIF')
+    write_files('photos', {'IMG_1.HEIC': photo, 'IMG_1.txt': 'a cat'})
     with monkeypatch.context() as without_package:
         without_package.setattr('convert.formats', lambda: FORMATS)
         assert convert.main(['photos', 'out']) == 0
     assert convert.main(['photos', 'out']) == 0
-    assert capsys.readouterr().err.count('converting 1 file in 1 of 1 part\n') == 2
-    sample = StreamingLAIONDataset('out', image_size=64, batch_size=1).sample(0)
-    reference = pixels(picture(3, 96, 64).crop((16, 0, 80, 64)))
-    assert np.abs(sample['image'].numpy().astype(int) - reference).mean() < 4  # HEIC reduces the colour resolution
+    assert 'done already' not in capsys.readouterr().out
+    assert read_back('out') == [(photo, 'a cat')]
 
 
-@pytest.mark.parametrize('data, words', [
-    (b'', 'not a known format'), (ENCODED['jpeg'][:-40], ''), (ENCODED['png'][:99], ''),
-    (large_png(), 'exceeds limit of 178956970 pixels'),
-    (encoded(picture(0), 'EPS'), 'not a known format')])  # Pillow would run a program
-def test_an_image_that_does_not_decode_is_an_error_of_one_line(data, words):
-    with pytest.raises(ValueError, match=f'^image does not decode: .*{words}.*$'):
-        decode_image(data)
+def test_a_format_for_which_pillow_would_run_a_program_is_not_read():
+    with pytest.raises(ValueError, match='not a known format'):
+        decode_image(encoded(picture(0), 'EPS'))
 
 
 GREY = np.asarray(picture(9).convert('L')).astype(np.uint16)  # (64, 64), 0 to 255
