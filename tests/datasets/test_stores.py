@@ -100,14 +100,13 @@ def test_a_bucket_of_google_is_read_without_keys_and_for_the_project_that_pays(m
             monkeypatch.setenv(name, value)
     requests = []
 
-    def public_bucket(environ: dict, start_response) -> Iterable[bytes]:
-        request = Request(environ)
+    @Request.application
+    def public_bucket(request: Request) -> Response:
         requests.append(request)
-        response = Response(b'1')
         if request.path.endswith('/o'):  # a listing
             listing = {'items': [{'name': 'a/b', 'size': '1', 'etag': 'x'}]}
-            response = Response(json.dumps(listing), content_type='application/json')
-        return response(environ, start_response)
+            return Response(json.dumps(listing), content_type='application/json')
+        return Response(b'1')
 
     with google_answering(public_bucket, monkeypatch):
         assert addresses_in('gs://bucket/a', '--save_folder') == ['gs://bucket/a/b']
@@ -120,9 +119,9 @@ def test_a_bucket_of_google_is_read_without_keys_and_for_the_project_that_pays(m
 
 
 def test_a_bucket_that_google_does_not_have_is_not_a_missing_file(monkeypatch):
-    with google_answering(Response('The specified bucket does not exist.', 404), monkeypatch):
-        with pytest.raises(OSError, match=r'^--remote cannot be read or written \(404 GET .*bucket does not exist'):
-            download('gs://nobody/a', 'copy', '--remote')
+    with (google_answering(Response('The specified bucket does not exist.', 404), monkeypatch),
+          pytest.raises(OSError, match=r'^--remote cannot be read or written \(404 GET .*bucket does not exist')):
+        download('gs://nobody/a', 'copy', '--remote')
 
 
 LISTED = ('<Blob><Name>{}</Name><Properties><Last-Modified>Tue, 01 Sep 2026 00:00:00 GMT</Last-Modified>'
