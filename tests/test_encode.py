@@ -11,6 +11,7 @@ from diffusers import AutoencoderKL
 
 import benchmark
 import encode
+import report
 from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
 from sdbench.complete import complete_encoding
@@ -133,6 +134,8 @@ def test_a_run_that_skips_all_its_images_has_no_speed_and_says_why(model_folder,
         record = encode_shards('images', 'latents', model_folder)
     assert (record['status'], record['images_per_sec'], record['samples']) == ('unmeasured', None, 0)
     assert 'all images of this run were skipped' in capfd.readouterr().out
+    report.main(['results.jsonl'])
+    assert 'unmeasured' in capfd.readouterr().out
 
 
 def test_moments_that_overflow_float16_are_an_error_that_names_the_sample(tmp_path, shards, model_folder, capfd):

@@ -55,10 +55,12 @@ def remote(tmp_path) -> Path:
 
 
 @pytest.fixture
-def many_shards(tmp_path) -> tuple[Path, int]:
-    """120 samples in small shards, and a limit for a cache of eight of these shards in bytes."""
-    shards = Path(write_shards(tmp_path / 'shards', [good(i) for i in range(120)], size_limit=4096))
-    return shards, 8 * max(path.stat().st_size for path in shards.glob('*.mds'))
+def many_shards(tmp_path) -> str:
+    """120 samples in shards of at most 4 KiB."""
+    return write_shards(tmp_path / 'shards', [good(i) for i in range(120)], size_limit=1 << 12)
+
+
+SMALL_CACHE = 8 << 12  # bytes: eight of these shards
 
 
 def loaded(dataset, num_workers: int) -> list[str]:
@@ -145,24 +147,22 @@ def folder_size(folder: Path) -> int:
 
 def test_a_small_cache_serves_the_whole_dataset(tmp_path, many_shards):
     """The limit holds even if an earlier run filled the cache above it."""
-    shards, limit = many_shards
     cache = tmp_path / 'cache'
-    list(open_text(shards, cache))
-    assert folder_size(cache) > 2 * limit
-    dataset = StreamingLAIONDataset(str(shards), str(cache), image_size=64, batch_size=4, shuffle=True,
-                                    cache_limit=limit)
+    list(open_text(many_shards, cache))
+    assert folder_size(cache) > 2 * SMALL_CACHE
+    dataset = StreamingLAIONDataset(many_shards, str(cache), image_size=64, batch_size=4, shuffle=True,
+                                    cache_limit=SMALL_CACHE)
     loader = build_loader(dataset, 4, 1, clip_tokenizer()).dataloader
     seen, most = [], 0
     for batch in loader:
         seen += batch['caption'].tolist()
         most = max(most, folder_size(cache))
     assert len(set(map(tuple, seen))) == 120
-    assert limit / 8 < most <= limit
+    assert SMALL_CACHE / 8 < most <= SMALL_CACHE
 
 
 def test_a_small_cache_outlives_the_deletion_of_its_copies(tmp_path, many_shards):
-    shards, limit = many_shards
-    dataset = open_text(shards, tmp_path / 'cache', cache_limit=limit)
+    dataset = open_text(many_shards, tmp_path / 'cache', cache_limit=SMALL_CACHE)
     for number in range(120):
         assert dataset.sample(number)
         if number % 20 == 0:  # as another run does, or a system that empties its folder for temporary files
