@@ -140,6 +140,7 @@ def test_larger_images_are_reduced_like_pillows_antialiased_filter(format, side)
 
 
 def test_photos_are_converted_again_once_the_package_for_their_format_is_installed(monkeypatch, capsys):
+    assert 'HEIF' in formats()  # which also registers it
     photo = encoded(picture(3), 'HEIF')
     write_files('photos', {'IMG_1.HEIC': photo, 'IMG_1.txt': 'a cat'})
     with monkeypatch.context() as without_package:
