@@ -38,14 +38,26 @@ def good(index: int) -> dict:
     return {'jpg': encoded(picture(index)), 'caption': f'picture {index}'}
 
 
+def write_files(folder: Path | str, files: dict[str, bytes | str]) -> Path:
+    """Write files, and the folders in which they lie, into a folder."""
+    for name, content in files.items():
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return Path(folder)
+
+
+def files_of_samples(samples: list[dict]) -> dict[str, bytes]:
+    """Return a .jpg and a .txt for each sample, named by its number."""
+    files = {}
+    for index, sample in enumerate(samples):
+        files |= {f'{index}.jpg': sample['jpg'], f'{index}.txt': sample['caption'].encode()}
+    return files
+
+
 def write_photos(folder: Path, number: int) -> Path:
-    """Write this number of JPEGs into a new folder, each with a text file that has its caption."""
-    folder.mkdir()
-    for index in range(number):
-        sample = good(index)
-        (folder / f'{index}.jpg').write_bytes(sample['jpg'])
-        (folder / f'{index}.txt').write_text(sample['caption'])
-    return folder
+    """Write this number of JPEGs into a folder, each with a text file that has its caption."""
+    return write_files(folder, files_of_samples([good(index) for index in range(number)]))
 
 
 def write_shards(folder, samples: list[dict], columns=None, size_limit: int = 1 << 14, **options) -> str:
@@ -78,20 +90,27 @@ def captions_of(folder) -> list[dict[str, list[str]]]:
                 for columns in StreamingDataset(local=str(folder), shuffle=False, batch_size=1)]
 
 
-def read_back(folder: Path, **options) -> list[tuple[bytes, str]]:
-    """Return the image and the caption of each sample in a dataset, read with Streaming alone."""
+def read_back(folder: Path | str, **options) -> list[tuple[bytes, str]]:
+    """Return the image and the caption of each sample in a dataset, read by Streaming's own reader."""
     with own_shared_memory():
         dataset = StreamingDataset(local=str(folder), shuffle=False, batch_size=1, **options)
     return [(dataset[i]['jpg'], dataset[i]['caption']) for i in range(len(dataset))]
 
 
-def skipped(out: Path) -> list[dict]:
-    """Return the lines in a dataset's skipped.jsonl."""
-    return [json.loads(line) for line in (out / 'skipped.jsonl').read_text().splitlines()]
+def skipped(out: Path | str) -> list[tuple[str, str | int | None, str]]:
+    """Return the name of the file, the key and the reason in each line of a dataset's skipped.jsonl, sorted."""
+    lines = [json.loads(line) for line in Path(out, 'skipped.jsonl').read_text().splitlines()]
+    return sorted((Path(line['source']).name, line['key'], line['reason']) for line in lines)
 
 
-def write_tar(path: Path, files: dict[str, bytes] | list) -> Path:
+def skipped_kinds(out: Path | str) -> list[tuple[str, str | int | None, str]]:
+    """Return the same with the kind of each reason, which stands before its colon."""
+    return [(name, key, reason.partition(':')[0]) for name, key, reason in skipped(out)]
+
+
+def write_tar(path: Path | str, files: dict[str, bytes] | list) -> Path:
     """Write a tar. Its members are names with bytes, or tarfile.TarInfo objects with None."""
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, 'w') as tar:
         for name, data in files.items() if isinstance(files, dict) else files:
@@ -101,17 +120,9 @@ def write_tar(path: Path, files: dict[str, bytes] | list) -> Path:
     return path
 
 
-def write_sample_tar(path: Path, samples: list[dict]) -> str:
-    """Write a tar like img2dataset does, with a .jpg and a .txt for each sample."""
-    files = {}
-    for index, sample in enumerate(samples):
-        files[f'{index:05}.jpg'] = sample['jpg']
-        files[f'{index:05}.txt'] = sample['caption'].encode()
-    return str(write_tar(path, files))
-
-
-def write_parquet(path: Path, columns: dict[str, list], rows_of_group: int = 100) -> Path:
+def write_parquet(path: Path | str, columns: dict[str, list], rows_of_group: int = 100) -> Path:
     """Write a Parquet file with row groups of this size. A dict becomes a struct, like images on the hub."""
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=rows_of_group)
     return path

@@ -20,6 +20,7 @@ from benchmarks.proof.steps import Machine, first_steps
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from tests.runs import ROOT, calls_of, write_noting_programs
+from tests.samples import write_files
 
 TASK = yaml.safe_load((ROOT / 'sky.yaml').read_text())
 TRAINING = {'REMOTE': 's3://bucket/photos', 'MODEL': 'sd2', 'SAVE_FOLDER': 's3://bucket/run 1'}
@@ -29,9 +30,8 @@ WHOLE = {'SOURCE': 's3://bucket/tars/', 'WORK': 's3://bucket/sd2', 'MODEL': 'sd2
 def run_on(folder: Path, script: str, rank: int = 0, nodes: int = 1, **envs: str) -> subprocess.CompletedProcess:
     """Run a script of the task in bash on one node. Programs and the recipe only record how they are called."""
     write_noting_programs(folder, 'composer', 'make', 'uv')
-    (folder / 'uv').write_text('#!/bin/sh\necho /uv/python3.11\n')
-    (folder / 'recipes').mkdir()
-    (folder / 'recipes/stable-diffusion-2.sh').write_text('env > variables\n')
+    write_files(folder, {'uv': '#!/bin/sh\necho /uv/python3.11\n',
+                         'recipes/stable-diffusion-2.sh': 'env > variables\n'})
     addresses = [f'10.0.0.{node + 1}' for node in range(nodes)]
     sky = {'SKYPILOT_NODE_RANK': str(rank), 'SKYPILOT_NODE_IPS': '\n'.join(addresses),
            'SKYPILOT_NUM_NODES': str(nodes), 'SKYPILOT_NUM_GPUS_PER_NODE': '8'}
@@ -82,8 +82,7 @@ def test_a_training_is_launched_once_per_node_and_resumes_from_its_bucket(tmp_pa
     assert (launch.node_rank, launch.base_rank) == (rank, 8 * rank)
     assert (launch.master_addr, launch.master_port) == ('10.0.0.1', 29500)
     settings = flags_of(arguments)
-    assert settings.autoresume
-    assert settings.use_ema
+    assert (settings.autoresume, settings.use_ema) == (True, True)
     assert (settings.model_name, settings.pretrained, settings.caption_drop) == ('sd2', True, 0.1)
     assert (settings.remote, settings.save_folder) == (TRAINING['REMOTE'], TRAINING['SAVE_FOLDER'])
     assert settings.results == '-'  # a file would end with the machine
@@ -100,14 +99,13 @@ def test_the_whole_training_is_the_recipe_with_the_variables_of_the_task(tmp_pat
     assert set(expected) <= read
 
 
-@pytest.mark.parametrize('envs, line', [
-    (TRAINING | {'MODEL': ''}, 'MODEL: is empty; give --env MODEL='),
-    (TRAINING | {'SAVE_FOLDER': ''}, 'SAVE_FOLDER: is empty; give --env SAVE_FOLDER='),
-    (WHOLE | {'WORK': ''}, 'WORK: is empty; give --env WORK='), (WHOLE | {'nodes': 2}, 'SOURCE needs one machine')])
-def test_an_impossible_training_is_refused_in_one_line(tmp_path, envs, line):
+@pytest.mark.parametrize('envs, words', [
+    (TRAINING | {'MODEL': ''}, '--env MODEL='), (TRAINING | {'SAVE_FOLDER': ''}, '--env SAVE_FOLDER='),
+    (WHOLE | {'WORK': ''}, '--env WORK='), (WHOLE | {'nodes': 2}, 'SOURCE needs one machine')])
+def test_an_impossible_training_is_refused_in_one_line(tmp_path, envs, words):
     done = run_on(tmp_path, TASK['run'], **envs)
     assert done.returncode != 0
-    assert line in done.stderr
+    assert words in done.stderr
     assert done.stderr.count('\n') == 1
     assert calls_of(tmp_path, 'composer') == []
     assert not (tmp_path / 'variables').exists()

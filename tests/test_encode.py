@@ -20,7 +20,7 @@ from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
 from sdbench.inputs.shards import hash_of_images, index_hash, read_index
 from tests.runs import TINY, check_keys, refusal, times_of
-from tests.samples import captions_of, encoded, picture, write_shards
+from tests.samples import captions_of, encoded, good, picture, skipped_kinds, write_files, write_shards
 from tests.shortcuts import clip_tokenizer
 
 SMALL = ['--image_size', '16', '--batch_size', '4', '--num_workers', '0']
@@ -29,11 +29,6 @@ SMALL = ['--image_size', '16', '--batch_size', '4', '--num_workers', '0']
 def encode_shards(remote, out, model_folder, *flags) -> dict:
     return encode.main([*SMALL, '--remote', str(remote), '--out', str(out), '--model_name', str(model_folder),
                         '--pretrained', '--results', str(Path(out).with_name('results.jsonl')), *map(str, flags)])
-
-
-def captions(folder) -> list[str]:
-    dataset = StreamingLAIONDataset(str(folder), image_size=16, batch_size=1)
-    return [dataset.sample(index)['caption'] for index in range(dataset.num_samples)]
 
 
 def with_changed_vae(model_folder: str, folder: Path, change: Callable[[AutoencoderKL], object]) -> Path:
@@ -73,111 +68,102 @@ def test_a_step_from_latents_has_the_loss_and_gradient_of_a_step_from_pixels(lat
     assert (gradients[0] - gradients[1]).norm() < 5e-3 * gradients[0].norm()
 
 
-def test_only_added_images_are_encoded_even_if_a_shard_is_empty(tmp_path, model_folder):
+def test_only_added_images_are_encoded_even_if_a_shard_is_empty(model_folder):
     """Streaming's writer makes an empty shard before a sample that is larger than a shard."""
     samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(12)]
     samples[0]['jpg'] = encoded(picture(0, 512, 512), quality=100)
-    images, out = tmp_path / 'images', tmp_path / 'latents'
-    write_shards(images, samples[:9], size_limit=6000)
-    assert encode_shards(images, out, model_folder)['samples'] == 9
-    shutil.rmtree(images)
-    write_shards(images, samples, size_limit=6000)
-    assert read_index(str(images))['shards'][0]['samples'] == 0
-    record = encode_shards(images, out, model_folder)
+    write_shards('images', samples[:9], size_limit=6000)
+    assert encode_shards('images', 'latents', model_folder)['samples'] == 9
+    shutil.rmtree('images')
+    write_shards('images', samples, size_limit=6000)
+    assert read_index('images')['shards'][0]['samples'] == 0
+    record = encode_shards('images', 'latents', model_folder)
     assert record['samples'] < 9
     check_keys(record, 'encode.py')
     assert record['stored_samples'] == 12
-    assert captions(out) == [str(index) for index in range(12)]
+    assert captions_of('latents') == [{'caption': [str(index)]} for index in range(12)]
 
 
-def test_the_next_command_for_latents_of_held_out_images_is_an_evaluation(tmp_path, model_folder, capfd):
-    images, draw = tmp_path / 'images', {'share': 0.1, 'seed': 17, 'side': 'held out'}
-    write_shards(images, [{'jpg': encoded(picture(0)), 'caption': 'one'}])
-    (images / 'index.json').write_text(json.dumps(read_index(str(images)) | {'draw': draw}))
-    encode_shards(images, tmp_path / 'latents', model_folder)
-    assert f'--eval_remote {tmp_path}/latents of a training' in capfd.readouterr().out
-    assert read_index(f'{tmp_path}/latents')['draw'] == draw
+def test_latents_of_held_out_images_are_held_out_and_for_an_evaluation(model_folder, capfd):
+    draw = {'draw': {'share': 0.1, 'seed': 17, 'side': 'held out'}}
+    write_shards('images', [good(0)])
+    write_files('images', {'index.json': json.dumps(read_index('images') | draw)})
+    encode_shards('images', 'latents', model_folder)
+    assert '--eval_remote latents' in capfd.readouterr().out
+    assert read_index('latents')['draw'] == draw['draw']
 
 
 def test_all_captions_of_an_image_are_stored_next_to_a_single_copy_of_its_latents(
-        tmp_path, shards, several_captions, model_folder):
-    one, several = (encode_shards(remote, tmp_path / name, model_folder)['bytes_per_image']
+        shards, several_captions, model_folder):
+    one, several = (encode_shards(remote, name, model_folder)['bytes_per_image']
                     for name, remote in (('one', shards), ('several', several_captions)))
-    assert captions_of(tmp_path / 'several') == captions_of(several_captions)
+    assert captions_of('several') == captions_of(several_captions)
     assert one < several < one + 200  # bytes of text
 
 
-def test_a_captions_column_of_another_program_is_neither_trained_nor_encoded(tmp_path, model_folder):
-    samples = [{'jpg': encoded(picture(index)), 'caption': str(index), 'captions': {'en': 'x'}} for index in range(4)]
-    shards = write_shards(tmp_path / 'shards', samples, {'jpg': 'bytes', 'caption': 'str', 'captions': 'json'})
-    encode_shards(shards, tmp_path / 'latents', model_folder)
-    for remote in (shards, str(tmp_path / 'latents')):
+def test_a_captions_column_of_another_program_is_neither_trained_nor_encoded(model_folder):
+    samples = [good(index) | {'captions': {'en': 'x'}} for index in range(4)]
+    expected = [{'caption': [sample['caption']]} for sample in samples]
+    write_shards('shards', samples, {'jpg': 'bytes', 'caption': 'str', 'captions': 'json'})
+    encode_shards('shards', 'latents', model_folder)
+    for remote in ('shards', 'latents'):
         dataset = StreamingLAIONDataset(remote, batch_size=1)
-        assert [dataset.sample(index)['captions'] for index in range(4)] == [{'caption': [str(n)]} for n in range(4)]
-    index = tmp_path / 'latents/index.json'
-    index.write_text(json.dumps(json.loads(index.read_text()) | {'captions': {'caption': 4}}))
-    assert captions_of(tmp_path / 'latents') == [{'caption': [str(n)]} for n in range(4)]  # not stored either
+        assert [dataset.sample(index)['captions'] for index in range(4)] == expected
+    write_files('latents', {'index.json': json.dumps(read_index('latents') | {'captions': {'caption': 4}})})
+    assert captions_of('latents') == expected  # not stored either
 
 
-def test_bad_samples_are_skipped_counted_and_logged(tmp_path, model_folder, capfd):
+def test_bad_samples_are_skipped_counted_and_logged(model_folder, capfd):
     samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(10)]
     samples[2]['jpg'], samples[9]['caption'] = b'no', ''
-    shards = write_shards(tmp_path / 'shards', samples, size_limit=6000)
-    record = encode_shards(shards, tmp_path / 'latents', model_folder)
+    write_shards('shards', samples, size_limit=6000)
+    record = encode_shards('shards', 'latents', model_folder)
     assert (record['samples'], record['stored_samples'], record['bad_samples']) == (8, 8, 2)
-    assert captions(tmp_path / 'latents') == [str(index) for index in range(9) if index != 2]
-    out = capfd.readouterr().out
-    assert 'encoded         8 images, ' in out and 'stored          8 images, 4,' in out
-    assert 'too few to rely on images/s' in out
-    assert f'1 image does not decode, 1 no caption; listed in {tmp_path}/latents/skipped.jsonl' in out
-    lines = map(json.loads, (tmp_path / 'latents/skipped.jsonl').read_text().splitlines())
-    entries = {entry['raw_data']['basename']: entry['samples'] for entry in read_index(shards)['shards']}
-    [last] = [name for name in entries if name == max(entries)]
-    assert [(line['source'], line['key'], line['reason']) for line in lines] == [
-        ('shard.00000.mds', 2, 'image does not decode: not a known format'), (last, entries[last] - 1, 'no caption')]
+    assert captions_of('latents') == [{'caption': [str(index)]} for index in range(9) if index != 2]
+    assert '1 image does not decode, 1 no caption; listed in latents/skipped.jsonl' in capfd.readouterr().out
+    last = read_index('shards')['shards'][-1]
+    assert skipped_kinds('latents') == [('shard.00000.mds', 2, 'image does not decode'),
+                                        (last['raw_data']['basename'], last['samples'] - 1, 'no caption')]
 
 
-def test_a_run_that_skips_all_its_images_has_no_speed_and_says_why(tmp_path, model_folder, capfd):
-    good, bad = ({'jpg': jpg, 'caption': 'x'} for jpg in (encoded(picture(0)), b'no'))
-    images, out = tmp_path / 'images', tmp_path / 'latents'
-    for samples in ([good], [good, bad]):  # a shard for each
-        shutil.rmtree(images, ignore_errors=True)
-        write_shards(images, samples, size_limit=1)
+def test_a_run_that_skips_all_its_images_has_no_speed_and_says_why(model_folder, capfd):
+    for samples in ([good(0)], [good(0), {'jpg': b'no', 'caption': 'x'}]):  # a shard for each sample
+        shutil.rmtree('images', ignore_errors=True)
+        write_shards('images', samples, size_limit=1)
         capfd.readouterr()
-        record = encode_shards(images, out, model_folder)
+        record = encode_shards('images', 'latents', model_folder)
     assert (record['status'], record['images_per_sec'], record['samples']) == ('unmeasured', None, 0)
-    assert 'no speed        all images of this run were skipped' in capfd.readouterr().out
-    report.main([str(tmp_path / 'results.jsonl')])
+    assert 'all images of this run were skipped' in capfd.readouterr().out
+    report.main(['results.jsonl'])
     assert 'unmeasured' in capfd.readouterr().out
 
 
 def test_moments_that_overflow_float16_are_an_error_that_names_the_sample(tmp_path, shards, model_folder, capfd):
     too_large = with_changed_vae(model_folder, tmp_path / 'model', lambda vae: vae.quant_conv.weight.mul_(1e7))
-    line = refusal(capfd, encode_shards, shards, tmp_path / 'latents', too_large)
+    line = refusal(capfd, encode_shards, shards, 'latents', too_large)
     assert 'sample 0 of shard.00000.mds has moments that are not finite in float16' in line
 
 
 def test_samples_are_encoded_once_in_order_and_a_complete_out_refuses_other_flags(latents, shards, model_folder, capfd):
-    assert captions(latents) == captions(shards)
-    assert len(captions(latents)) == 24
+    assert captions_of(latents) == captions_of(shards)
+    assert len(captions_of(latents)) == 24
     assert hash_of_images(read_index(latents)) == index_hash(read_index(shards))
     before = times_of(Path(latents))
     capfd.readouterr()
     assert encode_shards(shards, latents, model_folder) is None  # main() returns None, so the exit status is 0
     said, command = capfd.readouterr().out.splitlines()
-    assert said == f'done already: --out {latents} holds 24 samples of this --remote'
-    assert command.startswith(f'next            python benchmark.py --remote {latents} --model_name ')
-    assert 'was begun with image_size 16, and this command has 32; give' in refusal(
+    assert said.startswith('done already')
+    assert f'python benchmark.py --remote {latents} --model_name {model_folder} ' in command
+    assert 'was begun with image_size 16, and this command has 32' in refusal(
         capfd, encode_shards, shards, latents, model_folder, '--image_size', '32')
     assert times_of(Path(latents)) == before
 
 
-def test_random_weights_give_a_warning_and_other_random_weights_are_refused(tmp_path, shards, model_folder, capfd):
-    random = ['--no-pretrained', '--seed']
-    encode_shards(shards, tmp_path / 'out', model_folder, *random, 1)
-    assert 'encode.py: warning: without --pretrained the VAE has random weights' in capfd.readouterr().err
+def test_random_weights_give_a_warning_and_other_random_weights_are_refused(shards, model_folder, capfd):
+    encode_shards(shards, 'out', model_folder, '--no-pretrained', '--seed', 1)
+    assert 'warning: without --pretrained the VAE has random weights' in capfd.readouterr().err
     assert 'out was begun with seed 1, and this command has 2' in refusal(
-        capfd, encode_shards, shards, tmp_path / 'out', model_folder, *random, 2)
+        capfd, encode_shards, shards, 'out', model_folder, '--no-pretrained', '--seed', 2)
 
 
 def test_latents_of_another_size_or_another_vae_are_refused(tmp_path, latents, shards, model_folder, capfd):

@@ -35,8 +35,8 @@ def output(request, tmp_path, monkeypatch):
         yield OutputFolder(str(tmp_path / 'out') if request.param == 'folder' else 's3://bucket/some/out', 'OUT')
 
 
-def begin(output, sources=(), **settings) -> None:
-    with output.begun(SETTINGS | settings, list(sources)):
+def begin(output, *sources: str) -> None:
+    with output.begun(SETTINGS, sources):
         pass
 
 
@@ -50,14 +50,13 @@ def test_a_sample_larger_than_a_shard_gets_its_own_and_no_shard_is_empty(output,
     assert [shard['samples'] for shard in json.loads(output.read('one/index.json'))['shards']] == samples
 
 
-def test_an_out_with_other_files_is_refused_and_the_files_stay(output, tmp_path):
-    if output.is_folder:
-        os.mkdir(output.out)
-    output.write('one/index.json', b'mine')
-    with pytest.raises(ValueError, match='^OUT .* already holds other files'):
+@pytest.mark.parametrize('name, words', [('one/index.json', 'already holds other files'), (CLAIM, 'is not JSON')])
+def test_an_out_with_other_files_or_a_truncated_claim_is_refused_and_the_files_stay(output, name, words):
+    output.write(name, b'{"layout"')
+    with pytest.raises(UserError, match=f'OUT {output.out} .*{words}'):
         begin(output)
-    assert list(output.names()) == ['one/index.json']
-    assert output.read('one/index.json') == b'mine'
+    assert list(output.names()) == [name]
+    assert output.read(name) == b'{"layout"'
 
 
 @pytest.mark.parametrize('samples, model_name, pretrained, expected', [
@@ -69,8 +68,7 @@ def test_an_out_with_other_files_is_refused_and_the_files_stay(output, tmp_path)
     (133, 'own', True, {'max_duration': '10000ba', 'load_weights': None, 'learning_rate': 1e-4}),
     (133, 'sd', False, {'batch_size': 16, 'max_duration': '10000ba', 'load_weights': None, 'use_ema': True,
                         'sample_prompts': None, 'compile': True}),
-    (1_000_000, 'sd', True, {'batch_size': 512, 'load_weights': None, 'use_ema': True, 'compile': True}),
-    (3_000_000, 'sd', True, {'batch_size': 2048, 'learning_rate': 1e-4})])
+    (1_000_000, 'sd', True, {'batch_size': 512, 'load_weights': None, 'learning_rate': 1e-4, 'compile': True})])
 def test_the_training_command_fits_the_number_of_samples(samples, model_name, pretrained, expected):
     os.makedirs('own/unet')  # a model without weights of its UNet
     _, program, *argv = shlex.split(training_command('photos-mds', samples, model_name, pretrained))
@@ -85,7 +83,6 @@ def test_fine_tuning_sees_each_image_often_enough_and_not_too_often(samples, mor
     seen = recipe.images_seen
     assert seen >= 400
     assert seen < max(400, 50 * samples) + 16  # the last batch may be filled up
-    assert seen >= 10 * samples
     if samples <= 24:
         assert recipe.batch_size == 1
         assert seen <= 1200
@@ -115,18 +112,17 @@ def test_what_is_forecast_is_the_training_and_each_model_has_its_own_folder(samp
 
 
 @pytest.mark.parametrize('name, samples', [('photographs.md', 3_000), ('training.md', 2_000_000)])
-def test_the_pages_show_the_commands_that_convert_prints_and_for_how_many_images(name, samples):
+def test_the_pages_show_the_commands_that_convert_prints(name, samples):
     page = (ROOT / 'docs' / name).read_text().replace('\\\n', ' ')
     shown = [shlex.split(line) for line in page.splitlines() if ' benchmark.py ' in line]
     assert shlex.split(training_command('photos-mds', samples, FINE_TUNED, True)) in shown
-    assert f'{FEWEST_FROM_RANDOM:,} images' in ' '.join(page.split())
 
 
 def test_only_a_short_training_from_random_weights_gets_a_warning(shards):
     def caution(*flags: str, samples: int = 3_000) -> str | None:
         run = settings_of('--remote', shards, '--batch_size', '4', '--max_duration', *flags)
         return caution_about_steps(run, samples)
-    assert caution('9999ba').startswith('9,999 optimizer steps will not teach')
+    assert '9,999 optimizer steps' in caution('9999ba')
     assert training_command(str(shards), 3_000, FINE_TUNED, True) in caution('9999ba')
     assert 'fine-tune' not in caution('10ba', samples=2_000_000)
     for flags in (['10000ba'], ['10ba', '--load_weights', 'sd'], ['10ba', '--model_name', 'tiny'],
@@ -135,18 +131,10 @@ def test_only_a_short_training_from_random_weights_gets_a_warning(shards):
 
 
 def test_the_claim_contains_no_password(output):
-    begin(output, ['s3://me:PASSWORD@bucket/tars?token=SECRET'])
+    begin(output, 's3://me:PASSWORD@bucket/tars?token=SECRET')
     claim = output.read(CLAIM).decode()
     assert 's3://***@bucket/tars' in claim
     assert not any(word in claim for word in ('PASSWORD', 'SECRET'))
-
-
-def test_a_truncated_claim_is_reported_and_stays(output):
-    begin(output)
-    output.write(CLAIM, b'{"layout"')
-    with pytest.raises(UserError, match=f'^{CLAIM} of OUT .* is not JSON'):
-        begin(output)
-    assert output.read(CLAIM) == b'{"layout"'
 
 
 def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path):

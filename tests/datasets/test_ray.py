@@ -49,16 +49,21 @@ def in_thread(function, *arguments) -> tuple[threading.Thread, list]:
 
 
 @pytest.mark.long
-def test_a_conversion_that_loses_a_machine_writes_the_same_bytes(cluster, tmp_path):
+def test_a_conversion_that_loses_a_machine_writes_the_same_bytes_with_the_store_settings_of_the_command(
+        cluster, tmp_path, monkeypatch):
     store = cluster.store
     for number in range(12):
-        store.put(f'tars/{number:02}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())
-    argv = ['s3://bucket/tars', '--size_limit', '1kb']
-    assert convert.main([*argv, 'undisturbed']) == 0
-    out = tmp_path / 'out'
+        store.put(f'tars/{number:02}.tar', write_tar('x.tar', sample_files('x', number)).read_bytes())
+    assert convert.main(['s3://bucket/tars', 'undisturbed', '--size_limit', '1kb']) == 0
+    for name, value in (('S3_CANNED_ACL', 'bucket-owner-full-control'),
+                        ('AWS_REQUEST_CHECKSUM_CALCULATION', 'when_supported'),
+                        ('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', 'bucket')):
+        monkeypatch.setenv(name, value)
+    store.requests = []
     store.delay = 0.5
-    conversion, status = in_thread(convert.convert, parse(Convert, '', [*argv, 'out', '--ray', cluster.address]))
-    wait_until(lambda: len(list(out.glob('*/index.json'))) >= 2 or status)
+    argv = ['s3://bucket/tars', 's3://bucket/mds', '--size_limit', '1kb', '--ray', cluster.address]
+    conversion, status = in_thread(convert.convert, parse(Convert, '', argv))
+    wait_until(lambda: sum(name.endswith('/index.json') for name in store.objects) >= 2 or status)
     [raylet] = cluster.second_node.all_processes['raylet']
     with store.lock:  # the store answers no request, so both machines stay in the middle of a part
         wait_until(lambda: len(store.waiting) == 2)
@@ -72,7 +77,13 @@ def test_a_conversion_that_loses_a_machine_writes_the_same_bytes(cluster, tmp_pa
     conversion.join(300)  # on the remaining machine
     cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
     assert status == [0]
-    assert files_of(out) == files_of(tmp_path / 'undisturbed')
+    made = {name.removeprefix('mds/'): content for name, content in store.objects.items() if name.startswith('mds/')}
+    assert made == files_of(tmp_path / 'undisturbed')
+    shards = [headers for path, headers in store.requests if path.endswith('.mds')]
+    tars = [headers for path, headers in store.requests if 'tars' in path]
+    assert {headers['x-amz-acl'] for headers in shards} == {'bucket-owner-full-control'}
+    assert all('x-amz-checksum-crc32' in headers for headers in shards)
+    assert {headers['x-amz-request-payer'] for headers in tars} == {'requester'}
 
 
 @pytest.mark.long
@@ -93,8 +104,7 @@ def process_of(name: str, parts: list[Part]) -> tuple[int, str | None]:
 
 
 @pytest.mark.long
-def test_gpu_tasks_wait_for_a_gpu_with_a_message_and_each_task_is_a_new_process(cluster, capfd,
-                                                                                          monkeypatch):
+def test_gpu_tasks_wait_for_a_gpu_with_a_message_and_each_task_is_a_new_process(cluster, capfd, monkeypatch):
     import ray
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster cannot import tests
     parts = [Part(str(number), []) for number in range(2)]
@@ -112,24 +122,6 @@ def test_gpu_tasks_wait_for_a_gpu_with_a_message_and_each_task_is_a_new_process(
 
 
 @pytest.mark.long
-def test_machines_of_a_cluster_use_the_store_settings_of_the_command(cluster, tmp_path, monkeypatch):
-    store = cluster.store
-    store.put('paid/0.tar', write_tar(tmp_path / 'x.tar', sample_files('x', 0)).read_bytes())
-    for name, value in (('S3_CANNED_ACL', 'bucket-owner-full-control'),
-                        ('AWS_REQUEST_CHECKSUM_CALCULATION', 'when_supported'),
-                        ('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', 'bucket')):
-        monkeypatch.setenv(name, value)
-    store.requests = []
-    argv = ['s3://bucket/paid', 's3://bucket/owned', '--ray', cluster.address]
-    assert convert.convert(parse(Convert, '', argv)) == 0
-    shards = [headers for path, headers in store.requests if path.endswith('.mds')]
-    tars = [headers for path, headers in store.requests if 'paid' in path]
-    assert {headers['x-amz-acl'] for headers in shards} == {'bucket-owner-full-control'}
-    assert all('x-amz-checksum-crc32' in headers for headers in shards)
-    assert {headers['x-amz-request-payer'] for headers in tars} == {'requester'}
-
-
-@pytest.mark.long
 def test_machines_of_a_cluster_need_only_the_code_that_they_are_sent(tmp_path):
     (tmp_path / 'work').write_bytes(pickle.dumps([convert.convert_parts, encode.encode_parts]))
     (tmp_path / PACKAGE.name).symlink_to(PACKAGE)
@@ -137,7 +129,7 @@ def test_machines_of_a_cluster_need_only_the_code_that_they_are_sent(tmp_path):
     subprocess.run([sys.executable, '-c', load], cwd=tmp_path, env={**os.environ, 'PYTHONPATH': ''}, check=True)
 
 
-def test_a_cluster_that_does_not_answer_is_reported_in_one_line(tmp_path, capsys):
-    write_tar(tmp_path / 'x.tar', sample_files('x', 1))
+def test_a_cluster_that_does_not_answer_is_reported_in_one_line(capsys):
+    write_tar('x.tar', sample_files('x', 1))
     line = one_error_line(['x.tar', 'out', '--ray', '127.0.0.1:1'], capsys, convert.main)
     assert '--ray 127.0.0.1:1' in line and 'ray start --head' in line

@@ -8,39 +8,35 @@ from hypothesis import strategies as st
 import convert
 from sdbench.datasets.names import KEYWORDS, group_by_split
 from tests.runs import one_error_line
-from tests.samples import encoded, picture, read_back, shaded, skipped, write_parquet, write_tar
+from tests.samples import files_of_samples, read_back, shaded, skipped_kinds, write_files, write_parquet, write_tar
+
+SPLITS = {'train': 3, 'validation': 2, 'test': 1}  # number of samples
 
 
-def write_splits(folder: Path, layout: str) -> Path:
-    """Write 3 training, 2 validation samples and 1 test sample, as Parquet files or as folders of images."""
-    number = 0
-    for split, count in (('train', 3), ('validation', 2), ('test', 1)):
-        images = [shaded(number + index) for index in range(count)]
-        number += count
+def write_splits(folder: Path, layout: str) -> None:
+    """Write the samples of all splits, as Parquet files or as folders of images. Each caption names its split."""
+    for split, count in SPLITS.items():
+        images = [shaded(index) for index in range(count)]
         if layout == 'parquet':
             write_parquet(folder / f'data/{split}-00000-of-00001.parquet', {'image': images, 'text': [split] * count})
-            continue
-        path = folder / 'images' / split.title()
-        path.mkdir(parents=True)
-        for index, image in enumerate(images):
-            (path / f'{index}.jpg').write_bytes(image)
-            (path / f'{index}.txt').write_text(split)
-    return folder
+        else:
+            samples = [{'jpg': image, 'caption': split} for image in images]
+            write_files(folder / 'images' / split.title(), files_of_samples(samples))
 
 
 @pytest.mark.parametrize('layout', ['parquet', 'folders'])
 def test_a_split_must_be_chosen_and_the_others_are_logged(tmp_path, capsys, layout):
-    folder = write_splits(tmp_path / 'in', layout)
-    line = one_error_line([folder, 'out'], capsys, convert.main)
+    write_splits(tmp_path / 'in', layout)
+    line = one_error_line(['in', 'out'], capsys, convert.main)
     for words in ('train (such as ', 'validation (such as ', 'test (such as ', '--split train', '--split all'):
         assert words in line
     assert not (tmp_path / 'out').exists()
-    for split, count in (('train', 3), ('validation', 2), ('test', 1)):
-        assert convert.main([str(folder), split, '--split', split]) == 0
-        assert [text for _, text in read_back(tmp_path / split)] == [split] * count
-        assert {line['reason'] for line in skipped(tmp_path / split)} == {f'other split: it is not of --split {split}'}
-    assert convert.main([str(folder), 'out', '--split', 'all']) == 0
-    assert len(read_back(tmp_path / 'out')) == 6
+    for split, count in SPLITS.items():
+        assert convert.main(['in', split, '--split', split]) == 0
+        assert [text for _, text in read_back(split)] == [split] * count
+        assert {kind for _, _, kind in skipped_kinds(split)} == {'other split'}
+    assert convert.main(['in', 'out', '--split', 'all']) == 0
+    assert len(read_back('out')) == 6
     assert not (tmp_path / 'out/skipped.jsonl').exists()
 
 
@@ -52,31 +48,26 @@ def test_only_the_names_from_a_source_on_count():
 
 
 def test_a_source_of_one_split_needs_no_flag(tmp_path, capsys):
-    folder = write_splits(tmp_path / 'in', 'folders')
-    assert convert.main([f'{folder}/images/Test', 'out']) == 0
-    assert [text for _, text in read_back(tmp_path / 'out')] == ['test']
-    assert '--split test: SOURCE holds only files of train; give another split' in one_error_line(
-        [f'{folder}/images/Validation', 'other', '--split', 'test'], capsys, convert.main)
+    write_splits(tmp_path / 'in', 'folders')
+    assert convert.main(['in/images/Test', 'out']) == 0
+    assert [text for _, text in read_back('out')] == ['test']
+    line = one_error_line(['in/images/Validation', 'other', '--split', 'test'], capsys, convert.main)
+    assert '--split test: SOURCE holds only files of train' in line
 
 
-def test_a_tar_with_several_splits_is_refused_and_the_same_out_takes_the_flag(tmp_path, capsys):
-    files = {f'{split}/0.{suffix}': content for split, image in (('train', shaded(1)), ('val', shaded(2)))
-             for suffix, content in (('jpg', image), ('txt', split.encode()))}
-    write_tar(tmp_path / 'in/0.tar', {'0.jpg': encoded(picture(0)), '0.txt': b'0'})
-    write_tar(tmp_path / 'in/1.tar', files)
+@pytest.mark.parametrize('is_row', [False, True])  # whether the file consists of two tars in a row
+def test_a_tar_with_several_splits_is_refused_and_the_same_out_takes_the_flag(capsys, is_row):
+    train, val = ({f'{split}/0.jpg': shaded(1), f'{split}/0.txt': split.encode()} for split in ('train', 'val'))
+    write_tar('in/0.tar', {'0.jpg': shaded(0), '0.txt': b'0'})
+    if is_row:
+        write_files('in', {'1.tar': write_tar('a.tar', train).read_bytes() + write_tar('b.tar', val).read_bytes()})
+    else:
+        write_tar('in/1.tar', train | val)
     argv = ['in', 'out', '--num_workers', '1', '--size_limit', '1kb']
     line = one_error_line(argv, capsys, convert.main)
     assert '1.tar holds several splits of a dataset: 1 of train (such as train/0), 1 of validation' in line
     assert convert.main([*argv, '--split', 'all']) == 0
-    assert [text for _, text in read_back(tmp_path / 'out')] == ['0', 'train', 'val']
-
-
-def test_the_splits_of_tars_in_a_row_count_together(tmp_path, capsys):
-    halves = [write_tar(tmp_path / f'{split}.tar', {f'{split}/0.jpg': shaded(1), f'{split}/0.txt': b'x'}).read_bytes()
-              for split in ('train', 'val')]
-    (tmp_path / 'row.tar').write_bytes(b''.join(halves))
-    line = one_error_line(['row.tar', 'out', '--num_workers', '1'], capsys, convert.main)
-    assert 'row.tar holds several splits of a dataset' in line
+    assert [text for _, text in read_back('out')] == ['0', 'train', 'val']
 
 
 SEPARATORS = '-._ 0123456789'

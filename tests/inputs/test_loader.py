@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from data import begin_worker
-from sdbench.errors import DataError, known_reason
+from sdbench.errors import known_reason
 from sdbench.inputs.loader import TimedDataLoader
 from tests.runs import wait_until
 
@@ -37,16 +37,6 @@ def test_the_wait_excludes_training_and_is_reported_once(monkeypatch):
     next(batches)
     assert next(batches, None) is None
     assert loader.seconds_waited() == 3
-
-
-def refuse(samples: list) -> list:
-    raise DataError('a shard is damaged; put a good copy in its place')
-
-
-@pytest.mark.parametrize('workers', [0, 1])
-def test_an_error_of_a_worker_has_its_own_message_alone(workers):
-    with pytest.raises(DataError, match='^a shard is damaged; put a good copy in its place$'):
-        list(TimedDataLoader(Numbers(), 2, num_workers=workers, collate_fn=refuse))
 
 
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGBUS])
