@@ -176,14 +176,29 @@ def test_a_resumed_training_is_one_row_with_the_result_at_its_end(table_of):
         assert sorted(columns(table, 'batches', 'eval loss', 'eval batch')) == [('', '', '')] * rows + [
             ('60', '0.3800', '100'), ('60', '0.3800', '100'), ('80', '0.6000', '60')]
     table = table_of(first, second, third | {'num_devices': 16, 'measured_batches': 20})
-    assert columns(table, 'GPUs', 'images/s', 'batches') == [('8', '800.0', '80'), ('16', '1.00', '80')]
+    assert columns(table, 'GPUs', 'images/s', 'batches') == [('8', '800.0', ''), ('16', '1.00', '80')]
+
+
+def test_a_training_that_was_evaluated_on_other_data_in_between_has_its_newest_loss_on_each_dataset(table_of):
+    def run(sha256: str, loss: float, batch: int, **others) -> dict:
+        return LEARNED | {'training_id': 'a', 'first_batch': 0, 'trained_batches': batch, 'eval_sha256': sha256,
+                          'eval_remote': sha256, 'eval_loss': loss, 'eval_batch': batch,
+                          'evaluations': [[batch, loss]]} | others
+    first = run('held-out', 0.84, 15)
+    curve = {key: first[key] for key in ('eval_sha256', 'eval_remote', 'eval_loss', 'eval_batch', 'evaluations')}
+    on_others = run('others', 0.5, 15, first_batch=15, other_evaluations=[curve])
+    longer = run('held-out', 0.81, 30, first_batch=15)
+    losses = columns(table_of(first, on_others, longer), 'eval loss', 'eval batch')
+    assert sorted(losses) == [('0.5000', '15'), ('0.8100', '30')]
 
 
 def test_each_setup_of_a_training_has_a_row_and_a_note_if_the_last_part_failed(table_of):
     part = LEARNED | {'training_id': '12e345678901', 'first_batch': 0}
     failed = part | {'status': 'failed', 'error': 'NCCL timeout', 'num_devices': 16, 'images_per_sec': None}
     table = table_of(failed, part | {'first_batch': 100, 'trained_batches': 200})
-    assert columns(table, 'GPUs', 'images/s', 'batches') == [('8', '800.0', '200'), ('16', '', '200')]
+    assert columns(table, 'GPUs', 'images/s', 'batches') == [('8', '800.0', '200'), ('16', '', '')]
+    earlier = table_of(part, part | {'num_devices': 16, 'first_batch': 100, 'trained_batches': 200})[0]
+    assert earlier['batches'] == '' and 'another setup' in earlier['text']
     [row] = table_of(part, failed | {'num_devices': 8, 'first_batch': 100})
     assert row['images/s'] == '800.0' and 'NCCL timeout' in row['text']
     other = part | {'training_id': '34e5678901234'}  # both would be infinite as numbers
@@ -379,6 +394,10 @@ def test_scores_have_the_gpu_hours_and_cost_of_their_training(table_of):
         assert columns(table_of(several, flags=flags), 'cost') == [(cost,)] * 2
     assert 'GPU-hours' not in table_of(EVALUATION | spent(100, 'CPU'), LATER)[0]
 
+    # The second phase of a training has counted only itself.
+    [row, _] = table_of(EVALUATION | spent(100, load_weights='phase-1'))
+    assert 'phase-1' in row['text']
+
 
 def test_scores_that_cannot_be_compared_with_others_say_why(printed, write):
     few = EVALUATION | {'fid_is_biased': True, 'fid_of_published_weights': False}
@@ -462,8 +481,11 @@ def test_the_figure_of_losses_has_a_line_per_training_over_images_and_over_dolla
     prices = ('--dollars_per_gpu_hour', 'L4=4', 'H200=8')
     _, dollars = figure_of(write(on_two), '--learned', 'learned.png', *prices).axes
     assert points_of(dollars) == [[[7, 0.35]]]
-    on_a_cpu = figure_of(write(faster | {'device_type': 'cpu'}), '--learned', 'learned.png')
-    assert len(on_a_cpu.axes) == 1  # without dollars
+    dollars.figure.draw_without_rendering()
+    assert all(label.get_text().startswith('$') for label in dollars.get_xticklabels())
+    on_a_cpu = faster | {'device_type': 'cpu'}
+    for records in ([on_a_cpu], [on_a_cpu, other]):
+        assert len(figure_of(write(*records), '--learned', 'learned.png').axes) == 1  # not every training has dollars
 
 
 def test_the_figure_of_scores_has_a_line_per_model_and_network_over_guidance_and_over_images(figure_of, write):

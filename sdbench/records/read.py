@@ -284,6 +284,8 @@ def score_rows(record: dict) -> list[Row]:
             metrics['cost_usd'] = float(training['dollars'])
 
     notes = []
+    if training.get('load_weights'):
+        notes.append(f'batches and costs since --load_weights {one_line_of(str(training["load_weights"]))}')
     if record.get('fid_is_biased'):
         notes.append('FID biased by few images')
     if record.get('fid_of_published_weights') is False:

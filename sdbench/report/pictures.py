@@ -189,10 +189,9 @@ def draw_learned(rows: Sequence[Row], prices: Prices) -> Any:
     panels = []
     for curves, title in zip(comparable.values(), titles, strict=True):
         for across, told in (('images_seen', ['cost_usd']), ('cost_usd', ['images_seen'])):
-            shown = [curve for curve in curves if across in curve[0].metrics]
-            names = line_labels([curve[0] for curve in shown], [*SETTINGS, 'save_folder'])
-            if shown:
-                panels.append(Panel(title, across, 'eval_loss', lines_of(shown, names, across, 'eval_loss', told)))
+            if all(across in curve[0].metrics for curve in curves):  # the dollars of some would look like all trainings
+                names = line_labels([curve[0] for curve in curves], [*SETTINGS, 'save_folder'])
+                panels.append(Panel(title, across, 'eval_loss', lines_of(curves, names, across, 'eval_loss', told)))
     return draw_panels(panels)
 
 
@@ -291,7 +290,7 @@ def draw_panel(axes: Any, panel: Panel) -> None:
         axes.grid(alpha=0.3)
     else:
         axes.locator_params(axis='x', nbins=5)  # more ticks may overlap
-        axes.xaxis.set_major_formatter(EngFormatter())
+        axes.xaxis.set_major_formatter('${x:,g}' if panel.across == 'cost_usd' else EngFormatter())
 
 
 def draw_points(axes: Any, points: Sequence[Point], style: str, color: Any, face: Any = None,

@@ -113,7 +113,8 @@ def add_metrics(rows: Sequence[Row], settings: Report) -> list[str]:
         add_ratio_to_first(scaled, 'images_per_sec_per_device', 'scaling_efficiency')
 
     if any('days' in row.metrics for row in rows):
-        return [f'Days: for training on {settings.training_images or TRAINING_IMAGES:,} images (--training_images).']
+        return [f'Days: for training on {settings.training_images or TRAINING_IMAGES:,} images (--training_images) of '
+                'the size in the row, without encoding latents. plan.py plans all phases of a training.']
     return []
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from sdbench.records.metrics import RUN_METRICS
 from sdbench.records.read import MEASURED, UNRELIABLE, WITH_SPEED, Row, joined_notes, speed_row
-from sdbench.records.settings import EVAL_DATA, SPEED_SETTINGS, has_training_result
+from sdbench.records.settings import EVAL_DATA, LEARNING_SETTINGS, SPEED_SETTINGS, has_training_result
 from sdbench.records.status import FAILED
 
 # The training result: the keys that the newest record of a training has for all of it, and those of a curve of losses
@@ -14,6 +14,7 @@ RESULT_KEYS = ('loss', 'trained_batches', 'trained_epochs', 'gpu_hours', 'gpu_ho
                'max_duration')
 CURVE_KEYS = (*EVAL_DATA, 'eval_loss', 'eval_batch', 'eval_samples', 'eval_held_out', 'evaluations')
 OTHER_CURVES = 'other_evaluations'
+CONTINUED = 'the training went on in another setup, whose row has its result'
 SHARED_ID = 'another training has the same id: a copied --save_folder, or a resume from an older checkpoint'
 
 
@@ -62,7 +63,7 @@ def last_saved(training: Sequence[Row]) -> int:
 
 
 def join_trainings(rows: Sequence[Row]) -> list[Row]:
-    """Return one row for each setup in which a training ran, with the result of the whole training.
+    """Return one row for each setup in which a training ran. The row of its last run has the result of the training.
 
     Several runs in one setup have their median speed. If a training was evaluated on several held-out datasets, there
     is another row for each of the others, because their losses do not compare. A training that did not complete has a
@@ -70,20 +71,21 @@ def join_trainings(rows: Sequence[Row]) -> list[Row]:
     """
     joined = []
     for number, parts in enumerate(split_trainings(rows)):
-        # The newest record has the result, and the newest record of an evaluation has the losses on all datasets.
+        # The newest record has the result. For each dataset, the newest record of an evaluation on it has the losses.
         last = parts[-1]
-        evaluated = [part for part in reversed(parts) if {'evaluations', 'eval_loss'} & part.record.keys()] or [last]
-        newest = max(evaluated, key=lambda part: len(part.record.get(OTHER_CURVES, ())))
-        curves = [{key: curve[key] for key in CURVE_KEYS if curve.get(key) is not None}
-                  for curve in (newest.record, *newest.record.get(OTHER_CURVES, ()))]
         result = {key: last.record[key] for key in RESULT_KEYS if key in last.record}
+        curves = newest_curves(parts)
+        settings = {key: value for key, value in (result | curves[0]).items() if key in LEARNING_SETTINGS}
 
         setups = grouped(((*(part.settings[key] for key in (*SPEED_SETTINGS, 'num_nodes')),
                            part.metrics['num_devices']), part) for part in parts)
         for runs in setups.values():
             row = median_row([run for run in runs if run.status == MEASURED] or runs[-1:])
             if len(parts) > 1:
-                row = with_result(row, result | curves[0], is_one_run=runs == [last])
+                has_result = any(run is last for run in runs)
+                row = with_result(row, result | curves[0] if has_result else settings, is_one_run=runs == [last])
+                if not has_result:
+                    row.notes = joined_notes(row.notes, CONTINUED)
                 if row.status == MEASURED and last.status not in (*WITH_SPEED, UNRELIABLE):
                     row.notes = joined_notes(row.notes, f'last part {last.notes}')
             joined.append(replace(row, training=number))
@@ -92,6 +94,17 @@ def join_trainings(rows: Sequence[Row]) -> list[Row]:
                 row = with_result(joined[-1], result | curve | {OTHER_CURVES: []})
                 joined.append(replace(row, training=number))
     return sorted(joined, key=lambda row: (row.date == '', row.date))
+
+
+def newest_curves(parts: Sequence[Row]) -> list[dict]:
+    """Return the keys of the newest curve of losses on each dataset, the one that was evaluated last in front."""
+    curves = {}
+    for part in parts:
+        if {'evaluations', 'eval_loss'} & part.record.keys():
+            for curve in (*part.record.get(OTHER_CURVES, ()), part.record):
+                curves.pop(curve.get('eval_sha256'), None)
+                curves[curve.get('eval_sha256')] = {key: curve[key] for key in CURVE_KEYS if curve.get(key) is not None}
+    return [*reversed(curves.values())] or [{}]
 
 
 def with_result(row: Row, result: dict, is_one_run: bool = False) -> Row:
