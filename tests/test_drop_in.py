@@ -17,6 +17,7 @@ from ema import EMA
 from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.folders import BUILT_IN
+from sdbench.training.ranks import SIGNALS
 from sdbench.training.resuming import ExactResume
 from tests.runs import ROOT, Signalled, assert_equal
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
@@ -65,7 +66,9 @@ def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_sig
     trained = UNet2DConditionModel.from_pretrained(tmp_path / 'sd15' / 'unet').state_dict()
     assert_equal(variables['model'].unet.state_dict(), trained)
 
-    # Train with Composer's Trainer and a repeatable evaluation. A signal ends the first run after a batch, an epoch.
+    # Train with Composer's Trainer and a repeatable evaluation. A signal ends the first run after a batch, an epoch,
+    # also for later calls of `fit`.
+    handlers = [signal.getsignal(number) for number in SIGNALS]
     with_composer = with_composer.replace(
         'callbacks=[', "eval_dataloader=evaluation, eval_interval='1ba', callbacks=[HeldOutLoss(), *signalled, ")
     for signalled, batches in (([Signalled(signal.SIGTERM, batch=0)], 1), ([], 2)):
@@ -73,8 +76,11 @@ def test_the_programs_of_the_page_train_evaluate_fine_tune_and_go_on_after_a_sig
         exec(evaluation, variables)
         exec(with_composer, variables)
         trainer = variables['trainer']
+        if signalled:
+            trainer.fit(duration='1ep')
         assert trainer.state.timestamp.batch == batches
-        assert variables['stop'].interrupted == (batches == 1)
+        assert variables['stop'].interrupted == bool(signalled)
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
     evaluated = trainer.state.eval_metrics['eval']['MeanSquaredError'].compute()
     trainer.eval()
     assert trainer.state.eval_metrics['eval']['MeanSquaredError'].compute() == evaluated
