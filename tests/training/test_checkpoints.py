@@ -31,7 +31,8 @@ from tests.samples import Hostile, good, write_shards
 EVERY_3_BATCHES = [('start', 2), ('link', 6), ('write', 9), ('update', 11)]
 EVERY_EPOCH = [('start', 4), ('update', 11)]
 SECOND_PHASE = ('--remote SHARDS --load_weights FIRST --image_size 32 --max_duration 4ba --save_interval 1ba '
-                '--caption_drop 0.5 --snr_gamma 5 --eval_remote HELD_OUT --eval_interval 2ba --num_workers 0')
+                '--caption_drop 0.5 --snr_gamma 5 --eval_remote HELD_OUT --eval_interval 2ba --num_workers 0 '
+                '--model_name MODEL --pretrained --sample_prompts PROMPTS --sample_interval 2ba')
 
 
 @pytest.mark.parametrize('flags, ranks, kills', [
@@ -42,10 +43,13 @@ SECOND_PHASE = ('--remote SHARDS --load_weights FIRST --image_size 32 --max_dura
     pytest.param('--remote SHARDS --save_interval 1ep', 1, EVERY_EPOCH, marks=pytest.mark.long, id='saved at epochs'),
     pytest.param(SECOND_PHASE, 2, [('start', 2)], marks=pytest.mark.long, id='a second phase')])
 def test_a_run_that_is_killed_at_any_moment_resumes_exactly(
-        server, tmp_path, shards, several_captions, held_out, flags, ranks, kills):
-    places = {'SHARDS': shards, 'SEVERAL': several_captions, 'HELD_OUT': held_out, 'FIRST': str(tmp_path / 'first')}
+        server, tmp_path, shards, several_captions, held_out, smallest_model, flags, ranks, kills):
+    places = {'SHARDS': shards, 'SEVERAL': several_captions, 'HELD_OUT': held_out, 'FIRST': str(tmp_path / 'first'),
+              'MODEL': smallest_model, 'PROMPTS': str(tmp_path / 'prompts')}
     if flags == SECOND_PHASE:
-        main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', places['FIRST'], '--results', '-'])
+        (tmp_path / 'prompts').write_text('a cat')
+        main(['--use_synth_data', '--use_ema', *TINY, '--model_name', smallest_model, '--pretrained', '--save_folder',
+              places['FIRST'], '--results', '-'])
     argv = [*RUN, *(places.get(word, word) for word in flags.split())]
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
     assert run(server, ranks, argv, whole) == [0] * ranks, (whole / 'log').read_text()
@@ -58,6 +62,9 @@ def test_a_run_that_is_killed_at_any_moment_resumes_exactly(
     assert_same_training(killed / 'checkpoints', whole / 'checkpoints')
     for key in ('evaluations', 'eval_loss', 'eval_batch', 'skipped_batches'):  # these cover the whole training
         assert records[0][key] == records[1][key]
+    images = {path.name for path in (killed / 'checkpoints-samples').glob('*/*')}  # the other rank waits for them
+    assert images == ({'ba0.png', 'ba2.png', 'ba4.png'} if flags == SECOND_PHASE else set())
+    assert (records[0]['sampling_seconds'] > 0) == bool(images)
 
 
 def test_a_full_disk_leaves_the_last_complete_checkpoint(server, tmp_path, results):
