@@ -71,7 +71,7 @@ def test_a_full_disk_leaves_the_last_complete_checkpoint(server, tmp_path, resul
     disk = tmp_path / 'disk'
     argv = ['--use_synth_data', '--use_ema', *TINY, '--save_interval', '1ba', '--save_folder', disk / 'kept',
             '--results', results]
-    line, _ = on_small_disk(server, 5, disk, argv, tmp_path / 'out')
+    line = on_small_disk(server, 5, disk, argv, tmp_path / 'out')
     assert 'a disk is full' in line
     assert json.loads(results.read_text())['status'] == 'failed'
     kept = tmp_path / 'out' / 'disk' / 'kept'

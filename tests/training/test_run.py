@@ -73,6 +73,6 @@ def test_a_full_disk_with_cached_shards_is_a_one_line_error(server, tmp_path, re
     shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(picture(index, 512, 512), 'PNG'), 'caption': 'x'}
                                                 for index in range(40)], size_limit=1 << 20)
     argv = ['--remote', shards, '--local', disk / 'cache', *TINY, '--max_duration', '1ep', '--results', results]
-    line, _ = on_small_disk(server, 2, disk, argv, tmp_path / 'out1')
+    line = on_small_disk(server, 2, disk, argv, tmp_path / 'out1')
     assert 'No space left' in line and '--cache_limit' in line
     assert json.loads(results.read_text())['error'] in line
