@@ -24,7 +24,7 @@ from sdbench.training.checkpoints import (
 )
 from tests.forked_runs import RUN, on_small_disk, run
 from tests.runs import TINY, Weights, assert_equal, assert_same_training, failed, one_error_line
-from tests.samples import Hostile, good, write_shards
+from tests.samples import Hostile, good, write_several_captions
 
 # (moment, batch) of a kill: at the start of a batch, while its checkpoint is written, during its optimizer step, or
 # before latest-rank0.pt points to its checkpoint. Checkpoints are at batches 3, 6 (the end of an epoch), 9 and 12.
@@ -243,16 +243,21 @@ def test_a_newest_checkpoint_that_is_unreadable_or_could_run_code_ends_the_run_a
 
 
 def test_a_resume_allows_moved_shards_and_models_and_refuses_other_flags_and_other_contents(
-        shards, smallest_model, tmp_path, capfd):
-    data = shutil.copytree(shards, tmp_path / 'moved')
+        several_captions, smallest_model, tmp_path, capfd):
+    data = shutil.copytree(several_captions, tmp_path / 'moved')
     model = shutil.copytree(smallest_model, tmp_path / 'model')
     argv = [*TINY, '--use_ema', '--num_workers', '0', '--save_folder', 'kept', '--autoresume']
-    main([*argv, '--remote', shards, '--model_name', smallest_model, '--max_duration', '2ba'])
-    there = [*argv, '--remote', str(data), '--model_name', str(model), '--max_duration', '3ba']
-    assert main(there)['first_batch'] == 2
-    further = [*there, '--max_duration', '4ba']
-    for flag, before, now in (('--batch_size', 4, 8), ('--snr_gamma', None, 5.0), ('--ema_half_life', '1ba', '2ba')):
-        assert f'{flag} was {before}, and is {now} now' in one_error_line([*further, flag, now], capfd)
+    main([*argv, '--remote', several_captions, '--model_name', smallest_model, '--max_duration', '2ba',
+          '--caption_weights', 'short=0.1', 'long=0.3'])
+    there = [*argv, '--remote', str(data), '--model_name', str(model), '--caption_weights', 'long=6', 'short=2',
+             '--max_duration']
+    resumed = main([*there, '3ba'])  # with the same probabilities of the captions
+    assert (resumed['first_batch'], resumed['captions']) == (2, {'short': 24, 'long': 48})
+    further = [*there, '4ba']
+    for flag, values, said in (
+            ('--batch_size', ['8'], '4, and is 8'), ('--snr_gamma', ['5.0'], 'None, and is 5.0'),
+            ('--ema_half_life', ['2ba'], '1ba, and is 2ba'), ('--caption_weights', ['long=6', 'short=3'], '')):
+        assert f'{flag} was {said}' in one_error_line([*further, flag, *values], capfd)
 
     config = model / 'scheduler/scheduler_config.json'
     content = config.read_text()
@@ -263,11 +268,11 @@ def test_a_resume_allows_moved_shards_and_models_and_refuses_other_flags_and_oth
     assert main(further)['first_batch'] == 3
 
     shutil.rmtree(data)
-    write_shards(data, [good(index) for index in range(24)])
-    line = one_error_line([*there, '--max_duration', '5ba'], capfd)
+    write_several_captions(data, [good(index) for index in range(24)])
+    line = one_error_line([*there, '5ba'], capfd)
     assert 'the data of --remote has changed since' in line
     *_, flag, checkpoint = line.split()  # the error ends with how to start from these weights
-    assert main([*there, '--save_folder', 'new', flag, checkpoint])['load_weights'] == checkpoint
+    assert main([*there, '5ba', '--save_folder', 'new', flag, checkpoint])['load_weights'] == checkpoint
 
 
 def test_a_resume_and_an_export_keep_the_token_ids_of_the_run(shards, smallest_model, model_folder, tmp_path, capfd):
@@ -305,12 +310,3 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capfd, 
     with locked_save_folder(str(tmp_path), autoresume=False), locked_save_folder(str(tmp_path), autoresume=False):
         said = capfd.readouterr().err
     assert f'warning: --save_folder {tmp_path}' in said and os.strerror(number) in said
-
-
-def test_a_resume_allows_caption_weights_of_another_scale_but_not_other_probabilities(several_captions, capfd):
-    argv = ['--remote', several_captions, *TINY, '--num_workers', '0', '--save_folder', 'kept', '--autoresume']
-    main([*argv, '--max_duration', '1ba', '--caption_weights', 'short=0.1', 'long=0.3'])
-    resumed = main([*argv, '--max_duration', '2ba', '--caption_weights', 'long=6', 'short=2'])
-    assert (resumed['first_batch'], resumed['captions']) == (1, {'short': 24, 'long': 48})
-    line = one_error_line([*argv, '--max_duration', '3ba', '--caption_weights', 'long=6', 'short=3'], capfd)
-    assert '--caption_weights was' in line
