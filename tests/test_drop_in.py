@@ -137,7 +137,7 @@ def test_images_smaller_than_image_size_are_enlarged_and_a_transform_gets_the_un
     shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(image, 'PNG'), 'caption': 'a'} for image in images])
     [batch] = DataLoader(StreamingLAIONDataset(shards, image_size=48, batch_size=2), batch_size=2)
     assert batch['image'].shape == (2, 3, 48, 48)
-    dataset = StreamingLAIONDataset(shards, transform=lambda image: (image.mode, image.size), batch_size=1)
+    dataset = StreamingLAIONDataset(local=shards, transform=lambda image: (image.mode, image.size), batch_size=1)
     assert [sample['image'] for sample in dataset] == [('RGB', (40, 24)), ('RGB', (96, 80))]
 
 
