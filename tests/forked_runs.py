@@ -105,13 +105,12 @@ def script(argv: list[str]) -> None:
     runpy.run_path(os.path.abspath(argv[0]), run_name='__main__')
 
 
-def on_small_disk(server, megabytes: int, where: str, argv: list, folder: Path) -> tuple[str, str]:
-    """Run the benchmark with a file system of this size at `where`. Return its one-line error and its output."""
-    code, output, errors = run_program(server, folder, benchmark.main, argv, (megabytes, str(where)))
-    assert code in (1, 2), errors
-    assert 'Traceback' not in errors, errors
+def on_small_disk(server, megabytes: int, where: str, argv: list, folder: Path) -> str:
+    """Run the benchmark with a file system of this size at `where`. Return its one-line error."""
+    code, _, errors = run_program(server, folder, benchmark.main, argv, (megabytes, str(where)))
+    assert code in (1, 2) and 'Traceback' not in errors, errors
     [line] = [line for line in errors.splitlines() if 'error:' in line]
-    return line, output
+    return line
 
 
 def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tuple], nodes: int = 1) -> list[int]:
@@ -148,12 +147,11 @@ def mortal_run(rank: int, argv: list[str], kill: tuple | None) -> None:
 
     class Killer(Callback):
         def batch_start(self, state, logger):
-            self.number = state.timestamp.batch.value
-            if (moment, batch_to_die) == ('start', self.number):
+            if (moment, batch_to_die) == ('start', state.timestamp.batch.value):
                 die()
 
         def after_train_batch(self, state, logger):
-            if (moment, batch_to_die) == ('update', self.number):
+            if (moment, batch_to_die) == ('update', state.timestamp.batch.value):
                 die()
 
         def batch_end(self, state, logger):

@@ -110,13 +110,14 @@ class Weights(Callback):
 
 
 class Signalled(Callback):
-    """Sends signals to this process in its fourth batch."""
+    """Sends signals to this process in the batch after this many batches."""
 
-    def __init__(self, *numbers: int):
+    def __init__(self, *numbers: int, batch: int = 3):
         self.numbers = numbers
+        self.batch = batch
 
     def after_loss(self, state, logger):
-        if state.timestamp.batch.value == 3:
+        if state.timestamp.batch.value == self.batch:
             for number in self.numbers:
                 os.kill(os.getpid(), number)
 

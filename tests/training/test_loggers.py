@@ -36,18 +36,14 @@ def test_tensorboard_has_the_curves_of_a_run_and_its_resume_without_repeated_bat
 
 def test_a_logger_that_cannot_start_is_a_one_line_error(capfd, monkeypatch):
     import wandb
-    asked_for = []
 
     def nobody_has_logged_in(**settings):
-        asked_for.append((settings['id'], settings['resume']))
+        assert settings['id'].startswith('kept-') and settings['resume'] == 'allow'
         raise wandb.errors.UsageError('api_key not configured (no-tty).')
     monkeypatch.setattr(wandb, 'init', nobody_has_logged_in)
     argv = ['--use_synth_latents', *TINY, '--wandb_name', 'x', '--save_folder', 'kept', '--autoresume']
     line = one_error_line(argv, capfd)
-    assert '--wandb_name' in line
-    assert '(api_key not configured (no-tty).); log in by `wandb login` or WANDB_API_KEY, or set WANDB_MODE' in line
-    [(name, resume)] = asked_for
-    assert name.startswith('kept-') and resume == 'allow'
+    assert '--wandb_name' in line and 'api_key not configured' in line and 'WANDB_API_KEY' in line
 
 
 def main_and_teardown(argv: list[str]) -> None:

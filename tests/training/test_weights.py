@@ -13,7 +13,7 @@ from data import SyntheticImageCaptionDataset, build_loader
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from sdbench.training.weights import load_initial_weights, read_trained_model
-from tests.runs import SMALLEST, TINY, assert_equal
+from tests.runs import SMALLEST, TINY, assert_equal, final_state
 from tests.samples import Hostile
 
 
@@ -22,7 +22,7 @@ def first_phase(tmp_path_factory) -> Path:
     """Return a folder with checkpoints after 2 and 4 batches at 16 pixels."""
     folder = tmp_path_factory.mktemp('first')
     main(['--use_synth_data', '--use_ema', '--ema_half_life', '2ba', *TINY, '--save_folder', str(folder / 'kept'),
-          '--save_interval', '2ba', '--results', str(folder / 'results')])
+          '--save_interval', '2ba', '--results', '-'])
     return folder / 'kept'
 
 
@@ -31,8 +31,7 @@ def unet_and_ema(state: dict) -> tuple[dict, dict]:
     return unet, dict(state['algorithms'])['EMA']['ema_model']['named_parameters_dict']
 
 
-def test_a_second_phase_starts_from_the_weights_and_the_ema_and_everything_else_is_new(
-        first_phase, results, tmp_path, shards):
+def test_a_second_phase_starts_from_the_weights_and_the_ema_and_everything_else_is_new(first_phase, shards):
     at_start = {}
 
     class Witness(Callback):
@@ -43,24 +42,15 @@ def test_a_second_phase_starts_from_the_weights_and_the_ema_and_everything_else_
                 at_start['ema'] = {name: p.clone() for name, p in ema.ema_model.named_parameters()}
                 at_start['optimizer'] = len(optimizer.state)
 
-    kept = tmp_path / 'kept'
-    record = main(['--remote', shards, *TINY, '--image_size', '32', '--device_train_microbatch_size', '2', '--use_ema',
-                   '--ema_half_life', '1000ba', '--load_weights', str(first_phase), '--save_folder', str(kept),
-                   '--max_duration', '2ba', '--save_interval', '1ba', '--num_workers', '0', '--results', str(results)],
-                  [Witness()])
-    unet, ema_weights = unet_and_ema(load_checkpoint(checkpoints_in(str(first_phase))[-1])['state'])
-    assert_equal(at_start['unet'], dict(unet))
-    assert_equal(at_start['ema'], dict(ema_weights))
-    assert at_start['optimizer'] == 0
-    assert record['first_batch'] == 0
-    assert record['load_weights'] == str(first_phase)
-    resumed = main(['--remote', shards, *TINY, '--image_size', '32', '--device_train_microbatch_size', '2', '--use_ema',
-                    '--ema_half_life', '1000ba', '--load_weights', 'another', '--save_folder', str(kept),
-                    '--autoresume', '--max_duration', '3ba', '--num_workers', '0'])
+    argv = ['--remote', shards, *TINY, '--image_size', '32', '--use_ema', '--ema_half_life', '1000ba', '--save_folder',
+            'kept', '--num_workers', '0', '--load_weights']
+    record = main([*argv, str(first_phase), '--max_duration', '2ba', '--save_interval', '1ba'], [Witness()])
+    unet, ema_weights = unet_and_ema(final_state(first_phase))
+    assert_equal(at_start, {'unet': unet, 'ema': dict(ema_weights), 'optimizer': 0})
+    assert (record['first_batch'], record['load_weights']) == (0, str(first_phase))
+    resumed = main([*argv, 'another', '--autoresume', '--max_duration', '3ba'])
     assert resumed['load_weights'] == str(first_phase)  # where the training began
-    after_one = load_checkpoint(checkpoints_in(str(kept))[0])['state']
-    assert after_one['timestamp']['Timestamp']['batch'] == 1
-    weights, ema_after = unet_and_ema(after_one)
+    weights, ema_after = unet_and_ema(load_checkpoint('kept/ep0-ba1-rank0.pt')['state'])
     for name, before in ema_weights.items():
         moved = before + (weights[name] - before) * (1 - 2 ** (-1 / 1000))
         torch.testing.assert_close(ema_after[name], moved, atol=1e-7, rtol=1e-6)
@@ -71,66 +61,62 @@ def fresh_model() -> StableDiffusion:
     return StableDiffusion(SMALLEST, 16)
 
 
-def test_load_weights_takes_a_file_a_folder_a_unet_a_pipeline_or_a_store(first_phase, tmp_path, s3, capfd):
+def test_load_weights_takes_a_file_a_folder_a_unet_a_pipeline_or_a_store(first_phase, tmp_path, s3):
+    paths = checkpoints_in(str(first_phase))
+    state = load_checkpoint(paths[-1])['state']
+    expected, ema_weights = unet_and_ema(state)
     trained = StableDiffusion(SMALLEST, 16)
-    trained.load_state_dict(load_checkpoint(checkpoints_in(str(first_phase))[-1])['state']['model'])
+    trained.load_state_dict(state['model'])
     trained.unet.save_pretrained(tmp_path / 'alone')
     trained.unet.save_pretrained(tmp_path / 'pipeline' / 'unet')
     trained.scheduler.save_pretrained(tmp_path / 'pipeline' / 'scheduler')
-    for path in checkpoints_in(str(first_phase)):
+    for path in paths:
         s3.client.upload_file(path, 'bucket', f'runs/1/{Path(path).name}')
     cut = shutil.copytree(first_phase, tmp_path / 'cut', symlinks=True) / 'ep0-ba9-rank0.pt'
-    cut.write_bytes(Path(checkpoints_in(str(first_phase))[-1]).read_bytes()[:1000])  # a truncated copy
-    of_checkpoints = [checkpoints_in(str(first_phase))[-1], str(first_phase), str(first_phase / 'latest-rank0.pt'),
-                      str(cut.parent), 's3://bucket/runs/1', 's3://bucket/runs/1/ep0-ba4-rank0.pt']
-    expected, ema_weights = unet_and_ema(load_checkpoint(of_checkpoints[0])['state'])
-    model = fresh_model()
+    cut.write_bytes(Path(paths[-1]).read_bytes()[:1000])  # a truncated copy
+    of_checkpoints = [paths[-1], str(first_phase), str(first_phase / 'latest-rank0.pt'), str(cut.parent),
+                      's3://bucket/runs/1', 's3://bucket/runs/1/ep0-ba4-rank0.pt']
     for place in (*of_checkpoints, 'alone', 'pipeline'):
-        for weight in model.unet.parameters():
-            torch.nn.init.zeros_(weight)
+        model = fresh_model()
         found, data = load_initial_weights(place, model, find_model(SMALLEST))
-        for name, weight in model.unet.state_dict().items():
-            assert torch.equal(weight, expected[f'unet.{name}']), place
+        unet = {f'unet.{name}': weight for name, weight in model.unet.state_dict().items()}
+        assert_equal(unet, expected)
         if place in of_checkpoints:
             assert_equal(dict(model.text_encoder.state_dict()), dict(trained.text_encoder.state_dict()))  # random
             assert_equal(dict(found['ema_model']['named_parameters_dict']), dict(ema_weights))
+            assert data == []  # random images do not count
         else:
-            assert found is None
-        assert data == ([] if place in of_checkpoints else [{}])  # [] means random images, [{}] unknown data
+            assert (found, data) == (None, [{}])  # unknown data
     assert cut.exists()
 
 
 def test_weights_that_do_not_fit_are_a_one_line_error(first_phase):
     """The test makes files that do not fit, in an empty folder."""
     checkpoint = load_checkpoint(checkpoints_in(str(first_phase))[-1])
+    model = checkpoint['state']['model']
     torch.save({'state': Hostile('ran')}, 'hostile.pt')
     torch.save({'some': 'tensors'}, 'other.pt')
-    bias = checkpoint['state']['model'].pop('unet.conv_in.bias')
+    bias = model.pop('unet.conv_in.bias')
     torch.save(checkpoint, 'less.pt')
-    checkpoint['state']['model'] |= {'unet.conv_in.bias': bias, 'unet.foreign': bias}
+    model |= {'unet.conv_in.bias': bias, 'unet.foreign': bias}
     torch.save(checkpoint, 'more.pt')
+    del model['unet.foreign']
+    model['_extra_state']['configs']['scheduler']['prediction_type'] = 'v_prediction'
+    torch.save(checkpoint, 'v.pt')
     fresh_model().unet.save_config('pickled')
     torch.save({'conv_in.bias': Hostile('ran')}, 'pickled/diffusion_pytorch_model.bin')
     fresh_model().unet.save_pretrained('groups')
     config = Path('groups/config.json')
     config.write_text(json.dumps(json.loads(config.read_text()) | {'norm_num_groups': 2}))
-    checkpoint['state']['model'].pop('unet.foreign')
-    checkpoint['state']['model']['_extra_state']['configs']['scheduler']['prediction_type'] = 'v_prediction'
-    torch.save(checkpoint, 'v.pt')
     for place, words in (
-            ('hostile.pt', ['could run code']),
-            ('other.pt', ['is not a checkpoint of a training']),
-            ('less.pt', ['was trained as another model than --model_name', 'conv_in.bias']),
-            ('more.pt', ['was trained as another model than --model_name', 'foreign']),
-            ('pickled', ['holds no UNet']),
-            ('groups', ['norm_num_groups of its unet was 2, and is 4 now']),
-            ('v.pt', ['prediction_type of its scheduler was "v_prediction", and is "epsilon" now', 'copy'])):
+            ('hostile.pt', 'could run code'), ('other.pt', 'is not a checkpoint of a training'),
+            ('less.pt', 'conv_in.bias'), ('more.pt', 'foreign'), ('pickled', 'holds no UNet'),
+            ('groups', 'norm_num_groups of its unet was 2, and is 4 now'),
+            ('v.pt', 'prediction_type of its scheduler was "v_prediction", and is "epsilon" now')):
         with pytest.raises(ValueError) as error:
             load_initial_weights(place, fresh_model(), find_model(SMALLEST))
         line = str(error.value)
-        assert line.startswith(f'--load_weights {place}'), line
-        assert all(word in line for word in words), line
-        assert '\n' not in line
+        assert line.startswith(f'--load_weights {place}') and words in line and '\n' not in line
     assert not Path('ran').exists()
 
 
