@@ -1,5 +1,6 @@
 """Start a command's process, show its progress, and end it, with one line for a user's error. Does not import torch."""
 import contextlib
+import datetime
 import getpass
 import io
 import math
@@ -25,8 +26,14 @@ SECONDS_BETWEEN_LINES = 60  # between progress lines in a log; shorter work prin
 LINE = '{desc}{n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}'  # tqdm's bar_format
 
 
+began_at = datetime.datetime.now(datetime.UTC)  # when the command began
+
+
 def begin() -> None:
     """Prepare the process of a command. Call it before torch is imported, because torch reads the environment then."""
+    global began_at
+    began_at = datetime.datetime.now(datetime.UTC)
+
     # Remove empty variables, because the libraries read these variables, too, and fail on an empty text.
     for name in EMPTY_IS_UNSET:
         if name in os.environ and not os.environ[name].strip():

@@ -29,7 +29,7 @@ from streaming.base.shared import SharedMemory
 from streaming.base.util import bytes_to_int
 from streaming.base.world import World
 
-from sdbench.errors import DataError, UserError, unreadable_shard
+from sdbench.errors import DataError, UserError, one_line, unreadable_shard
 from sdbench.files import INDEX, atomic_write
 from sdbench.inputs.shards import index_hash
 from sdbench.stores import download
@@ -104,7 +104,8 @@ class VerifiedStream(Stream):
 
         Without this: Streaming downloads into the cache directly, retries a missing file for minutes, and never ends if
         a store answers with status 400.
-        Tests: test_an_epoch_ends_with_an_error_if_a_shard_is_missing, test_the_same_answer_of_a_store_is_said.
+        Tests: test_an_epoch_ends_with_an_error_if_a_shard_is_missing,
+        test_a_request_for_a_shard_is_tried_again_if_the_error_may_be_temporary.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix='fetched-', dir=os.path.abspath(self.local)) as folder:
@@ -126,8 +127,13 @@ class VerifiedDataset(StreamingDataset):
     failure = None  # exception that a background thread raised
 
     def __init__(self, stream: VerifiedStream, **kwargs):
-        with own_shared_memory():
-            super().__init__(streams=[stream], cache_limit=stream.cache_limit, **kwargs)
+        try:
+            with own_shared_memory():
+                super().__init__(streams=[stream], cache_limit=stream.cache_limit, **kwargs)
+        except ValueError as error:
+            if 'cache' not in str(error).lower():
+                raise
+            raise UserError(f'--cache_limit {stream.cache_limit} bytes: {one_line(error)}') from None
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict:
         """Return a sample by its index, from a shard that was compared with index.json.

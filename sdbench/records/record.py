@@ -1,7 +1,6 @@
 """Make the record of a run, which is one line of JSON, and append it to a file."""
 import contextlib
 import dataclasses
-import datetime
 import json
 import os
 import platform
@@ -13,6 +12,7 @@ import torch
 from composer.utils import dist
 from composer.utils.collect_env import get_cpu_model
 
+from sdbench import process
 from sdbench.errors import DataError, redacted
 from sdbench.gpus import machines_for, peak_of
 from sdbench.records.versions import git_commit, package_versions
@@ -29,7 +29,7 @@ def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, A
     on_gpu = torch.cuda.is_available()
     record = {
         'stage': stage,
-        'date': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+        'date': process.began_at.isoformat(timespec='seconds'),
         'command': shlex.join(map(redacted, sys.argv)),
         'git_commit': git_commit(),
         'device': torch.cuda.get_device_name() if on_gpu else processor_name(),

@@ -268,6 +268,7 @@ class CheckpointSaver:
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         """Write a checkpoint; then send it to the store, or remove the oldest ones. Raises DataError on a full disk."""
+        self._remove_oldest()  # those of a run that kept more: the disk may be full
         path = os.path.join(self.folder, name)
         try:
             with atomic_write(path) as file:
@@ -300,11 +301,16 @@ class CheckpointSaver:
             self._has_links = False
             tqdm.write(f'warning: {link} cannot be a link to the newest checkpoint ({error.strerror}); the '
                        'checkpoints themselves are complete', file=sys.stderr)
+        self._remove_oldest()
 
-        # Remove the oldest checkpoints of this training, not counting what the user has removed or moved.
-        self.saved = [name for name in self.saved if os.path.exists(os.path.join(self.folder, name))]
-        while self.to_keep is not None and len(self.saved) > self.to_keep:
-            os.remove(os.path.join(self.folder, self.saved.pop(0)))
+    def _remove_oldest(self) -> None:
+        """Remove the oldest checkpoints of this training, not counting what the user has removed or moved."""
+        if self.to_keep is None or self.is_store:
+            return
+        there = [name for name in self.saved if os.path.exists(os.path.join(self.folder, name))]
+        for name in there[:-self.to_keep]:
+            os.remove(os.path.join(self.folder, name))
+            self.saved.remove(name)
 
     def _start_upload(self, path: str) -> None:
         """Start to send a file to the store, in a process.

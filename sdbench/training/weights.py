@@ -13,12 +13,15 @@ from sdbench.files import EXPORTED, parse_json
 from sdbench.inputs.tokenizer import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.generation import build_pipeline
 from sdbench.models.loading import (
+    PRETRAINED_PARTS,
     ModelFiles,
     build_text_encoder,
     build_vae,
     find_model,
     load_weights,
+    read_configs,
     require_no_single_file,
+    weight_files,
 )
 from sdbench.training.checkpoints import load_checkpoint, local_copy, newest_checkpoint
 from sdbench.training.ranks import on_rank_0, print_on_rank_0
@@ -36,7 +39,8 @@ from sdbench.training.resuming import (
 )
 
 DDP_PREFIX = 'module.'  # of names in Composer's own EMA on several devices
-SPENT = ('gpu_hours', 'gpu_hours_by_device', 'dollars', 'device')  # what a record says of the cost of a training
+# What a record says of the cost of a training, and of the weights from which its count begins
+SPENT = ('gpu_hours', 'gpu_hours_by_device', 'dollars', 'device', 'load_weights')
 
 
 # Read a checkpoint
@@ -158,7 +162,7 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
 
     Raises UserError if the path holds no weights, or they do not fit this model.
     """
-    # A diffusers folder has a UNet and perhaps a scheduler, but does not name the VAE or the data of its training.
+    # A diffusers folder has a UNet and perhaps the rest of its pipeline, but does not name the data of its training.
     label = f'--load_weights {path}'
     folder = on_rank_0(partial(unet_folder, path))
     if folder is not None:
@@ -168,7 +172,7 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         if scheduler.is_file():
             configs['scheduler'] = DDPMScheduler.from_config(parse_json(scheduler.read_bytes(), str(scheduler))).config
         state = {f'unet.{name}': tensor for name, tensor in unet.state_dict().items()}
-        state[EXTRA_STATE] = {'configs': comparable(**configs)}
+        state[EXTRA_STATE] = {'configs': comparable(**configs)} | hashes_of_pipeline(folder.parent, files, label)
         ema_state = None
         flags = {}
     # A checkpoint also has facts about the frozen networks, and the tokenizer's hash.
@@ -187,6 +191,18 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
                         f'({one_line(error, 300)}); give the --model_name of that training or, to train it as this '
                         'model anyway, a copy of the folder unet that export.py writes') from None
     return ema_state, data_of(flags)
+
+
+def hashes_of_pipeline(folder: Path, files: ModelFiles, label: str) -> dict[str, str]:
+    """Return the facts about the VAE and the text encoder in a pipeline folder, unless it is the folder of `files`.
+
+    Without their weights, or if the model has random ones, nothing can be compared.
+    """
+    has_weights = all(weight_files(folder / part) for part in PRETRAINED_PARTS)
+    if not has_weights or not files.pretrained or folder.resolve() == files.folder.resolve():
+        return {}
+    pipeline = ModelFiles(str(folder), folder, read_configs(folder, label), pretrained=True)
+    return {'vae_sha256': pipeline.vae_sha256, 'text_encoder_sha256': pipeline.text_encoder_sha256}
 
 
 def unet_folder(path: str) -> Path | None:

@@ -12,7 +12,7 @@ import pytest
 from streaming import StreamingDataset
 
 from data import StreamingLAIONDataset, build_loader
-from sdbench.errors import DataError
+from sdbench.errors import DataError, UserError
 from sdbench.inputs.loader import TimedStreamingDataLoader
 from sdbench.inputs.shards import read_index
 from sdbench.inputs.stream import cache_folder, own_shared_memory
@@ -159,6 +159,9 @@ def test_a_small_cache_serves_the_whole_dataset(tmp_path, many_shards):
         most = max(most, folder_size(cache))
     assert len(set(map(tuple, seen))) == 120
     assert SMALL_CACHE / 8 < most <= SMALL_CACHE
+    for too_small in ('1kb', '1b'):
+        with pytest.raises(UserError, match='--cache_limit'):
+            open_text(many_shards, tmp_path / 'other', cache_limit=too_small)
 
 
 def test_a_small_cache_outlives_the_deletion_of_its_copies(tmp_path, many_shards):

@@ -2,11 +2,14 @@
 import json
 import multiprocessing
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
+from datetime import UTC, datetime
 
 import pytest
 import torch
+from composer import Callback
 
 import report
 from benchmark import main
@@ -62,6 +65,21 @@ def test_a_measurement_prints_its_summary_and_writes_only_its_record(tmp_path, c
     assert 'only 3 measured batches' in caution and '--measure_batches 20' in caution
     assert 'results.jsonl' in last
     assert '{' not in output and 'GPU' not in output
+
+
+class UntilTheNextSecond(Callback):
+    """Lets a training wait at its start until the time of a record, which has whole seconds, is another one."""
+
+    def fit_start(self, state, logger) -> None:
+        self.began = datetime.now(UTC)
+        while datetime.now(UTC).replace(microsecond=0) <= self.began:
+            time.sleep(0.01)
+
+
+def test_a_record_has_the_time_at_which_its_run_began():
+    wait = UntilTheNextSecond()
+    record = main(['--use_synth_data', *TINY], [wait])
+    assert datetime.fromisoformat(record['date']) <= wait.began
 
 
 def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_it(results, smallest_model, capfd):

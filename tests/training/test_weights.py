@@ -13,7 +13,7 @@ from data import SyntheticImageCaptionDataset, build_loader
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from sdbench.training.weights import load_initial_weights, read_trained_model
-from tests.runs import SMALLEST, TINY, assert_equal, final_state
+from tests.runs import SMALLEST, TINY, assert_equal, change_weights, final_state
 from tests.samples import Hostile
 
 
@@ -118,6 +118,20 @@ def test_weights_that_do_not_fit_are_a_one_line_error(first_phase):
         line = str(error.value)
         assert line.startswith(f'--load_weights {place}') and words in line and '\n' not in line
     assert not Path('ran').exists()
+
+
+@pytest.mark.parametrize('part, file', [('vae', 'diffusion_pytorch_model'), ('text_encoder', 'model')])
+def test_a_pipeline_with_another_vae_or_text_encoder_is_refused_and_a_copy_is_not(
+        smallest_model, tmp_path, part, file):
+    pipeline = shutil.copytree(smallest_model, tmp_path / 'pipeline')
+    fresh_model().unet.save_pretrained(pipeline / 'unet')
+    files = find_model(smallest_model, pretrained=True)
+    model = StableDiffusion(smallest_model, 16, pretrained=True)
+    load_initial_weights(str(pipeline), model, files)
+    change_weights(pipeline / part / f'{file}.safetensors', lambda weights: next(iter(weights.values())).add_(1))
+    with pytest.raises(ValueError, match=f'hash of its {part} was'):
+        load_initial_weights(str(pipeline), model, files)
+    load_initial_weights(str(pipeline / 'unet'), fresh_model(), find_model(SMALLEST))  # nothing can be compared
 
 
 def test_a_checkpoint_of_composers_own_ema_is_refused_in_one_line_only_if_its_weights_are_swapped(smallest_model):
