@@ -110,6 +110,11 @@ ROWS = [
     ('plan.py', '--prices published.csv', '--prices published.csv has no column gpu'),
     ('plan.py', '--dollars_per_gpu_hour H10=3', '--dollars_per_gpu_hour H10=3: H10 is not a known GPU'),
     ('plan.py', "--training_flags '--batch 3'", '--batch is not a flag; did you mean --batch_size?'),
+    ('plan.py', "--training_flags '--max_duration 5ba'", '--max_duration has no effect on a plan; leave it out'),
+    ('plan.py', "--training_flags '--image_size 256'", '--image_size has no effect on a plan; give image sizes in'),
+    ('plan.py', '''--training_flags "'--compile"''', 'is not one or several flags'),
+    ('plan.py', "--gpu '8 H200' records.csv", 'records.csv is a file; give records before the first flag'),
+    ('plan.py', '--schedule 1000@512 2000@512', '--schedule has two phases at 512 pixels'),
 
     # Folders, weights, images and held-out samples in a training, an evaluation and an export
     ('benchmark.py', f'{SYNTHETIC} --save_folder dbfs:/run1', '--save_folder dbfs:/run1: only the stores s3://'),
