@@ -16,7 +16,7 @@ from sdbench.gpus import CARDS
 from sdbench.plan.parts import TRAIN
 from sdbench.setup import Setup
 from tests.browser import CHROMIUM, browser
-from tests.report_tables import tables
+from tests.report_tables import assert_figures, tables
 from tests.runs import ROOT
 from tests.test_docs import blocks, command_lines, words_of
 
@@ -40,12 +40,6 @@ def answer_to(command: str, *flags: str):
 def plans_of(command: str, *flags: str) -> dict:
     answer, _ = answer_to(command, *flags)
     return {one.name.removeprefix('8 x '): one for one in answer.plans}
-
-
-def assert_figures(page, *figures: str) -> None:
-    """Check that a page has these figures, not as parts of other numbers."""
-    text = ' '.join(page.read_text().split())
-    assert [figure for figure in figures if not re.search(rf'(?<![\d.,]){re.escape(figure)}(?!,?\d)', text)] == []
 
 
 @pytest.fixture(scope='module')
