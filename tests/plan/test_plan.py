@@ -310,20 +310,12 @@ def test_the_verdict_names_every_plan_that_may_be_the_best_and_none_that_is_outs
             assert any(re.match('Only prob|Probably|Without', doubt) and one.name in doubt for doubt in sentences)
 
 
-def test_a_gpu_without_a_price_is_compared_with_the_other_limits_and_one_that_is_surely_outside_is_not_measured():
-    answer = answer_to('--gpu', '8 H200', '8 GB200', '--images', 10 ** 6, '--max_dollars', 1, '--max_days', 1000)
-    assert any('8 x GB200' in sentence and '% of 1000 days' in sentence for sentence in answer.not_within)
-    assert answer.first_steps == []
-
-
 def test_plans_that_were_measured_are_not_measured_again():
     argv = ['--gpu', '8 H200', '8 H100 80GB HBM3', '--images', 10 ** 6, '--dollars_per_gpu_hour', 'H200=3', 'H100=2.95']
     plans = answer_to(*argv).plans
     for done in ([plans[0]], [plans[1]], plans):
         answer = answer_after([record_of(part, one.card) for one in done for part in one.parts], *argv)
-        steps = [sentence for sentence, _ in answer.first_steps if sentence.startswith('Measure')]
-        assert not any(one.name in sentence for one in done for sentence in steps)
-        assert bool(steps) == (len(done) < len(plans))
+        assert {one.card for one in answer.verdict.to_measure} == {one.card for one in plans if one not in done}
 
 
 @given(words=st.lists(st.sampled_from(['python', '--gpu', '16 L40S', "it's", '42', "a 'b' c"]), min_size=1))
@@ -369,7 +361,6 @@ def test_the_commands_to_measure_have_the_flags_of_the_plan_and_name_its_machine
     answer = answer_to('--gpu', '16 L40S', '--network_gbits', 100, '--images', 10 ** 6, '--max_days', 1000)
     (sentence, commands), (_, [again]), (training, []) = answer.first_steps
     assert 'docs/two-phases.md' in training  # the recipe is for one machine
-    assert re.search('slower than [0-9,.]+ images/s at 256 px or [0-9,.]+ images/s at 512', sentence)
     [one] = answer.plans
     assert [(part.kind, str(part.setup.image_size)) for part in one.parts] == [
         ('encode' if ' encode.py ' in command else 'train', re.search('--image_size ([0-9]+)', command)[1])
