@@ -104,6 +104,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --save_folder dbfs:/run1', '--save_folder dbfs:/run1: only the stores s3://'),
     ('SLURM_STEP_NUM_TASKS=8 benchmark.py', SYNTHETIC, 'SLURM has started 8 tasks, but no launcher has set RANK'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder notes', '--save_folder notes already holds files'),
+    ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes does not exist, or holds no complete checkpoint'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts no-prompt.txt', 'no-prompt.txt holds no prompt'),
     ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, but the training'),
