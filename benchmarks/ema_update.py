@@ -3,7 +3,7 @@
     python -m benchmarks.ema_update           # Stable Diffusion 2 base; needs 15 GB
     python -m benchmarks.ema_update tiny      # another model, by its name or folder
 
-The two implementations take turns in one process, and each time is the median of five runs. The ratios come last.
+The two implementations take turns in one process, and each time is the median of five runs.
 
 docs/speed.md has the ratios from 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
 """
@@ -36,11 +36,10 @@ def medians_in_turn(theirs: Callable[[], object], ours: Callable[[], object], ru
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
-def compare(name: str, theirs: Callable[[], object], ours: Callable[[], object]) -> str:
-    """Time two calls in turn, print their medians, and return a line with the ratio."""
+def compare(name: str, theirs: Callable[[], object], ours: Callable[[], object]) -> None:
+    """Time two calls in turn, and print the ratio of their medians."""
     their_median, our_median = medians_in_turn(theirs, ours)
-    print(f'{name:<8} Composer {their_median:8.4f} s   here {our_median:8.4f} s')
-    return f'{name} ratio {their_median / our_median:.1f}'
+    print(f'{name} ratio {their_median / our_median:.1f}: Composer {their_median:.4f} s, here {our_median:.4f} s')
 
 
 def peak_gib() -> float:
@@ -63,18 +62,14 @@ def main() -> None:
         compute_ema(unet, ema.ema_model, 0.999)
     ema.swap_weights(unet)
     ema.swap_weights(unet)
-    after = peak_gib()
-    print(f'peak memory before {before:.3f} GiB, after ten updates and two swaps {after:.3f} GiB')
+    print(f'memory ratio {peak_gib() / before:.4f}: peak after ten updates and two swaps to the peak before')
 
     # Time
     composers = composer_ema.EMAParameters(unet)
     with torch.no_grad():
-        ratios = [
-            compare('update', lambda: composer_ema.compute_ema(unet, composers, 0.999),
-                    lambda: compute_ema(unet, ema.ema_model, 0.999)),
-            compare('swap', lambda: composers.swap_params(unet), lambda: ema.swap_weights(unet)),
-        ]
-    print(f'memory ratio {after / before:.4f}', *ratios, sep='\n')
+        compare('update', lambda: composer_ema.compute_ema(unet, composers, 0.999),
+                lambda: compute_ema(unet, ema.ema_model, 0.999))
+        compare('swap', lambda: composers.swap_params(unet), lambda: ema.swap_weights(unet))
 
 
 if __name__ == '__main__':

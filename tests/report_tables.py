@@ -1,5 +1,6 @@
-"""Read the tables of a report."""
+"""Read the tables of a report or a page, and the figures in a page."""
 import re
+from pathlib import Path
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
@@ -30,3 +31,9 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 
 def columns(table: list[dict[str, str]], *names: str) -> list[tuple[str, ...]]:
     return [tuple(row[name] for name in names) for row in table]
+
+
+def assert_figures(page: Path, *figures: str) -> None:
+    """Check that a page has these figures, and not only as parts of other numbers."""
+    text = ' '.join(page.read_text().split())
+    assert [figure for figure in figures if not re.search(rf'(?<![\d.,]){re.escape(figure)}(?!,?\d)', text)] == []

@@ -1,11 +1,7 @@
 """README.md and docs/: every link leads somewhere, every flag and file exists, and what can run here runs.
 
-The command lines are those of the blocks of shell, and those in `code` within the text. The arguments of our own
-programs go through their own parsers. A command runs as it stands, in a folder with images, if
-
-- its program is report.py, and the records that it reads are there; or
-- it starts with `python`, needs no other model than the tiny one, and all that it reads is there, because the folder
-  has it or an earlier command of its page made it. A dry run of Stable Diffusion 2 is one of a smaller model here.
+Commands are the lines of the shell blocks, and `code` in the text. They run in a folder with images if they read
+records or need no other model than the tiny one.
 """
 import ast
 import importlib
@@ -81,6 +77,16 @@ def call(words: list[str]) -> tuple[str | None, list[str]]:
     return None, []
 
 
+def settings_in(commands: list[str]) -> list[tuple[str, str, dict]]:
+    """Return each command of our programs with its program and the values that its flags have."""
+    found = []
+    for command in commands:
+        program, arguments = call(words_of(command))
+        if arguments not in ([], ['--help']):
+            found.append((command, program, vars(PARSERS[program].parse_args(arguments))))
+    return found
+
+
 def anchors(page: Path) -> set[str]:
     """Return what links to the headings of a page end with, as GitHub makes it."""
     headings = re.findall('^#+ (.*)$', FENCE.sub('', page.read_text()), re.MULTILINE)
@@ -104,24 +110,13 @@ def test_the_readme_links_to_every_page():
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
-def test_the_programs_take_every_command_line(page, monkeypatch):
+def test_the_programs_take_every_command_line_and_trainings_make_models_that_can_generate_images(page, monkeypatch):
+    """Without trained encoders and dropped captions a model never can, after days of training."""
     monkeypatch.chdir(ROOT)  # where @recipes/... is
-    for command in all_commands(page):
-        program, arguments = call(words_of(command))
-        if arguments not in ([], ['--help']):
-            PARSERS[program].parse_args(arguments)
-
-
-@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
-def test_every_training_on_a_dataset_makes_a_model_that_can_generate_images(page, monkeypatch):
-    """Without trained encoders and dropped captions it never will, after days of training."""
-    monkeypatch.chdir(ROOT)  # where @recipes/... is
-    for command in all_commands(page):
-        program, arguments = call(words_of(command))
-        if program == 'benchmark.py' and '--remote' in arguments:
-            given = vars(PARSERS[program].parse_args(arguments))
-            if given.keys() & {'max_duration', 'save_folder'} and given.get('model_name') != TINY_MODEL:
-                assert given.get('pretrained') and given.get('caption_drop'), command
+    for command, program, given in settings_in(all_commands(page)):
+        is_training = program == 'benchmark.py' and 'remote' in given and given.keys() & {'max_duration', 'save_folder'}
+        if is_training and given.get('model_name') != TINY_MODEL:
+            assert given.get('pretrained') and given.get('caption_drop'), command
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
@@ -135,26 +130,17 @@ def test_every_flag_file_and_target_of_make_that_a_page_names_is_there(page):
     assert targets <= set(re.findall(r'^([a-z-]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
 
 
-OUTPUTS = ('out', 'save_folder', 'results', 'profile', 'tensorboard', 'csv', 'html', 'figure', 'learned', 'quality')
+OUTPUTS = {'out', 'save_folder', 'results', 'profile', 'tensorboard', 'csv', 'html', 'figure', 'learned', 'quality'}
 
 
 def test_git_ignores_every_file_that_a_command_of_a_page_makes(monkeypatch):
     monkeypatch.chdir(ROOT)
-    made = set()
-    for command in (command for page in PAGES for command in command_lines(page)):
-        words = words_of(command)
-        made |= {words[number + 1] for number, word in enumerate(words) if word in ('--local-dir', '-o')}
-        program, arguments = call(words)
-        args = vars(PARSERS[program].parse_args(arguments)) if arguments not in ([], ['--help']) else {}
-        made |= {args[name].rstrip('/') for name in OUTPUTS if args.get(name)}
-        if args.get('held_out'):
-            made.add(f'{args["out"]}-held-out')
-        if args.get('save_folder'):
-            made.add(f'{args["save_folder"]}-samples')
-    made = sorted(name for name in made if '://' not in name and not name.startswith(('/', 'docs/', 'results/', '-')))
-    ignored = subprocess.run(['git', 'check-ignore', '--no-index', *(f'{name}{end}' for name in made for end in
-                                                                     ('', '/file'))], capture_output=True, text=True)
-    missed = [name for name in made if not {name, f'{name}/file'} & {*ignored.stdout.splitlines()}]
+    made = {given[flag].rstrip('/') for page in PAGES for _, _, given in settings_in(command_lines(page))
+            for flag in OUTPUTS & given.keys()}
+    made = [name for name in sorted(made) if not re.match('[a-z0-9]+://|/|docs/|results/', name)]
+    asked = [f'{name}/file' for name in made]  # which a pattern for the file or for the folder ignores
+    ignored = subprocess.run(['git', 'check-ignore', '--no-index', *asked], capture_output=True, text=True).stdout
+    missed = [name for name in asked if name not in ignored.splitlines()]
     assert not missed, f'.gitignore misses {", ".join(missed)}'
 
 
@@ -246,25 +232,16 @@ def test_every_report_runs(command, folder, capsys):
     assert ' images/s |' in output or output.startswith('Plan: ')
 
 
-def is_small(words: list[str]) -> bool:
+INPUTS = ('records', 'source', 'checkpoint', 'remote', 'eval_remote', 'load_weights', 'sample_prompts', 'model', 'data',
+          'inception', 'clip')
+
+
+def is_small(command: str, program: str, given: dict) -> bool:
     """Return whether a command is no report and needs neither a launcher nor another model than the tiny one."""
-    if len(words) < 3 or words[0] != 'python' or words[1] not in PARSERS.keys() - {'report.py'}:
+    if not command.startswith(f'python {program}') or program == 'report.py':
         return False
-    args = PARSERS[words[1]].parse_args(words[2:])
-    is_large = words[1] in ('benchmark.py', 'encode.py') and not {'model_name', 'dry_run'} & vars(args).keys()
-    is_tiny = getattr(args, 'model_name', None) in (None, 'tiny') and not is_large
-    return is_tiny or getattr(args, 'loader_only', False)
-
-
-def missing_inputs(words: list[str]) -> list[str]:
-    """Return what a command reads and is not there."""
-    args = vars(PARSERS[words[1]].parse_args(words[2:]))
-    read = []
-    for name in ('records', 'source', 'checkpoint', 'remote', 'eval_remote', 'load_weights', 'sample_prompts', 'model',
-                 'data', 'inception', 'clip'):
-        value = args.get(name) or []
-        read += [value] if isinstance(value, str) else value
-    return [path for path in read if not os.path.exists(path)]
+    is_large = program in ('benchmark.py', 'encode.py') and not {'model_name', 'dry_run'} & given.keys()
+    return 'loader_only' in given or given.get('model_name', 'tiny') == 'tiny' and not is_large
 
 
 @pytest.mark.long
@@ -272,15 +249,16 @@ def missing_inputs(words: list[str]) -> list[str]:
 def test_what_can_run_here_runs(page, folder, server):
     """All small trainings and encodings do: what they read is made by their page."""
     from tests.forked_runs import run_program, script
-    for command in command_lines(page):
-        words = words_of(command)
-        if not is_small(words):
+    for command, program, given in settings_in(command_lines(page)):
+        if not is_small(command, program, given):
             continue
-        if missing_inputs(words):
-            trains = words[1] in ('benchmark.py', 'encode.py')
-            assert not trains, f'{command} reads {missing_inputs(words)}, which nothing on the page makes'
+        read = [given[name] for name in INPUTS if name in given]
+        paths = [path for value in read for path in ([value] if isinstance(value, str) else value)]
+        missing = [path for path in paths if not os.path.exists(path)]
+        if missing:
+            assert program not in ('benchmark.py', 'encode.py'), f'nothing on the page makes {missing} for {command}'
             continue
-        if '--dry_run' in words:
-            words += ['--model_name', SMALLEST]  # Stable Diffusion 2 would be traced for most of a minute each time
-        code, output, errors = run_program(server, folder, script, words[1:])
+        # Stable Diffusion 2 would be traced for most of a minute in each dry run.
+        smallest = ['--model_name', SMALLEST] if 'dry_run' in given else []
+        code, output, errors = run_program(server, folder, script, [*words_of(command)[1:], *smallest])
         assert code == 0, f'{command}\n{output}{errors}'

@@ -8,6 +8,7 @@ import pytest
 
 from benchmark import main
 from tests.forked_runs import run_program, script
+from tests.report_tables import tables
 from tests.runs import ROOT, TINY, final_state
 
 PAGE = (ROOT / 'docs/extending.md').read_text()
@@ -50,9 +51,8 @@ def test_a_figure_and_a_flag_that_are_added_as_the_page_says_work_to_their_end(c
     record['drift'] = 0.0  # or a machine with other work would leave the row without figures
     results.write_text(json.dumps(record))
     _, report, _ = run_program(server, copy, script_of_another_copy, ['report.py', results])
-    heading, _, row = [line for line in report.splitlines() if line.startswith('|')]
-    column = [cell.strip() for cell in heading.split('|')].index('slowest batch')
-    assert float(row.split('|')[column].split()[0]) == pytest.approx(record['batch_seconds_max'], rel=0.05)
+    [[row]] = tables(report)
+    assert float(row['slowest batch'].split()[0]) == pytest.approx(record['batch_seconds_max'], rel=0.05)
 
     # a checkpoint that was written before the flag was there has its default
     main(['--use_synth_data', *TINY, '--max_duration', '1ba', '--save_folder', str(tmp_path / 'older')])

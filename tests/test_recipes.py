@@ -34,9 +34,8 @@ def parsed(*argv) -> Train:
 @pytest.mark.parametrize('phase, size, steps', [(1, 256, 550_000), (2, 512, 850_000)])
 def test_the_recipe_of_a_phase_agrees_with_the_model_card_and_with_the_schedule_of_plans(phase, size, steps):
     args = parsed(f'@{PHASES[phase]}', '--use_synth_data', '--save_folder', 'kept')
-    assert (args.image_size, args.batch_size, args.max_duration) == (size, 2048, f'{steps}ba')
+    assert (args.image_size, args.batch_size, args.max_duration, args.use_ema) == (size, 2048, f'{steps}ba', True)
     assert (args.learning_rate, args.lr_warmup, args.caption_drop) == (1e-4, '10000ba', 0.1)
-    assert args.use_ema
     assert 2 ** (-1 / int(args.ema_half_life.removesuffix('ba'))) == pytest.approx(0.9999, abs=1e-8)
     assert (steps, size) == SD2_SCHEDULE[phase - 1]
 
@@ -124,8 +123,7 @@ def test_the_commands_that_a_plan_prints_run_with_its_own_setup(tmp_path, monkey
 
 
 @pytest.mark.parametrize('words, variables, said', [
-    ([], {}, 'MODEL: is empty; give MODEL=FOLDER'),
-    ([], {'MODEL': 'x', 'SOURCE_2': 'large'}, 'EVAL: is empty; with SOURCE_2 give EVAL=FOLDER, pictures with captions'),
+    ([], {}, 'give MODEL=FOLDER'), ([], {'MODEL': 'x', 'SOURCE_2': 'large'}, 'give EVAL=FOLDER'),
     pytest.param([], {'MODEL': 'x', 'SCORES': '--inception none.pth'}, "--inception none.pth is not torch-fidelity's",
                  marks=pytest.mark.long),  # this one starts evaluate.py
     (['plan'], {'MODEL': 'x'}, 'sh recipes/stable-diffusion-2.sh ')])

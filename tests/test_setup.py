@@ -45,5 +45,3 @@ def test_what_a_hand_written_record_does_not_state_is_not_known():
     assert setup_of_record(record) == Setup(device='NVIDIA H100 80GB HBM3', num_devices=16, image_size=512)
     assert setup_of_record(record).machines == 2
     assert setup_of_record(record | {'num_nodes': 4}).gpus_per_node == 4
-
-

@@ -1,4 +1,4 @@
-"""Pages in docs/: their walks run from the first command to the image, with a small model.
+"""The walks in docs/ and the notebook run from the first command to the image, with a small model.
 
 The downloads of a walk are there already: `sd15`, `sd2` and `FOLDER` are a pipeline of the tiny model, and `package`
 has images as the package of emojis has them. `composer` starts one process here.
@@ -6,8 +6,10 @@ has images as the package of emojis has them. `composer` starts one process here
 import json
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 from sdbench.models.loading import find_model
@@ -17,25 +19,18 @@ from tests.test_docs import FENCE, call, folder, words_of  # noqa: F401
 
 DOWNLOADS = ('hf', 'npm', 'tar')
 SCRIPTS = {'captions.csv': 'captions.py', 'emoji-model': 'model.py'}  # what a block is saved as, by what is in it
-SMALLER = {'benchmark.py': ['--batch_size', '4', '--image_size', '64', '--max_duration', '2ba', '--lr_warmup', '1ba',
-                            '--save_interval', '2ba', '--sample_interval', '2ba', '--num_workers', '0', '--no-compile'],
-           'convert.py': ['--num_workers', '1']}
+SMALLER = {'convert.py': ['--num_workers 1'],
+           'benchmark.py': ['--batch_size 4', '--image_size 64', '--max_duration 2ba', '--lr_warmup 1ba',
+                            '--save_interval 2ba', '--sample_interval 2ba', '--num_workers 0', '--no-compile']}
+NEEDED = {'--save_interval 2ba': '--save_folder', '--sample_interval 2ba': '--sample_prompts'}
+NOTEBOOK = ROOT / 'docs' / 'walk.ipynb'
+FEWER = {'600ba': '40ba', '150ba': '10ba', '40ba': '2ba', '120ba': '30ba'}  # batches in the notebook, to save time
 
 
 def blocks_of(page: str, heading: str) -> list[tuple[str, str]]:
     """Return language and content of the blocks below a heading."""
     text = (ROOT / 'docs' / page).read_text()
     return FENCE.findall(text.partition(f'# {heading}\n')[2].partition('\n## ')[0])
-
-
-def smaller(program: str, words: list[str]) -> list[str]:
-    """Return the arguments of a command with those that make it small; a flag that needs another one has it."""
-    flags = SMALLER.get(program, [])
-    for flag, needed in (('--save_interval', '--save_folder'), ('--sample_interval', '--sample_prompts')):
-        if needed not in words and flag in flags:
-            position = flags.index(flag)
-            flags = flags[:position] + flags[position + 2:]
-    return words + flags
 
 
 @pytest.mark.long
@@ -65,7 +60,10 @@ def test_a_walk_runs_to_its_end(page, heading, folder, pipeline, server):  # noq
         for command in content.replace('\\\n', ' ').splitlines():
             program, arguments = call(words_of(command))
             if program:
-                run([program, *smaller(program, arguments)])
+                for flag in SMALLER.get(program, []):
+                    if flag not in NEEDED or NEEDED[flag] in arguments:
+                        arguments += flag.split()
+                run([program, *arguments])
                 ran += 1
             elif command.startswith('python '):
                 run(words_of(command)[1:])
@@ -77,3 +75,20 @@ def test_a_walk_runs_to_its_end(page, heading, folder, pipeline, server):  # noq
     else:
         pipeline = 'emojis-pipeline' if page == 'laptop.md' else 'my-model'
         assert Path(folder, pipeline, 'model_index.json').exists()
+
+
+@pytest.mark.long
+def test_every_cell_of_the_notebook_runs(server, tmp_path, monkeypatch):
+    def run_forked(command: list, cwd: Path, env: dict[str, str], **_) -> subprocess.CompletedProcess:
+        """Run a program like `subprocess.run`, but in a process that has already imported it."""
+        code, output, errors = run_program(server, cwd, script, command[1:], **env)
+        return subprocess.CompletedProcess(command, code, output + errors)
+
+    monkeypatch.setattr(subprocess, 'run', run_forked)
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+    monkeypatch.setattr(plt, 'show', lambda: plt.close('all'))
+    monkeypatch.chdir(NOTEBOOK.parent)
+    variables = {}
+    for cell in json.loads(NOTEBOOK.read_text())['cells']:
+        if cell['cell_type'] == 'code':
+            exec(re.sub(r'\d+ba', lambda found: FEWER[found[0]], ''.join(cell['source'])), variables)

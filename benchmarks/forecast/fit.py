@@ -5,10 +5,9 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from benchmarks.forecast.points import card_of
 from benchmarks.forecast.steps import layout_of, work_of
 from sdbench.forecast.speed import BatchSplit, Constants, StepWork, images_per_sec
-from sdbench.gpus import Card
+from sdbench.gpus import CARDS, Card
 
 START = Constants(peak_share=0.5, bandwidth_share=1.0, bytes_a_cycle=10.0, seconds_a_kernel=1e-5,
                   seconds_in_a_graph=3e-6)
@@ -18,7 +17,8 @@ Runs = list[tuple[Card, StepWork, BatchSplit, bool | str]]  # the last one is th
 
 def runs_of(points: pd.DataFrame) -> Runs:
     """Return for each point what a forecast of its speed needs."""
-    return [(card_of(point), work_of(point), layout_of(point), point['compile']) for _, point in points.iterrows()]
+    return [(CARDS[f'NVIDIA {point["device"]}'], work_of(point), layout_of(point), point['compile'])
+            for _, point in points.iterrows()]
 
 
 def speeds_of(runs: Runs, constants: Constants) -> np.ndarray:

@@ -3,9 +3,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from benchmarks.forecast.fit import speeds_of
-from benchmarks.forecast.points import card_of
-from benchmarks.forecast.steps import layout_of, work_of
+from benchmarks.forecast.fit import runs_of, speeds_of
 from sdbench.forecast.speed import Constants
 
 MICROBATCHES = [1, 2, 4, 8, 16, 32, 64]
@@ -29,8 +27,12 @@ def draw(points: pd.DataFrame, constants: Constants, path: str) -> None:
     over_microbatch, unseen = figure.subplots(1, 2)
     handles = []
     for (program, device), runs in points.groupby(['program', 'device'], sort=False):
-        first = comparable_runs(runs)
-        [line] = over_microbatch.plot(*speeds_over_microbatch(first.iloc[0], constants), color=colors[device],
+        # The runs that fit on one line: the most frequent image size and GPU count, and with EMA or without
+        first = runs
+        for key in ('image_size', 'num_devices'):
+            first = first[first[key] == first[key].mode().iloc[0]]
+        first = first[first['use_ema'] == first['use_ema'].iloc[0]]
+        [line] = over_microbatch.plot(*speeds_over_microbatch(first[:1], constants), color=colors[device],
                                       linestyle=styles[program], linewidth=1.2)
         [dots] = over_microbatch.plot(first['device_train_microbatch_size'], first['measured'], markers[program],
                                       color=colors[device])
@@ -60,18 +62,10 @@ def draw(points: pd.DataFrame, constants: Constants, path: str) -> None:
     figure.savefig(path, dpi=140)
 
 
-def comparable_runs(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs that fit on one line: the most frequent image size and GPU count, and with EMA or without."""
-    for key in ('image_size', 'num_devices'):
-        runs = runs[runs[key] == runs[key].mode().iloc[0]]
-    return runs[runs['use_ema'] == runs['use_ema'].iloc[0]]
-
-
-def speeds_over_microbatch(point: pd.Series, constants: Constants) -> tuple[np.ndarray, np.ndarray]:
-    """Return microbatch sizes, and the forecast images/s per GPU of a point's run with each of them."""
-    layout = layout_of(point)
+def speeds_over_microbatch(point: pd.DataFrame, constants: Constants) -> tuple[np.ndarray, np.ndarray]:
+    """Return microbatch sizes, and the forecast images/s per GPU of the run of one point with each of them."""
+    [(card, work, layout, mode)] = runs_of(point)
     microbatches = 16 if layout.microbatches > 1 else 1
     sizes = np.geomspace(MICROBATCHES[0], MICROBATCHES[-1], 25)
     layouts = [layout._replace(microbatch=size, images=size * microbatches) for size in sizes]
-    runs = [(card_of(point), work_of(point), each, point['compile']) for each in layouts]
-    return sizes, speeds_of(runs, constants)
+    return sizes, speeds_of([(card, work, each, mode) for each in layouts], constants)

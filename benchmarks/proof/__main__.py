@@ -57,7 +57,7 @@ def run_step(step: Step, machine: Machine, results: Path, log: Path) -> tuple[bo
         return True, result
 
     # Compare a measurement with the forecast for its setup.
-    record = read_lines(results)[-1]
+    record = json.loads(results.read_text().splitlines()[-1])
     expected = expected_of(record)
     if expected.why_none:
         return True, result
@@ -79,13 +79,6 @@ def run(command: list[str], log: Path) -> int | None:
                 process.wait()
 
 
-def read_lines(path: Path) -> list[dict]:
-    """Return the JSON objects in a file, one per line; none if there is no file. Raises UserError for another line."""
-    if not path.exists():
-        return []
-    return [parse_json(line, f'{path}:{number}') for number, line in enumerate(path.read_text().splitlines(), start=1)]
-
-
 def prove(folder: Path, machine: Machine, minutes: float) -> bool:
     """Run the first steps and, until `minutes` have passed, the others. Print their results, and write the page.
 
@@ -93,18 +86,20 @@ def prove(folder: Path, machine: Machine, minutes: float) -> bool:
     """
     # Results from another machine, commit or version of a library stay in the file, but do not count.
     path = (folder / 'results.jsonl').resolve()
+    logs = path.with_name('logs')
+    logs.mkdir(parents=True, exist_ok=True)
     here = {'machine': f'{machine.gpus} x {machine.device}', 'commit': git_commit(), 'python': sys.version.split()[0],
             **package_versions()}
     results = {}
-    for record in read_lines(path):
+    path.touch()
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        record = parse_json(line, f'{path}:{number}')
         if record.get('stage') == 'proof' and record['here'] == here and record['holds']:
             results[record['step']] = record
             print(result_line(record))
 
     # Run one step after another. A result is written after its step, so an interrupted step runs again next time.
     start = time.monotonic()
-    logs = folder.resolve() / 'logs'
-    logs.mkdir(parents=True, exist_ok=True)
     steps = all_steps(machine, str(path))
     missing = [name for name in steps if name not in results]
     while missing and (missing[0] in first_steps(machine) or time.monotonic() - start < 60 * minutes):

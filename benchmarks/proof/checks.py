@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,21 +44,16 @@ def machine() -> bool:
         subprocess.run(['nvidia-smi', f'--query-gpu={GPU_PROPERTIES}', '--format=csv'], timeout=60)
     print(f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {cpu_cores()} CPU cores')
     for name in [f'cuda:{number}' for number in range(gpus)] or ['cpu']:
-        teraflops, gigabytes = measure_rates(torch.device(name))
-        print(f'{name}: {teraflops:.4g} TFLOP/s in a bf16 matrix product, {gigabytes:.4g} GB/s in a copy')
+        if gpus:
+            torch.cuda.set_device(name)  # `medians_in_turn` waits for the kernels of the current device
+        side, nbytes = (8192, GIB) if gpus else (1024, GIB // 16)
+        factor = torch.randn(side, side, device=name, dtype=torch.bfloat16)
+        source = torch.empty(nbytes, dtype=torch.uint8, device=name)
+        target = torch.empty_like(source)
+        product, copy = medians_in_turn(partial(torch.mm, factor, factor), partial(target.copy_, source), runs=20)
+        print(f'{name}: {2 * side ** 3 / product / 1e12:.4g} TFLOP/s in a bf16 matrix product, '
+              f'{2 * nbytes / copy / 1e9:.4g} GB/s in a copy')  # read plus written
     return True
-
-
-def measure_rates(device: torch.device) -> tuple[float, float]:
-    """Measure TFLOP/s in a bf16 matrix product and GB/s, read plus written, in a copy."""
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)  # `medians_in_turn` waits for the kernels of the current device
-    side, nbytes = (8192, GIB) if device.type == 'cuda' else (1024, GIB // 16)
-    factor = torch.randn(side, side, device=device, dtype=torch.bfloat16)
-    source = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    product, copy = medians_in_turn(lambda: factor @ factor, lambda: target.copy_(source), runs=20)  # seconds
-    return 2 * side ** 3 / product / 1e12, 2 * nbytes / copy / 1e9
 
 
 def resume(*flags: str) -> bool:

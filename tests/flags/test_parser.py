@@ -1,5 +1,4 @@
 """The flags of a command: what they take, what --help says, and how soon a mistake is answered."""
-import ast
 import json
 import re
 import subprocess
@@ -55,13 +54,8 @@ def test_a_flag_that_is_turned_off_turns_off_what_needs_it():
 
 
 @pytest.mark.parametrize('program', COMMANDS)
-def test_help_begins_with_commands_and_has_every_flag_with_its_default(program):
-    module = ast.parse((ROOT / program).read_text())
-    told = build_parser(COMMANDS[program], ast.get_docstring(module, clean=False), program).format_help()
-    beginning, _, rest = told.partition('\n    ')
-    assert f' {program} ' in rest.splitlines()[0], 'the usage lists no flags'
-    assert beginning.count('[--') == 1, 'the usage lists no flags'
-    told = ' '.join(told.split())
+def test_help_has_every_flag_with_its_default(program):
+    told = ' '.join(build_parser(COMMANDS[program], '', program).format_help().split())
     for field in fields(COMMANDS[program]):
         if 'nargs' in field.metadata:
             assert f'{field.name.upper()} ' in told
@@ -88,5 +82,3 @@ for argv in {ANSWERED_EARLY!r}:
     run = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
     answers = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('[')]
     assert answers == [[0, []]] + [[2, []]] * (len(ANSWERED_EARLY) - 1)  # status, and what was imported
-    for (program, *_), line in zip(ANSWERED_EARLY[1:], run.stderr.splitlines(), strict=True):
-        assert line.startswith(f'{program}: error: ')

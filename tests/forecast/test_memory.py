@@ -19,10 +19,6 @@ from tests.runs import settings_of
 IMAGES = 3  # another number of images than in the trace
 
 
-def outline(settings: Train) -> benchmark.StableDiffusion:
-    return build_on_meta(settings, benchmark.build_model)
-
-
 def peak_of_real_tensors(settings: Train) -> int:
     """Return the peak bytes on real tensors as torch's own tracker counts them.
 
@@ -52,7 +48,7 @@ def peak_of_real_tensors(settings: Train) -> int:
 def test_the_peak_is_that_of_real_tensors(smallest_with_attention, flags, tolerance):
     settings = settings_of('--dry_run', '--model_name', smallest_with_attention, '--image_size', '16', '--batch_size',
                            IMAGES, *flags)
-    memory, _ = trace_step(outline(settings), settings.precision, settings.attention)
+    memory, _ = trace_step(build_on_meta(settings, benchmark.build_model), settings.precision, settings.attention)
     calculation = sum(memory.peak(IMAGES, accumulated=False).values())
     assert calculation == pytest.approx(peak_of_real_tensors(settings), rel=tolerance)
 
@@ -63,6 +59,10 @@ VAE = 83_653_863 * 4
 
 
 def test_lasting_memory_follows_from_the_published_parameter_counts():
+    def lasting_bytes(setup: Setup) -> dict[str, int]:
+        needed = bytes_needed(setup.with_defaults(), 1)
+        return {item: nbytes for item, nbytes in needed.items() if item not in ITEMS[1:]}
+
     lasting = lasting_bytes(Setup(use_ema=True, num_devices=8, encoder_precision='fp32'))
     state = lasting.pop('optimizer state')
     assert state == pytest.approx(2 * UNET, rel=1e-5)
@@ -70,8 +70,3 @@ def test_lasting_memory_follows_from_the_published_parameter_counts():
                        'text encoder': TEXT_ENCODER, 'VAE': VAE}
     lasting = lasting_bytes(Setup(latents=True))
     assert lasting == {'weights': UNET, 'gradients': UNET, 'optimizer state': state, 'text encoder': TEXT_ENCODER // 2}
-
-
-def lasting_bytes(setup: Setup) -> dict[str, int]:
-    needed = bytes_needed(setup.with_defaults(), 1)
-    return {item: nbytes for item, nbytes in needed.items() if item not in ITEMS[1:]}

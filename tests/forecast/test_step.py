@@ -88,5 +88,3 @@ def test_the_steps_in_the_package_are_of_this_code_and_this_model():
                          ids=name_of)
 def test_a_new_trace_finds_the_step_in_the_package(setup):
     assert json.loads(traced_now(setup).to_json()) == read_packaged()['steps'][name_of(setup)]
-
-

@@ -1,134 +1,156 @@
-"""The pages have the figures that plan.py gives, and Chromium shows its sheet as it should be."""
+"""The figures in README.md, planning.md, machines.md and savings.md are those of plans, and Chromium shows a sheet."""
 import contextlib
 import datetime
 import io
+import math
 import re
-import shlex
 
 import pytest
 
 import plan
+from benchmarks.forecast.points import read_points
+from benchmarks.savings import steps_of
 from sdbench.flags.plan import SD2_IMAGES
 from sdbench.forecast.forecast import forecast
 from sdbench.gpus import CARDS
 from sdbench.plan.parts import TRAIN
 from sdbench.setup import Setup
 from tests.browser import CHROMIUM, browser
+from tests.report_tables import assert_figures, tables
 from tests.runs import ROOT
-from tests.test_report import tables
+from tests.test_docs import blocks, command_lines, words_of
 
-README = (ROOT / 'README.md').read_text().partition('## What a training costs')[2]
-PAGE = (ROOT / 'docs/planning.md').read_text()
+README, PLANNING, SAVINGS, MACHINES = (ROOT / name for name in ('README.md', 'docs/planning.md', 'docs/savings.md',
+                                                                'docs/machines.md'))
 TODAY = datetime.date(2026, 11, 28)  # when the pages were written
-COSTS = re.search(r"^(python plan.py --gpu '8 B200'.*) --html plan.html", README, re.MULTILINE)[1]
-EXAMPLE = re.search(r"^python plan.py --gpu '8 H100-80GB' .*?[^\\]$", PAGE, re.MULTILINE | re.DOTALL)[0]
-H100 = CARDS['NVIDIA H100 80GB HBM3']
+[COSTS, FIRST_HOUR] = [command.removesuffix(' --html plan.html') for command in command_lines(README)
+                       if command.startswith('python plan.py')]
+[EXAMPLE] = [command for command in command_lines(PLANNING) if '--max_days 42' in command]
 
 
 def answer_to(command: str, *flags: str):
     """Return the answer to a command of a page, and its text."""
+    words = [word for word in words_of(command)[2:] if word != 'results.jsonl']
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        answer = plan.main([*shlex.split(command.replace('\\\n', ' '))[2:], *flags], TODAY)
-    return {one.name: one for one in answer.plans}, text.getvalue()
+        answer = plan.main([*words, *flags], TODAY)
+    return answer, text.getvalue()
 
 
-def sentences(page: str) -> str:
-    return ' '.join(page.split())
+def plans_of(command: str, *flags: str) -> dict:
+    answer, _ = answer_to(command, *flags)
+    return {one.name.removeprefix('8 x '): one for one in answer.plans}
 
 
-def test_the_costs_in_the_readme_agree_with_the_command_below_them():
-    plans, text = answer_to(COSTS)
-    on_spot, _ = answer_to(COSTS, '--spot')
-    assert f'8 B200 are the cheapest: ${on_spot["8 x B200"].dollars.likely:,.0f} in all' in sentences(README)
-    rows = tables(README)[0]
-    assert len(rows) == len(plans)
+@pytest.fixture(scope='module')
+def costs():
+    """The plans of the README's table, by GPU."""
+    return plans_of(COSTS)
+
+
+def test_the_costs_in_the_readme_are_those_of_the_command_above_them(costs):
+    rows = tables(README.read_text().partition('## What a training costs')[2])[0]
+    assert len(rows) == len(costs)
     for row in rows:
-        one = plans[f'8 x {row["8 GPUs"]}']
+        one = costs[row['8 GPUs']]
         days, dollars = one.days, one.dollars
         assert row['days'] == f'{days.likely:.2f} ({days.least:.2f} to {days.most:.2f})'
         assert row['GPU-hours'] == f'{one.gpu_hours.likely:,.0f}'
         assert row['GPU cost'] == f'${one.gpu_dollars.likely:,.0f}'
         assert row['whole cost'] == f'${dollars.likely:,.0f} ({dollars.least:,.0f} to {dollars.most:,.0f})'
-    assert '8 x B200, 8 x H100 80GB and 8 x H200 cannot be told apart by cost' in text
+    assert_figures(README, f'${plans_of(COSTS, "--spot")["B200"].dollars.likely:,.0f} in all')
 
 
-def test_the_first_hour_in_the_readme_is_what_the_plan_says_to_do_first():
-    command = re.search('^python plan.py results.jsonl .*$', README, re.MULTILINE)[0].replace('results.jsonl ', '')
-    _, text = answer_to(command)
-    pattern = ('about ([0-9]+) minutes.* slower than ([0-9,]+) images/s at 256 px or ([0-9,]+) images/s at 512 px, '
-               '([0-9.]+) of the forecast')
-    minutes, first, second, needed = re.search(pattern, sentences(text)).groups()
-    stop = (f'stop if the training is slower than {first} images/s at 256 pixels or {second} at 512, which is {needed} '
-            'of the forecast.')
-    assert stop in sentences(README)
-    assert f'The first four commands take about {minutes} minutes' in sentences(README)
-    commands = README.partition('In your first hour')[2].partition('python plan.py')[0]
-    for measuring in re.findall('^(?:composer|python) .*$', commands, re.MULTILINE):
-        assert measuring in text
+def test_the_first_hour_in_the_readme_has_the_commands_and_limits_of_the_plan():
+    answer, _ = answer_to(FIRST_HOUR)
+    (sentence, measuring), *_ = answer.first_steps
+    assert set(measuring) <= set(command_lines(README))
+    minutes = re.search('about ([0-9]+ minutes)', sentence)[1]
+    speeds = re.findall('[0-9][0-9,.]*[0-9]', sentence.partition('slower than')[2])
+    assert len(speeds) == 5  # a speed at each of two sizes, and their fraction of the forecast
+    assert_figures(README, minutes, *speeds)
 
 
-def test_the_first_sentence_and_the_example_of_the_page_on_planning_are_up_to_date():
-    plans, _ = answer_to(COSTS)
-    b200, h100 = plans['8 x B200'], plans['8 x H100 80GB']
-    first, second = (f'{one.days.likely:.0f} days and ${round(one.dollars.likely, -3):,.0f}' for one in (b200, h100))
-    assert f'takes about {first} on 8 B200, or {second} on 8 H100, at' in sentences(PAGE)
-    _, text = answer_to(EXAMPLE)
-    [shown] = re.findall('^```\n(8 x .*?)^```', PAGE, re.MULTILINE | re.DOTALL)
+def test_the_figures_on_the_page_on_planning_are_those_of_plans(costs):
+    answer, text = answer_to(EXAMPLE)
+    [shown] = [block for block in blocks(PLANNING, '') if block.startswith('8 x ')]
     assert text.startswith(shown.strip())
-    for promised in ('Impossible: 8 x RTX 4090', 'Outside: 16 x L40S', 'With --allreduce_precision bf16',
-                     'Stop if the training is slower'):
-        assert promised in text
-    slower, _ = answer_to(EXAMPLE, '--network_gbits', '50')
-    assert f'16 L40S need {slower["16 x L40S"].days.likely:.2f} days' in sentences(PAGE)
+    assert all(outcome.name in text for outcome in answer.outcomes)
+    days = [f'{one.days.likely:.0f} days' for one in (costs['B200'], costs['H100 80GB'])]
+    dollars = [f'${round(one.dollars.likely, -3):,.0f}' for one in (costs['B200'], costs['H100 80GB'])]
+    slower = plans_of(EXAMPLE, '--network_gbits', '50')['16 x L40S']
+    eager = plans_of(COSTS, '--training_flags=--no-compile')['A100 80GB']
+    trained = sum(part.days.likely for part in eager.parts if part.kind == TRAIN)
+    images = [f'{number // 10 ** 6} million' for number in SD2_IMAGES]
+    assert_figures(PLANNING, *days, *dollars, f'{slower.days.likely:.2f} days', f'{trained:.2f} days', *images)
 
 
-def test_a_plan_without_the_compiler_agrees_with_the_page():
-    plans, _ = answer_to(COSTS, '--training_flags=--no-compile')
-    trained = sum(part.days.likely for part in plans['8 x A100 80GB'].parts if part.kind == TRAIN)
-    assert f'a plan has {trained:.2f} days of training.' in sentences(PAGE)
+def test_the_table_of_savings_is_that_of_the_command_and_ends_with_the_costs_in_the_readme(costs, monkeypatch):
+    monkeypatch.chdir(ROOT)  # where the price list is
+    [table] = tables(SAVINGS.read_text())
+    steps = steps_of(['A100-80GB', 'H100-80GB', 'B200'])
+    formats = {'GPU-hours': ',.0f', 'dollars': ',.0f', 'vs. row above': '.2f', 'on its own in 2022': '.2f',
+               'without it today': '.2f'}
+    for row, step in zip(table, steps.to_dict('records'), strict=True):
+        figures = {key: format(step[key], template) for key, template in formats.items()}
+        measured = 'measured (forecast)'
+        assert row == {'step': step['step'], **figures, measured: step[measured], 'text': ''}
+    hours = [f'{costs[gpu].gpu_hours.likely:,.0f}' for gpu in ('A100 80GB', 'H100 80GB', 'B200', 'B200')]
+    assert [row['GPU-hours'] for row in table[-4:]] == hours
+    assert table[-1]['dollars'] == f'{costs["B200"].gpu_dollars.likely:,.0f}'
+
+    # Figures in the text that follow from the rows
+    first, one_machine, *_ = steps['GPU-hours']
+    saved = steps['vs. row above']
+    training, gpus, price = math.prod(saved[2:6]), math.prod(saved[6:9]), 1 / saved[9]
+    times = steps['dollars'][0] / steps['dollars'][9]
+    pairs = [text.strip(')').split(' (') for text in steps['measured (forecast)'] if text]
+    measured, forecast_ratio = (math.prod(map(float, factors)) for factors in zip(*pairs, strict=True))
+    assert_figures(SAVINGS, f'{saved[1]:.2f} × {training:.2f} × {gpus:.2f} / {price:.2f} = {times:.0f}',
+                   f'{first / 256 / 24:.1f} days', f'{steps["GPU-hours"][9] / 8 / 24:.1f} days',
+                   f'{100 * one_machine / first:.0f} %', f'{one_machine / 8 / 24:.0f} days',
+                   f'${costs["H100 80GB"].gpu_dollars.likely:,.0f}', f'{measured:.2f} ({forecast_ratio:.2f})')
+
+
+def test_the_ratios_of_gpus_on_the_page_of_savings_are_those_of_published_speeds():
+    points = read_points().query('num_devices == 8 and device_train_microbatch_size == 32')
+    for who, before, after in (('awslabs/awsome-distributed-training', 'A100-SXM4-80GB', 'H100 80GB HBM3'),
+                               ('MLPerf, NVIDIA', 'H100 80GB HBM3', 'B200')):
+        speed = points[points['by'] == who].set_index('device')['measured']
+        assert_figures(SAVINGS, f'{speed[after] / speed[before]:.2f} times')
 
 
 def test_one_gpu_with_little_memory_recomputes_activations_in_blocks_that_are_compiled_alone():
-    plans, _ = answer_to("python plan.py --gpu '1 4090'")
-    for part in plans['1 x RTX 4090'].training:
+    for part in plans_of("python plan.py --gpu '1 4090'")['1 x RTX 4090'].training:
         assert part.setup.gradient_checkpointing and part.setup.compile_blocks
 
 
-def test_a_remedy_is_named_only_where_it_makes_the_training_possible():
-    argv = ['--gpu', '8 V100-SXM2-32GB', '8 T4', '8 4090', '8 4080']
-    with contextlib.redirect_stdout(io.StringIO()):
-        outcomes = plan.main(argv).outcomes
-    helping = {one.name: re.findall('--precision amp_fp16|--no-use_ema', one.remedy) for one in outcomes}
-    assert helping == {'8 x Tesla V100 SXM2 32GB': ['--precision amp_fp16'], '8 x Tesla T4': [],
-                       '8 x RTX 4090': ['--no-use_ema'], '8 x RTX 4080': []}
-    with contextlib.redirect_stdout(io.StringIO()):
-        [too_large] = plan.main(['--gpu', '8 H200', '--training_flags=--no-compile --device_train_microbatch_size 256 '
-                                 '--no-gradient_checkpointing']).outcomes
-    assert too_large.remedy.startswith('a GPU with more memory, or no --device_train_microbatch_size')
+@pytest.mark.parametrize('gpu, flags, remedies', [
+    ('8 V100-SXM2-32GB', '', ['--precision amp_fp16']), ('8 T4', '', []), ('8 4090', '', ['--no-use_ema']),
+    ('8 4080', '', []), ('8 H200', '--no-compile --device_train_microbatch_size 256 --no-gradient_checkpointing',
+                         ['no --device_train_microbatch_size'])])
+def test_a_remedy_is_named_only_where_it_makes_the_training_possible(gpu, flags, remedies):
+    answer, _ = answer_to(f"python plan.py --gpu '{gpu}' '--training_flags={flags or '--use_ema'}'")
+    [impossible] = answer.outcomes
+    known = '--precision amp_fp16|--no-use_ema|no --device_train_microbatch_size'
+    assert re.findall(known, impossible.remedy) == remedies
 
 
-def test_the_table_of_networks_agrees_with_forecasts():
-    [rows] = tables((ROOT / 'docs/machines.md').read_text())
-    recipes = {'defaults': Setup(use_ema=True),
-               'fastest.txt': Setup(use_ema=True, compile=True, half_precision_norms=True, cudnn_benchmark=True)}
+def test_the_table_of_networks_has_the_forecasts_and_efficiencies_of_its_setups():
+    [rows] = tables(MACHINES.read_text())
+    flags = {'defaults': {}, 'fastest.txt': {'compile': True, 'half_precision_norms': True, 'cudnn_benchmark': True}}
     for heading in list(rows[0])[1:-1]:
         recipe, gbits = re.match('(.*), ([0-9,]+) Gbit/s', heading).groups()
-        speeds = {}
+        on_one_machine = None
         for row in rows:
-            setup = Setup(**{**vars(recipes[recipe]), 'num_devices': int(row['GPUs']),
-                             'network_gbits': float(gbits.replace(',', ''))})
-            speeds[setup.num_devices] = forecast(setup, H100).images_per_sec
-            speed, *efficiency = row[heading].removesuffix(' %').split(', ')
-            assert float(speed.replace(',', '')) == pytest.approx(speeds[setup.num_devices], abs=1)
+            gpus = int(row['GPUs'])
+            setup = Setup(**flags[recipe], use_ema=True, num_devices=gpus, network_gbits=float(gbits.replace(',', '')))
+            speed = forecast(setup, CARDS['NVIDIA H100 80GB HBM3']).images_per_sec
+            on_one_machine = on_one_machine or speed / gpus
+            shown, *efficiency = row[heading].removesuffix(' %').split(', ')
+            assert float(shown.replace(',', '')) == pytest.approx(speed, abs=1)
             if efficiency:
-                each = speeds[setup.num_devices] / speeds[8] * 8 / setup.num_devices
-                assert float(efficiency[0]) == pytest.approx(100 * each, abs=0.6)
-
-
-def test_the_number_of_images_by_default_is_the_one_on_the_page():
-    first, second = (f'{images // 10 ** 6} million' for images in SD2_IMAGES)
-    assert f'trained Stable Diffusion 2 again on {first} images, {second} of which' in sentences(PAGE)
+                assert float(efficiency[0]) == pytest.approx(100 * speed / gpus / on_one_machine, abs=0.6)
 
 
 @pytest.mark.long

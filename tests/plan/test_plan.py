@@ -15,6 +15,7 @@ import shutil
 import statistics
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -34,11 +35,11 @@ from sdbench.plan.search import recipe_flags
 from sdbench.plan.verdict import OUTSIDE, PROBABLY_OUTSIDE, WITHIN, Limit, judge, lowest_speed, standing
 from sdbench.records import expected
 from sdbench.setup import Setup, setup_of_settings
-from tests.runs import one_error_line
 
 TODAY = datetime.date(2026, 7, 1)
 H100, H200, B200 = (CARDS[f'NVIDIA {name}'] for name in ('H100 80GB HBM3', 'H200', 'B200'))
 FREE = Storage(0, 0, 0, 0, 0, 0)
+ON_H200 = ('--gpu', '8 H200', '--images', 10 ** 6)
 
 
 def simple_forecast(setup: Setup, card: Card) -> Forecast:
@@ -82,9 +83,17 @@ def record_of(part: Part, card: Card, factor: float = 1.0, **others) -> dict:
     return record | others
 
 
-def write_records(path, *records) -> str:
-    path.write_text(''.join(json.dumps(record) + '\n' for record in records))
-    return str(path)
+def answer_after(records: list[dict], *argv):
+    """Return the answer to a command line, corrected by these records."""
+    Path('results.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
+    return answer_to('results.jsonl', *argv)
+
+
+@pytest.fixture
+def plain() -> Plan:
+    """The plan for eight H200 that nothing corrects."""
+    [plan] = answer_to(*ON_H200).plans
+    return plan
 
 
 CARD_NAMES = st.sampled_from(sorted(CARDS))
@@ -181,26 +190,6 @@ def test_flags_that_the_user_gives_are_fixed_and_named():
         assert '--use_ema --use_synth_data --batch_size 1024 --no-compile --image_size' in command
 
 
-@pytest.mark.parametrize('flag, remedy', [('--max_duration 5ba', 'leave it out'), ('--save_folder x', 'leave it out'),
-                                          ('--image_size 256', 'give image sizes in --schedule')])
-def test_flags_without_an_effect_on_a_plan_are_refused(flag, remedy, capfd):
-    line = one_error_line(['--training_flags', flag], capfd, plan.main)
-    assert line.endswith(f'--training_flags: {flag.split()[0]} has no effect on a plan; {remedy}')
-    line = one_error_line(['--training_flags', f"'{flag}"], capfd, plan.main)
-    assert line.endswith('is not one or several flags: No closing quotation')
-
-
-def test_records_after_the_gpus_are_not_taken_for_one(tmp_path, capfd):
-    records = write_records(tmp_path / 'r.jsonl', {})
-    line = one_error_line(['--gpu', '8 H200', records], capfd, plan.main)
-    assert line.endswith(f'{records} is a file; give records before the first flag')
-
-
-def test_two_phases_at_one_image_size_would_encode_the_images_twice_and_are_refused(capfd):
-    line = one_error_line(['--schedule', '1000@512', '2000@512', '--images', '5'], capfd, plan.main)
-    assert line.endswith('--schedule has two phases at 512 pixels; give one with the steps of both')
-
-
 def test_what_a_flag_gives_later_replaces_what_it_gave_before(tmp_path):
     (tmp_path / 'flags.txt').write_text('--images 790000000 300000000 --gpu "8 H200" "8 B200" --max_days 3\n')
     file = f'@{tmp_path}/flags.txt'
@@ -212,12 +201,11 @@ def test_what_a_flag_gives_later_replaces_what_it_gave_before(tmp_path):
 @given(card=CARD_NAMES, count=st.sampled_from([1, 8, 16]), network=st.sampled_from([None, 100.0]),
        hours=st.sampled_from([None, 200]))
 @CASES
-def test_a_measurement_that_equals_its_forecast_changes_nothing_but_the_range(tmp_path, card, count, network, hours):
+def test_a_measurement_that_equals_its_forecast_changes_nothing_but_the_range(card, count, network, hours):
     argv = ['--gpu', f'{count} {card}', '--images', 10 ** 6, *(['--network_gbits', network] if network else [])]
     argv += ['--hours_between_preemptions', hours, '--save_interval', '10ba'] if hours else []
     for one in answer_to(*argv).plans:
-        path = write_records(tmp_path / 'r.jsonl', *(record_of(part, one.card) for part in one.parts))
-        [other] = answer_to(path, *argv).plans
+        [other] = answer_after([record_of(part, one.card) for part in one.parts], *argv).plans
         assert other.days.likely == pytest.approx(one.days.likely)
         assert other.dollars.likely == pytest.approx(one.dollars.likely, nan_ok=True)
         assert {part.speed.error for part in other.parts} == {measured.MEASURED_ERROR}
@@ -227,14 +215,14 @@ def test_a_measurement_that_equals_its_forecast_changes_nothing_but_the_range(tm
 
 @given(factors=st.lists(st.floats(0.5, 2), min_size=1, max_size=3))
 @CASES
-def test_forecasts_are_multiplied_by_the_median_of_measured_over_forecast(tmp_path, factors):
+def test_forecasts_are_multiplied_by_the_median_of_measured_over_forecast(factors):
     argv = ['--gpu', '8 H200', '8 H100 80GB HBM3', '--images', 10 ** 6, '--training_flags=--compile']
     before = {one.card: one for one in answer_to(*argv).plans}
     part = before[H200].training[0]
     records = [record_of(replace(part, setup=replace(part.setup, num_devices=count, image_size=size)), H200, factor,
                          date=f'2026-01-0{number}')
                for number, (factor, count, size) in enumerate(zip(factors, (1, 2, 4), (64, 128, 256), strict=False), 1)]
-    after = {one.card: one for one in answer_to(write_records(tmp_path / 'r.jsonl', *records), *argv).plans}
+    after = {one.card: one for one in answer_after(records, *argv).plans}
     for one, other in zip(before[H200].training, after[H200].training, strict=True):
         expected = statistics.median(factors) * one.speed.images_per_sec
         assert other.speed.images_per_sec == pytest.approx(expected)
@@ -245,21 +233,11 @@ def test_forecasts_are_multiplied_by_the_median_of_measured_over_forecast(tmp_pa
         part.speed for part in before[H200].parts if part.kind == ENCODE]
 
 
-def test_an_encoding_is_corrected_by_encodings_and_a_run_that_waited_for_data_corrects_nothing(tmp_path, capsys):
-    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
-    [before] = answer_to(*argv).plans
-    encode, *_ = before.parts
-    [after] = answer_to(write_records(tmp_path / 'r.jsonl', record_of(encode, H200, 0.5)), *argv).plans
-    assert [new.speed.images_per_sec / old.speed.images_per_sec for new, old in
-            zip(after.parts, before.parts, strict=True)] == pytest.approx(
-                [0.5 if part.kind == ENCODE else 1 for part in before.parts])
-    capsys.readouterr()
-    waited = write_records(tmp_path / 'r.jsonl', *(record_of(part, H200, 0.5, data_wait_fraction=0.5)
-                                                   for part in before.training))
-    [after] = answer_to(waited, *argv).plans
-    assert after.days.likely == before.days.likely
-    text = ' '.join(capsys.readouterr().out.split())
-    assert 'corrects nothing, because it waited for its data 50 % of the time' in text
+def test_an_encoding_is_corrected_by_encodings(plain):
+    [after] = answer_after([record_of(plain.parts[0], H200, 0.5)], *ON_H200).plans
+    for part, before in zip(after.parts, plain.parts, strict=True):
+        factor = 0.5 if part.kind == ENCODE else 1
+        assert part.speed.images_per_sec == pytest.approx(factor * before.speed.images_per_sec)
 
 
 def test_a_preemption_costs_a_restart_and_half_a_save_interval():
@@ -304,16 +282,7 @@ def test_at_the_slowest_speed_that_is_stated_a_plan_just_keeps_its_limit(days, m
         assert one.at_speed(factor).days.likely == pytest.approx(most)
 
 
-def test_the_cheapest_of_several_plans_is_named_and_one_plan_is_compared_with_nothing():
-    several = answer_to('--gpu', '8 B200', '8 A10', '--dollars_per_gpu_hour', 1)
-    assert several.verdict.sentences[0].startswith('Cheapest: 8 x B200, $')
-    alone = answer_to('--gpu', '8 B200', '--dollars_per_gpu_hour', 1)
-    assert alone.verdict.sentences[0].startswith('Cost: 8 x B200, $')
-
-
 SIX_GPUS = st.permutations([H100, H200, B200, *(CARDS[f'NVIDIA {name}'] for name in ('L40S', 'A40', 'A10'))])
-
-
 NUMBERS = st.tuples(st.floats(1, 100), st.floats(0, 0.5), st.sampled_from([None, 0, 1, 2]), st.booleans())
 
 
@@ -341,38 +310,12 @@ def test_the_verdict_names_every_plan_that_may_be_the_best_and_none_that_is_outs
             assert any(re.match('Only prob|Probably|Without', doubt) and one.name in doubt for doubt in sentences)
 
 
-def test_a_gpu_without_a_price_is_compared_with_the_other_limits_and_one_that_is_surely_outside_is_not_measured():
-    answer = answer_to('--gpu', '8 H200', '8 GB200', '--images', 10 ** 6, '--max_dollars', 1, '--max_days', 1000)
-    assert answer.verdict.sentences[0].startswith('No plan with a price is within $1.00 and 1000 days. The nearest is')
-    assert any(re.match('No price: 8 x GB200, [0-9]+ % of 1000 days', sentence) for sentence in answer.not_within)
-    assert answer.first_steps == []
-
-
-def test_the_price_for_a_part_of_a_machine_is_said_to_be_one():
-    answer = answer_to('--gpu', '8 H200', '2 H200', '--images', 10 ** 6)
-    assert [sentence for sentence in answer.not_within if 'price of' in sentence] == [
-        'The price of 2 x H200 is per GPU of a machine with more GPUs, which may be rented only as a whole.']
-
-
-def test_the_verdict_advises_to_measure_only_what_was_not_measured_and_says_who_is_only_probably_within():
-    measured_plan, forecast_plan = one_plan(10, 0.05, source=MEASURED), one_plan(9, 0.28, card=B200)
-    [cost, days] = judge([measured_plan, forecast_plan], []).sentences
-    assert cost == '1 x B200 and 1 x H100 80GB cannot be told apart by cost: measure 1 x B200.'
-    [cost, days, unsure] = judge([measured_plan, forecast_plan], [Limit('days', 11)]).sentences
-    assert unsure == 'Only probably within the limits: 1 x B200. The slow end of the range exceeds one.'
-    both = [measured_plan, one_plan(10.1, 0.05, card=H200, source=MEASURED)]
-    assert not any('measure ' in sentence for sentence in judge(both, []).sentences)
-
-
-def test_plans_that_were_measured_are_not_measured_again(tmp_path):
+def test_plans_that_were_measured_are_not_measured_again():
     argv = ['--gpu', '8 H200', '8 H100 80GB HBM3', '--images', 10 ** 6, '--dollars_per_gpu_hour', 'H200=3', 'H100=2.95']
     plans = answer_to(*argv).plans
     for done in ([plans[0]], [plans[1]], plans):
-        runs = [record_of(part, one.card) for one in done for part in one.parts]
-        records = write_records(tmp_path / 'r.jsonl', *runs)
-        steps = [sentence for sentence, _ in answer_to(records, *argv).first_steps if sentence.startswith('Measure')]
-        assert not any(one.name in sentence for one in done for sentence in steps)
-        assert bool(steps) == (len(done) < len(plans))
+        answer = answer_after([record_of(part, one.card) for one in done for part in one.parts], *argv)
+        assert {one.card for one in answer.verdict.to_measure} == {one.card for one in plans if one not in done}
 
 
 @given(words=st.lists(st.sampled_from(['python', '--gpu', '16 L40S', "it's", '42', "a 'b' c"]), min_size=1))
@@ -418,7 +361,6 @@ def test_the_commands_to_measure_have_the_flags_of_the_plan_and_name_its_machine
     answer = answer_to('--gpu', '16 L40S', '--network_gbits', 100, '--images', 10 ** 6, '--max_days', 1000)
     (sentence, commands), (_, [again]), (training, []) = answer.first_steps
     assert 'docs/two-phases.md' in training  # the recipe is for one machine
-    assert re.search('slower than [0-9,.]+ images/s at 256 px or [0-9,.]+ images/s at 512', sentence)
     [one] = answer.plans
     assert [(part.kind, str(part.setup.image_size)) for part in one.parts] == [
         ('encode' if ' encode.py ' in command else 'train', re.search('--image_size ([0-9]+)', command)[1])
@@ -437,11 +379,9 @@ def test_the_commands_to_measure_have_the_flags_of_the_plan_and_name_its_machine
     assert dollars == pytest.approx((20 + seconds / 60) / 60 * 16 * one.price.dollars, abs=0.01)
 
 
-def test_only_a_plan_within_the_limits_is_one_to_train_and_one_outside_says_how_fast_it_must_be():
-    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
-    [one] = answer_to(*argv).plans
+def test_only_a_plan_within_the_limits_is_one_to_train_and_one_outside_says_how_fast_it_must_be(plain):
     for factor in (0.9, 1.1):
-        answer = answer_to(*argv, '--max_days', factor * one.days.likely)
+        answer = answer_to(*ON_H200, '--max_days', factor * plain.days.likely)
         assert any(' it on 8 x H200, with' in sentence for sentence, _ in answer.first_steps) == (factor > 1)
         assert f' px, {1 / factor:.1f}' in answer.first_steps[0][0]
 
@@ -458,101 +398,83 @@ def test_the_printed_flags_give_the_setup_of_the_plan(changes):
     assert setup_of_settings(parse(Train, '', words)) == changed
 
 
-def test_what_was_never_measured_is_found_in_the_records(tmp_path, capsys):
+def test_what_was_never_measured_is_found_in_the_records():
     argv = ['--gpu', '8 H200', '8 B200', '--images', 10 ** 6]
-    answer = answer_to(*argv)
-    text = ' '.join(capsys.readouterr().out.split())
-    assert 'on 8 x B200: forecast, because this program never measured this GPU.' in text
-    assert 'several of these GPUs' in text
-    [part] = [one for one in answer.plans if one.card == H200][0].training[:1]
-    answer_to(write_records(tmp_path / 'r.jsonl', record_of(part, H200)), *argv)
-    assert 'several of these GPUs' not in ' '.join(capsys.readouterr().out.split())
+    before = {one.card: one.training[0] for one in answer_to(*argv).plans}
+    assert before[B200].speed.missing[0] == 'this GPU'
+    assert before[H200].speed.missing[0] == 'several of these GPUs'
+    after = {one.card: one.training[0] for one in answer_after([record_of(before[H200], H200)], *argv).plans}
+    assert (after[H200].speed.missing, after[B200].speed.missing) == ((), before[B200].speed.missing)
 
 
-def test_the_picture_has_the_range_of_each_plan_and_the_limits(tmp_path):
-    answer_to('--gpu', '8 H200', '8 B200', '--max_days', 20, '--max_dollars', 9999, '--figure', tmp_path / 'x.svg')
-    svg = (tmp_path / 'x.svg').read_text()
-    for words in ('8 x H200', '8 x B200', '20 days', '$9,999', 'dollars, with storage'):
-        assert words in svg
-    answer = answer_to('--figure', tmp_path / 'x.svg')
+def test_the_picture_has_each_plan_and_the_limits(tmp_path):
+    answer = answer_to('--max_days', 20, '--max_dollars', 9999, '--figure', tmp_path / 'x.svg')
     svg = ' '.join(re.sub('<[^>]+>', ' ', (tmp_path / 'x.svg').read_text()).split())
-    assert len(answer.plans) > 10 and all(one.name in svg for one in answer.plans)
+    assert len(answer.plans) > 10
+    for words in (*(one.name for one in answer.plans), '20 days', '$9,999'):
+        assert words in svg
 
 
-def test_records_of_another_model_correct_nothing_and_those_of_a_copy_under_another_name_do(tmp_path):
-    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
-    [plain] = answer_to(*argv).plans
-    shutil.copytree(BUILT_IN[SD2_BASE], tmp_path / 'copy')
-    others = ('tiny', 'unknown/model', str(tmp_path))
-    for name, is_same in (*((name, False) for name in others), (str(tmp_path / 'copy'), True)):
-        records = write_records(tmp_path / 'r.jsonl', *(record_of(part, H200, 0.5, model_name=name)
-                                                        for part in plain.parts))
-        answer = answer_to(records, *argv)
-        [one] = answer.plans
-        assert one.days.likely == pytest.approx(plain.days.likely * (2 if is_same else 1))
-        assert len(answer.corrections) == (0 if is_same else len(plain.parts))
-        assert all(sentence.endswith(f'corrects nothing, because its model is {name}.') for sentence in
-                   answer.corrections)
+def test_records_of_a_copy_of_the_model_under_another_name_correct_the_plan(plain, tmp_path):
+    copy = shutil.copytree(BUILT_IN[SD2_BASE], tmp_path / 'copy')
+    records = [record_of(part, H200, 0.5, model_name=str(copy)) for part in plain.parts]
+    [one] = answer_after(records, *ON_H200).plans
+    assert one.days.likely == pytest.approx(2 * plain.days.likely)
 
 
-def test_each_run_corrects_the_plan_or_is_named_with_why_it_does_not(tmp_path):
-    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
-    [plain] = answer_to(*argv).plans
+def test_each_run_corrects_the_plan_or_is_named_with_why_it_does_not(plain, tmp_path):
     train = record_of(plain.training[0], H200, 0.5, device='H200 SXM')  # as clouds call it
     dated = train | {'date': '2026-01-31T20:00+00:00', 'images_per_sec': 0.8 * train['images_per_sec']}
-    cases = [({'measured_batches': 3}, 'only 3 measured batches'), ({'status': 'failed'}, 'its status is failed'),
-             ({'device': 'NVIDIA H800'}, 'there is no forecast for its stage or its GPU')]
-    records = write_records(tmp_path / 'r.jsonl', train, dated, *(dated | other for other, _ in cases))
-    answer = answer_to(records, *argv)
+    cases = [({'measured_batches': 3}, '3 measured batches'), ({'status': 'failed'}, 'failed'),
+             ({'device': 'NVIDIA H800'}, 'no forecast'), ({'data_wait_fraction': 0.5}, 'waited for its data 50 %'),
+             *(({'model_name': name}, f'its model is {name}') for name in ('tiny', 'unknown/model', str(tmp_path)))]
+    answer = answer_after([train, dated, *(dated | other for other, _ in cases)], *ON_H200)
     assert answer.plans[0].training[0].speed.ratio == pytest.approx(0.5)  # a run without a date is the newest
-    assert sorted(sentence.partition('because ')[2] for sentence in answer.corrections) == sorted(
-        f'{why}.' for _, why in cases)
+    assert len(answer.corrections) == len(cases)
+    for _, why in cases:
+        assert any(why in sentence for sentence in answer.corrections)
 
 
-def test_a_microbatch_that_a_flag_gives_is_corrected_by_runs_with_it(tmp_path):
-    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
-    [plain] = answer_to(*argv).plans
-    first = plain.training[0]
-    of_4 = record_of(replace(first, setup=replace(first.setup, microbatch=4)), H200, 0.5, date='2026-01-31T20:00+00:00')
-    of_8 = record_of(replace(first, setup=replace(first.setup, microbatch=8)), H200, 0.7, date='2026-02-01T01:00+09:00')
-    records = write_records(tmp_path / 'r.jsonl', of_8, of_4)
+def test_a_microbatch_that_a_flag_gives_is_corrected_by_runs_with_it(plain):
+    def run_with(microbatch: int, factor: float, date: str) -> dict:
+        setup = replace(plain.training[0].setup, microbatch=microbatch)
+        return record_of(replace(plain.training[0], setup=setup), H200, factor, date=date)
+
+    records = [run_with(8, 0.7, '2026-02-01T01:00+09:00'), run_with(4, 0.5, '2026-01-31T20:00+00:00')]
     for flags, ratio in (('--device_train_microbatch_size 4', 0.5), ('--device_train_microbatch_size 8', 0.7),
                          ('--batch_size 2048', 0.5)):  # the newest
         fixed = '--use_synth_latents --compile --no-gradient_checkpointing'
-        [one] = answer_to(records, *argv, '--training_flags', f'{fixed} {flags}').plans
+        [one] = answer_after(records, *ON_H200, '--training_flags', f'{fixed} {flags}').plans
         assert one.training[0].speed.ratio == pytest.approx(ratio)
         assert one.training[0].speed.source == MEASURED
 
 
-def test_a_gpu_slower_than_its_forecast_does_not_make_a_setup_win_that_nobody_has_measured(tmp_path):
-    argv = ['--gpu', '8 H200', '--images', 10 ** 6]
-    [plain] = answer_to(*argv).plans
-    first, _ = plain.training
-    [after] = answer_to(write_records(tmp_path / 'r.jsonl', record_of(first, H200, 0.7)), *argv).plans
+def test_a_gpu_slower_than_its_forecast_does_not_make_a_setup_win_that_nobody_has_measured(plain):
+    [after] = answer_after([record_of(plain.training[0], H200, 0.7)], *ON_H200).plans
     for part, before in zip(after.training, plain.training, strict=True):
         assert part.setup == before.setup
         assert part.speed.images_per_sec == pytest.approx(0.7 * before.speed.images_per_sec)
 
 
-def test_a_gpu_that_is_slower_on_one_machine_is_not_faster_on_several_that_nobody_measured(tmp_path):
+def test_a_gpu_that_is_slower_on_one_machine_is_not_faster_on_several_that_nobody_measured():
     argv = ['--gpu', '8 H200', '16 H200', '--network_gbits', 400, '--images', 10 ** 6]
     before = {one.num_devices: one for one in answer_to(*argv).plans}
-    records = write_records(tmp_path / 'r.jsonl', *(record_of(part, H200, 0.7) for part in before[8].parts))
-    after = {one.num_devices: one for one in answer_to(records, *argv).plans}
+    records = [record_of(part, H200, 0.7) for part in before[8].parts]
+    after = {one.num_devices: one for one in answer_after(records, *argv).plans}
     for part, other in zip(before[16].training, after[16].training, strict=True):
         assert other.speed.images_per_sec == pytest.approx(0.7 * part.speed.images_per_sec)
         assert other.speed.missing == ('several machines with this GPU',)
         assert other.speed.error == measured.UNSEEN_ERROR
 
     # A network that is slower than its forecast says nothing about one machine.
-    records = write_records(tmp_path / 'r.jsonl', *(record_of(part, H200, 0.7) for part in before[16].training))
-    after = {one.num_devices: one for one in answer_to(records, *argv).plans}
+    records = [record_of(part, H200, 0.7) for part in before[16].training]
+    after = {one.num_devices: one for one in answer_after(records, *argv).plans}
     assert after[8].days.likely == before[8].days.likely
 
 
 def test_no_more_images_are_encoded_for_a_measurement_than_the_user_has():
     answer = answer_to('--gpu', '8 H200', '--images', 5000, 10 ** 6)
-    assert 'the encoding of 5,000 IMAGES' in answer.first_steps[0][0]
+    assert '5,000 IMAGES' in answer.first_steps[0][0]
 
 
 def test_commands_start_as_many_processes_as_the_plan_has_gpus():
@@ -560,4 +482,4 @@ def test_commands_start_as_many_processes_as_the_plan_has_gpus():
         [(_, commands), *_] = answer_to('--gpu', gpus, '--images', 10 ** 6).first_steps
         assert all(command.startswith(launcher) for command in commands[1::2])
     [outcome] = answer_to('--gpu', '20 H100 80GB HBM3', '--training_flags', '--batch_size 2000').outcomes
-    assert outcome.reason == '20 GPUs do not divide over 3 machines'
+    assert '3 machines' in outcome.reason
