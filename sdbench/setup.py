@@ -143,16 +143,6 @@ def changes_that_take_less(setup: Setup) -> dict[str, Setup]:
     return {change: other for change, other in changed.items() if other != setup}
 
 
-def memory_advice(fits_with: dict[str, bool]) -> str:
-    """Return advice for a GPU with too little memory, from the changes that take less: is each alone enough?"""
-    enough = [change for change, fits in fits_with.items() if fits]
-    if enough:
-        return f'each of these alone is enough: {"; ".join(enough)}'
-    if fits_with:
-        return f'none of these alone is enough: {"; ".join(fits_with)}; combine them, or use a GPU with more memory'
-    return 'use a GPU with more memory'
-
-
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """Return the largest size for which `fits` is true, by binary search; None if not even the smallest size fits.
 

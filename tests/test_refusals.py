@@ -41,7 +41,7 @@ ROWS = [
     ('benchmark.py', '--use_synth_data --remote x', '--use_synth_latents, and only one'),
     ('benchmark.py', f'{SYNTHETIC} --batch_size 6 --device_train_microbatch_size 4', '(--batch_size 6); use 3'),
     ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu RTX4091 is not a known GPU; did you mean RTX 4090 or'),
-    ('benchmark.py', '--dry_run 8 7', '--batch_size 2048 is not divisible by 7 devices; use 2044'),
+    ('benchmark.py', '--dry_run 8 7', '--batch_size 2048 is not divisible by 7 devices; use 2016'),
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size: 100 is not a multiple of 8; use 96'),
     ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a fraction between 0 and 1'),
     ('benchmark.py', f'--remote shards {TINY} --caption_weights lnog=3', '--caption_weights lnog: shards has no'),

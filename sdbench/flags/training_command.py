@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sdbench.errors import plural
 from sdbench.flags.times import to_batches
-from sdbench.flags.train import BATCH_SIZE, TINY_MODEL, Run
+from sdbench.flags.train import BATCH_SIZE, TINY_MODEL, Run, power_of_two
 
 FINE_TUNED = 'sd15'  # folder into which docs/photographs.md downloads a trained model
 # ImageNet, with 1.28 million images, is the smallest dataset on which diffusion models of this size are usually trained
@@ -97,9 +97,9 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
 
 def forecast_command(command: str, samples: int) -> str:
     """Return a training command with the flags that forecast its time and cost, for one GPU or for eight."""
-    flags = '--dry_run 1 --gpu 4090 --dollars_per_gpu_hour 0.69'  # the prices are examples
+    flags = '--dry_run 1 --gpu 4090 --dollars_per_gpu_hour 4090=0.69'  # an example; no list here has its price
     if samples >= FEWEST_FROM_RANDOM:
-        flags = '--dry_run 8 --gpu H100 --dollars_per_gpu_hour 2.95'
+        flags = '--dry_run 8 --gpu H100-80GB'
     _, _, arguments = command.partition(' ')  # without its launcher
     return f'python {arguments} {flags}'
 
@@ -124,8 +124,3 @@ def caution_about_steps(run: Run, samples: int) -> str | None:
 def fine_tune_instead(run: Run, samples: int) -> str:
     command = training_command(run.remote, samples, FINE_TUNED, True)
     return f'fine-tune a trained model instead (docs/photographs.md): {command}'
-
-
-def power_of_two(number: int) -> int:
-    """Return the largest power of two up to `number`, and 1 for 0."""
-    return 1 << max(0, number.bit_length() - 1)

@@ -27,7 +27,7 @@ from sdbench.plan.prices import LIST_PRICES, ON_DEMAND, Price, price_for, read_p
 from sdbench.process import launcher_variable
 from sdbench.records.metrics import filled, format_days, rounded, text_table
 from sdbench.records.status import NOT_IN_A_FORECAST
-from sdbench.setup import SMALLER_MICROBATCH, Setup, changes_that_take_less, memory_advice, setup_of_settings
+from sdbench.setup import SMALLER_MICROBATCH, Setup, changes_that_take_less, setup_of_settings
 
 IN_BRACKETS = (f'In brackets: the forecast divided and multiplied by {1 + LARGEST_ERROR:.2f}, its largest error on '
                'published speeds that were not used to fit it.')
@@ -88,11 +88,22 @@ def forecast_or_none(setup: Setup, card: Card) -> Forecast | None:
 
 def too_little_memory(setup: Setup, largest: Card) -> str:
     """Return an error message with the changes that would help on the largest card, which has too little memory."""
+    # Try each change alone, and then all of them together.
+    changes = changes_that_take_less(setup)
+    enough = [change for change, changed in changes.items() if forecast_or_none(changed, largest)]
+    differing = {}
+    for changed in changes.values():
+        differing |= {name: value for name, value in vars(changed).items() if value != getattr(setup, name)}
+    advice = 'use a GPU with more memory'
+    if enough:
+        advice = f'each of these alone is enough: {"; ".join(enough)}'
+    elif changes and forecast_or_none(replace(setup, **differing), largest):
+        advice = f'none of these alone is enough, but all together are: {"; ".join(changes)}; or {advice}'
+    elif changes:
+        advice = f'not even all of these together are enough: {"; ".join(changes)}; {advice}'
     microbatch = setup.microbatch or 1
-    fits_with = {change: forecast_or_none(changed, largest) is not None
-                 for change, changed in changes_that_take_less(setup).items()}
     return (f'--gpu: a microbatch of {microbatch} takes {gib_taken(setup, microbatch):.1f} GiB, and the largest GPU '
-            f'asked for has {largest.gib:g}; {memory_advice(fits_with)}')
+            f'asked for has {largest.gib:g}; {advice}')
 
 
 def dollars_per_gpu_hour(found: Forecast, prices: Sequence[Price]) -> float:
@@ -178,7 +189,9 @@ def what_numbers_mean(settings: Run, forecasts: Sequence[Forecast], prices: Sequ
                          f'taken includes a margin of {UNCOUNTED_SHARE:.0%}.')
     if any(found.is_tested for found in forecasts):
         sentences.append(IN_BRACKETS)
-    return [*sentences, NOT_TESTED]
+    if not all(found.is_tested for found in forecasts):
+        sentences.append(NOT_TESTED)
+    return sentences
 
 
 def explanation(first: Forecast, given_microbatch: int | None) -> list[str]:

@@ -21,7 +21,7 @@ from sdbench.report.trainings import grouped
 
 RANGE_REASONS = {
     MEASURED_ERROR: 'the same GPUs and code differ by 2 to 4 % between MLPerf submitters',
-    LARGEST_ERROR: 'published and measured runs like it differed by no more from their forecasts',
+    LARGEST_ERROR: 'the largest error of the forecast on published speeds that were not used to fit it',
     UNSEEN_ERROR: 'published forecasts of this kind were off by up to 28 % on GPUs that their authors had not measured'}
 WARMUP_STEPS = 3
 ENCODED_PER_GPU = 3200  # images to encode for a measurement: 100 batches on each GPU
@@ -180,7 +180,8 @@ class Answer:
         """Return a sentence and the command that trains a plan, if the recipe for one machine can train it."""
         command = training_command(plan)
         if command is None:
-            return f'docs/two-phases.md says how to train {plan.name} with these flags.', []
+            page = 'two-phases' if len(self.training.phases) == 2 else 'training'
+            return f'docs/{page}.md says how to train it on {plan.name} with these flags.', []
         start = 'If the measurements confirm this, train' if plan.unmeasured else 'Train'
         sentence = (f'{start} it on {plan.name}, with your images in the folder photos and the weights of the encoders '
                     'in MODEL (docs/two-phases.md).')

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sdbench.errors import UserError
 from sdbench.flags.parser import build_parser, parse
 from sdbench.flags.plan import GPUS, PlanSettings
-from sdbench.flags.train import Train
+from sdbench.flags.train import Train, divisible_batch_size
 from sdbench.forecast.forecast import DoesNotFit
 from sdbench.gpus import CARDS, Card, cards_named, peak_of
 from sdbench.plan.measured import Speeds
@@ -108,11 +108,11 @@ def fastest_plan(card: Card, num_devices: int, training: Training, prices: Seque
     precision = base.with_defaults().precision
     if peak_of(card.name, precision) is None:
         return Impossible(card, num_devices, f'its peak in {precision} is not known, so no speed can be forecast',
-                          'another GPU or --precision')
+                          'another GPU')
     if base.batch_size % num_devices:
-        largest = base.batch_size // num_devices * num_devices or num_devices
+        divisible = divisible_batch_size(base.batch_size, num_devices)
         return Impossible(card, num_devices, f'a batch of {base.batch_size} images is not divisible by {num_devices} '
-                          f"GPUs", f"another GPU count, or --training_flags='--batch_size {largest}'")
+                          f"GPUs", f"another GPU count, or --training_flags='--batch_size {divisible}'")
     if num_devices % base.machines:
         return Impossible(card, num_devices, f'{num_devices} GPUs do not divide over {base.machines} machines',
                           'another GPU count, or --gpus_per_node')

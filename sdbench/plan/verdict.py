@@ -21,8 +21,7 @@ ALONE = {'dollars': 'Cost', 'days': 'Duration'}
 COMPARED = {'dollars': 'cost', 'days': 'days'}
 DOUBTS = {  # of a plan that the verdict names, by its standing
     PROBABLY_WITHIN: 'Only probably within the limits: {}. The slow end of the range exceeds one.',
-    PROBABLY_OUTSIDE: 'Probably outside the limits: {}. The fast end of the range is within them, so a measurement may '
-    'change this answer.',
+    PROBABLY_OUTSIDE: 'Probably outside the limits: {}. The fast end of the range is within them.',
     NO_PRICE: 'Without a price it is not known whether the limits hold for {}.'}
 
 
@@ -141,11 +140,13 @@ def compare(ties: dict[str, list[Plan]], where: str, labels: dict[str, str], hav
         if len(tied) == 1:
             sentences.append(f'{labels[metric]}{where}{unpriced}: {tied[0].name}, {tied[0].text_of(metric)}.')
             continue
-        sentence = f'{and_list(plan.name for plan in tied)} cannot be told apart by {COMPARED[metric]}{where}{unpriced}'
+        how = f'cannot be told apart by {COMPARED[metric]}'
+        if any(getattr(plan, metric).most < getattr(tied[0], metric).least for plan in tied):
+            how = f'may each be the {BEST[metric].lower()}'  # a plan is surely better, but probably outside the limits
+        sentence = f'{and_list(plan.name for plan in tied)} {how}{where}{unpriced}'
         if not sentences:
             to_measure = [plan.name for plan in Verdict([], tied).to_measure]
-            sentence += f': measure {and_list(to_measure)}' if to_measure else (
-                ': their measurements differ by less than their ranges')
+            sentence += f': measure {and_list(to_measure)}' if to_measure else ', and all of them are measured'
         sentences.append(f'{sentence}.')
     return sentences
 

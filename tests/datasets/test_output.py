@@ -109,6 +109,7 @@ def test_what_is_forecast_is_the_training_and_each_model_has_its_own_folder(samp
         _, _, *argv = shlex.split(forecast_command(command, samples))
         forecast = parse(Train, '', argv, 'benchmark.py')
         assert dataclasses.replace(forecast, dry_run=None, gpu=(), dollars_per_gpu_hour=()) == run
+        assert all(name for name, _ in forecast.dollars_per_gpu_hour)  # a price holds for no other GPU that is tried
 
 
 @pytest.mark.parametrize('name, samples', [('photographs.md', 3_000), ('training.md', 2_000_000)])

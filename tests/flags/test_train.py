@@ -4,9 +4,12 @@ import os
 import pytest
 import torch
 from composer.utils import dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sdbench.costs import TRAINING_IMAGES
 from sdbench.errors import UserError
+from sdbench.flags.train import divisible_batch_size, power_of_two
 from sdbench.process import one_line_errors
 from tests.runs import TINY, settings_of
 
@@ -115,3 +118,12 @@ def test_only_the_rank_that_writes_the_record_needs_its_file_and_a_dry_run_write
     monkeypatch.setenv('RANK', '0')
     with pytest.raises(SystemExit):
         settings_of(*SYNTHETIC)
+
+
+@given(batch_size=st.integers(1, 10_000), devices=st.integers(1, 300))
+def test_the_batch_size_that_an_error_names_divides_over_the_devices_and_into_microbatches(batch_size, devices):
+    named = divisible_batch_size(batch_size, devices)
+    assert named % devices == 0
+    assert named >= devices and named >= 7 / 8 * (batch_size // devices) * devices
+    each = named // devices
+    assert each % power_of_two(each // 9) == 0

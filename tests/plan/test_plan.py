@@ -303,6 +303,8 @@ def test_the_verdict_names_every_plan_that_may_be_the_best_and_none_that_is_outs
         return
     metric = 'dollars' if any(one.price.dollars for one in inside) else 'days'
     assert best[0] == min(inside, key=lambda one: getattr(one, metric).likely)
+    overlap = all(getattr(one, metric).most >= getattr(best[0], metric).least for one in best)
+    assert ('cannot be told apart' in sentences[0]) == (len(best) > 1 and overlap)
     for one in plans:
         may_be_best = getattr(one, metric).least <= getattr(best[0], metric).most and standings[one] != OUTSIDE
         assert (one in best) == (one.name in sentences[0]) == may_be_best
