@@ -208,7 +208,7 @@ class Answer:
         images = {TRAIN: (MEASURED_STEPS + WARMUP_STEPS) * self.training.base.batch_size,
                   ENCODE: on_one_machine * plan.machines}
         minutes = sum(MINUTES_TO_START + images[part.kind] / part.speed.images_per_sec / 60 for part in parts)
-        cost = f' and ${minutes / 60 * plan.num_devices * plan.price.dollars:,.2f}' if plan.price else ''
+        cost = f' and ${math.ceil(minutes / 60 * plan.num_devices * plan.price.dollars):,}' if plan.price else ''
         sentence = f'Measure {what}, at {sizes}, on {place}: about {minutes:.0f} minutes{cost}.'
 
         # Say which speed the limits need.
