@@ -118,6 +118,7 @@ def convert(settings: Convert) -> int:
     else:
         print(f'done already: OUT {settings.out} holds {plural(joined.samples, "sample")} of this SOURCE')
     print_summary(joined, held_out, found, sorted(done[0].keys() - set(names)), settings)
+    print_next_steps(settings, joined, held_out)
     return 1 if joined.damaged else 0
 
 
@@ -171,7 +172,7 @@ def nothing_converted(joined: Joined, held_out: Joined, settings: Convert) -> Us
 
 
 def print_summary(joined: Joined, held_out: Joined, found: Found, unused: list[str], settings: Convert) -> None:
-    """Print where the captions come from, what a training changes about the images, and the next commands.
+    """Print where the captions come from, what a training changes about the images, and what was not converted.
 
     `unused` has the folders in OUT that an earlier conversion made and that this dataset does not need.
     """
@@ -196,10 +197,8 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, unused: list[s
               f'{Model.image_size} pixels')
 
     # Say how many samples are in the held-out dataset, and how many were skipped.
-    flags = []
     if held_out.samples:
-        flags = ['--eval_remote', addresses_of_outputs(settings)[1]]
-        print(f'held out   {plural(held_out.samples, "more sample")}, in {flags[1]}')
+        print(f'held out   {plural(held_out.samples, "more sample")}, in {addresses_of_outputs(settings)[1]}')
     elif settings.held_out:
         print(f'held out   none: --held_out {settings.held_out} takes none of so few samples; give a larger fraction')
     if joined.skipped:
@@ -208,9 +207,14 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, unused: list[s
         print(f'unused     {plural(len(unused), "folder")} in OUT from before SOURCE changed, whose images were '
               f'converted again if SOURCE still has them, such as {unused[0]}')
 
-    # Print a training command that suits this number of images, its forecast, and one for a machine without a GPU. With
-    # --sample_per_caption an image has several samples.
-    images = joined.shapes['images'] or joined.samples  # parts of earlier versions do not count their images
+
+def print_next_steps(settings: Convert, joined: Joined, held_out: Joined) -> None:
+    """Print a training command that suits this number of images, its forecast, and one for a machine without a GPU."""
+    # With --sample_per_caption an image has several samples. Parts of earlier versions do not count their images.
+    images = joined.shapes['images'] or joined.samples
+    flags = []
+    if held_out.samples:
+        flags = ['--eval_remote', addresses_of_outputs(settings)[1]]
     command = training_command(settings.out, images, FINE_TUNED, True, flags)
     print(f'next       {command}')
     print(f'cost       {forecast_command(command, images)}')

@@ -74,8 +74,15 @@ def join_trainings(rows: Sequence[Row]) -> list[Row]:
         # The newest record has the result. For each dataset, the newest record of an evaluation on it has the losses.
         last = parts[-1]
         result = {key: last.record[key] for key in RESULT_KEYS if key in last.record}
-        curves = newest_curves(parts)
-        settings = {key: value for key, value in (result | curves[0]).items() if key in LEARNING_SETTINGS}
+        evaluated = [curve for part in parts if {'evaluations', 'eval_loss'} & part.record.keys()
+                     for curve in (*part.record.get(OTHER_CURVES, ()), part.record)]
+        curves = {}  # by the hash of the dataset, the last one evaluated last
+        for curve in evaluated:
+            sha256 = curve.get('eval_sha256')
+            curves.pop(sha256, None)
+            curves[sha256] = {key: curve[key] for key in CURVE_KEYS if curve.get(key) is not None}
+        *others, curve = curves.values() or [{}]
+        settings = {key: value for key, value in (result | curve).items() if key in LEARNING_SETTINGS}
 
         setups = grouped(((*(part.settings[key] for key in (*SPEED_SETTINGS, 'num_nodes')),
                            part.metrics['num_devices']), part) for part in parts)
@@ -83,28 +90,17 @@ def join_trainings(rows: Sequence[Row]) -> list[Row]:
             row = median_row([run for run in runs if run.status == MEASURED] or runs[-1:])
             if len(parts) > 1:
                 has_result = any(run is last for run in runs)
-                row = with_result(row, result | curves[0] if has_result else settings, is_one_run=runs == [last])
+                row = with_result(row, result | curve if has_result else settings, is_one_run=runs == [last])
                 if not has_result:
                     row.notes = joined_notes(row.notes, CONTINUED)
                 if row.status == MEASURED and last.status not in (*WITH_SPEED, UNRELIABLE):
                     row.notes = joined_notes(row.notes, f'last part {last.notes}')
             joined.append(replace(row, training=number))
         if has_training_result(last.record):
-            for curve in curves[1:]:
-                row = with_result(joined[-1], result | curve | {OTHER_CURVES: []})
+            for other in others:
+                row = with_result(joined[-1], result | other | {OTHER_CURVES: []})
                 joined.append(replace(row, training=number))
     return sorted(joined, key=lambda row: (row.date == '', row.date))
-
-
-def newest_curves(parts: Sequence[Row]) -> list[dict]:
-    """Return the keys of the newest curve of losses on each dataset, the one that was evaluated last in front."""
-    curves = {}
-    for part in parts:
-        if {'evaluations', 'eval_loss'} & part.record.keys():
-            for curve in (*part.record.get(OTHER_CURVES, ()), part.record):
-                curves.pop(curve.get('eval_sha256'), None)
-                curves[curve.get('eval_sha256')] = {key: curve[key] for key in CURVE_KEYS if curve.get(key) is not None}
-    return [*reversed(curves.values())] or [{}]
 
 
 def with_result(row: Row, result: dict, is_one_run: bool = False) -> Row:
