@@ -123,6 +123,7 @@ def close_terminal(note: Path, is_ignored: bool) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with GracefulStop() as stop:
         os.close(terminal)
+        wait_until(lambda: is_ignored or stop.is_wanted)  # the signal may come late on a busy machine
         stop.stop_if_wanted(SimpleNamespace(device=DeviceCPU(), stop_training=lambda: None))
         if not is_ignored:
             os.write(1, b'a terminal that has closed refuses this')
