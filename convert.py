@@ -209,7 +209,7 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, unused: list[s
 
 
 def print_next_steps(settings: Convert, joined: Joined, held_out: Joined) -> None:
-    """Print a training command that suits this number of images, its forecast, and one for a machine without a GPU."""
+    """Print three commands: a training for this number of images, its forecast, and a training without a GPU."""
     # With --sample_per_caption an image has several samples. Parts of earlier versions do not count their images.
     images = joined.shapes['images'] or joined.samples
     flags = []

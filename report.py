@@ -28,7 +28,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from sdbench.costs import describe_prices, hours_by_device, price_of, require_named
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, describe_prices, hours_by_device, price_of, require_named
 from sdbench.records.metrics import COLUMNS, filled
 from sdbench.records.read import Row, read_all
 from sdbench.records.status import FORECAST
@@ -113,7 +113,8 @@ def price_notes(rows: Sequence[Row], settings: Report) -> list[str]:
         devices = hours_by_device(training) if training else [row.device]
         prices += [(device, price_of(device, given or row.prices)) for device in devices]
     if prices:
-        source = 'as recorded, or else $2 as in the published benchmark; --dollars_per_gpu_hour replaces them'
+        source = (f'from the records, or ${DOLLARS_PER_GPU_HOUR:g} as in the published benchmark if a record has none; '
+                  '--dollars_per_gpu_hour replaces these prices')
         if given:
             source = '--dollars_per_gpu_hour'
         notes.insert(0, f'Costs: {describe_prices(prices)} ({source}).')

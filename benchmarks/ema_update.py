@@ -62,7 +62,7 @@ def main() -> None:
         compute_ema(unet, ema.ema_model, 0.999)
     ema.swap_weights(unet)
     ema.swap_weights(unet)
-    print(f'memory ratio {peak_gib() / before:.4f}: peak after ten updates and two swaps to the peak before')
+    print(f'memory ratio {peak_gib() / before:.4f}: peak after ten updates and two swaps, divided by the peak before')
 
     # Time
     composers = composer_ema.EMAParameters(unet)

@@ -117,10 +117,11 @@ def generate(pipeline_folder: Path, captions: list[str], each: int, guidance: fl
 
 def fractions_right(generated: np.ndarray, captions: list[str], near: float = NEAR, unseen: Sequence[str] = ()
                     ) -> dict[str, float]:
-    """Return which fraction of the generated images (captions, each, 3, H, W) match their captions.
+    """Count which of the generated images (captions, each, 3, H, W) match their captions.
 
-    `right` is for the captions that were trained, and `right_unseen` for those in `unseen`, NaN if there are none.
-    `distance` is the median RMS difference between an image and its target over all captions.
+    Returns `right`, the fraction of right images among the captions that were trained; `right_unseen`, the fraction
+    among the captions in `unseen`, if there are any; and `distance`, the median RMS difference between an image and its
+    target over all captions.
     """
     # Compare each image with the targets of all captions.
     targets = np.stack([target_image(caption, generated.shape[-1]) for caption in captions])  # (captions, 3, H, W)
@@ -129,10 +130,16 @@ def fractions_right(generated: np.ndarray, captions: list[str], near: float = NE
 
     # An image is right if its own target is the nearest one, and near enough that the image is not just grey.
     own = np.arange(len(captions))  # (captions,)
-    is_right = (distances.argmin(axis=2) == own[:, None]) & (distances.min(axis=2) < near)  # (captions, each)
+    is_nearest = distances.argmin(axis=2) == own[:, None]
+    is_near = distances.min(axis=2) < near
+    right = is_nearest & is_near  # (captions, each)
+
+    # Count trained and unseen captions separately.
     is_unseen = np.isin(captions, unseen)  # (captions,)
-    return {'right': float(is_right[~is_unseen].mean()), 'distance': float(np.median(distances[own, :, own])),
-            'right_unseen': float(is_right[is_unseen].mean()) if unseen else math.nan}
+    fractions = {'right': float(right[~is_unseen].mean()), 'distance': float(np.median(distances[own, :, own]))}
+    if is_unseen.any():
+        fractions['right_unseen'] = float(right[is_unseen].mean())
+    return fractions
 
 
 def train(folder: Path, phase: int, *flags: str) -> None:

@@ -26,7 +26,8 @@ from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer
 
 IMAGE_SIZE = 512  # pixels, of the training
 BATCH_SIZE = 32
-NUM_SAMPLES = 512  # and at most this many different images
+NUM_SAMPLES = 512
+MOST_DIFFERENT_IMAGES = 512  # more samples repeat these images
 SIDE = 256  # pixels of a stored image
 
 
@@ -59,7 +60,7 @@ def photograph(random: np.random.Generator) -> bytes:
 def write_photographs(folder: str, num_samples: int) -> None:
     """Write shards of images with captions of 14 words. If there are many samples, images repeat."""
     random = np.random.default_rng(0)
-    pictures = [photograph(random) for _ in range(min(num_samples, NUM_SAMPLES))]
+    pictures = [photograph(random) for _ in range(min(num_samples, MOST_DIFFERENT_IMAGES))]
     words = 'a photo of the old red house by sea with two dogs and their small boat under grey sky'.split()
     with MDSWriter(out=folder, columns=MDS_COLUMNS) as writer:
         for number in range(num_samples):

@@ -26,7 +26,7 @@ SECONDS_BETWEEN_LINES = 60  # between progress lines in a log; shorter work prin
 LINE = '{desc}{n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}'  # tqdm's bar_format
 
 
-began_at = datetime.datetime.now(datetime.UTC)  # when the command began
+began_at = datetime.datetime.now(datetime.UTC)  # of the import; `begin` sets it to the time at which a command began
 
 
 def begin() -> None:

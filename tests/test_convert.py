@@ -213,7 +213,7 @@ def test_only_the_image_and_the_seed_decide_what_is_held_out(capsys):
     assert sides('parts', '--size_limit', '50kb') == (kept, held_out)
     assert sides('seed', '--seed', '18') != (kept, held_out)
 
-    # Other files in SOURCE do not matter. Of images that are gone none is held out any more.
+    # Other files in SOURCE do not matter. An image that was removed from SOURCE is no longer held out.
     os.remove('tars/0.tar')
     write(9, [encoded(picture(900 + index)) for index in range(50)])
     assert sides('other')[1] & set(images[50:]) == held_out & set(images[50:])

@@ -111,7 +111,7 @@ def test_the_readme_links_to_every_page():
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
 def test_the_programs_take_every_command_line_and_trainings_make_models_that_can_generate_images(page, monkeypatch):
-    """Without trained encoders and dropped captions a model never can, after days of training."""
+    """With random encoders, or without dropped captions, a model cannot generate images, which shows after days."""
     monkeypatch.chdir(ROOT)  # where @recipes/... is
     for command, program, given in settings_in(all_commands(page)):
         is_training = program == 'benchmark.py' and 'remote' in given and given.keys() & {'max_duration', 'save_folder'}

@@ -45,7 +45,7 @@ def test_the_downloads_on_the_page_make_a_folder_that_a_training_accepts(words, 
 
     monkeypatch.setattr(hf_download, 'snapshot_download', download)
     monkeypatch.setattr(sys, 'argv', words)
-    with contextlib.suppress(SystemExit):  # newer versions end so
+    with contextlib.suppress(SystemExit):  # newer versions exit in this way
         hf.main()
     folder = tmp_path / words[words.index('--local-dir') + 1]
     assert find_model(str(folder), pretrained=True).tokenizer

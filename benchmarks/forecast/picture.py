@@ -27,15 +27,16 @@ def draw(points: pd.DataFrame, constants: Constants, path: str) -> None:
     over_microbatch, unseen = figure.subplots(1, 2)
     handles = []
     for (program, device), runs in points.groupby(['program', 'device'], sort=False):
-        # The runs that fit on one line: the most frequent image size and GPU count, and with EMA or without
-        first = runs
+        # Choose the runs that one line can describe: they have the most frequent image size and GPU count, and all of
+        # them use EMA or none does.
+        comparable = runs
         for key in ('image_size', 'num_devices'):
-            first = first[first[key] == first[key].mode().iloc[0]]
-        first = first[first['use_ema'] == first['use_ema'].iloc[0]]
-        [line] = over_microbatch.plot(*speeds_over_microbatch(first[:1], constants), color=colors[device],
-                                      linestyle=styles[program], linewidth=1.2)
-        [dots] = over_microbatch.plot(first['device_train_microbatch_size'], first['measured'], markers[program],
-                                      color=colors[device])
+            comparable = comparable[comparable[key] == comparable[key].mode().iloc[0]]
+        comparable = comparable[comparable['use_ema'] == comparable['use_ema'].iloc[0]]
+        [line] = over_microbatch.plot(*speeds_over_microbatch(comparable[:1], constants),
+                                      color=colors[device], linestyle=styles[program], linewidth=1.2)
+        [dots] = over_microbatch.plot(comparable['device_train_microbatch_size'], comparable['measured'],
+                                      markers[program], color=colors[device])
         compiled = ', compiled' if runs['compile'].iloc[0] else ''
         handles.append(((line, dots), f'{device}, {program}{compiled}'))
         unseen.plot(runs['measured'], runs['unseen'], markers[program], color=colors[device])

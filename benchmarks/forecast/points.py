@@ -4,6 +4,7 @@ from pathlib import Path
 import pandas as pd
 
 from sdbench.forecast.speed import IN_GRAPHS
+from sdbench.gpus import CARDS, Card
 
 ROOT = Path(__file__).parents[2]
 # Settings of the original's program that published.csv does not state, because the program had no such flags
@@ -30,9 +31,7 @@ def read_points() -> pd.DataFrame:
     judged = pd.read_csv(ROOT / 'benchmarks/forecast/judged_speeds.csv').assign(left_out=JUDGED)
     points = pd.concat([published, others, judged], ignore_index=True)
     points = points.fillna({'left_out': '', 'encoder_precision': 'bf16'})  # a run without encoders states no precision
-    # Who measured is the repository of a source, or the submitter of a result of MLPerf.
-    repository, name = points['source'].str.split().str[0], points['source'].str.split().str[1]
-    points['by'] = repository.where(~repository.str.startswith('mlcommons'), 'MLPerf, ' + name)
+    points['by'] = [who_measured(source) for source in points['source']]
     points['program'] = points['by'].str.split(',').str[0]  # MLPerf's submitters ran the same one
     # All published compiled steps ran in CUDA graphs.
     points['compile'] = [False if compile == 'no' else IN_GRAPHS for compile in points['compile']]
@@ -47,6 +46,17 @@ def read_points() -> pd.DataFrame:
     points.loc[unstated, 'device_train_microbatch_size'] = UNSTATED_MICROBATCH
     points['measured'] = points['images_per_sec'] / points['num_devices']
     return points
+
+
+def who_measured(source: str) -> str:
+    """Return who measured: the repository of a source, or the submitter of a result of MLPerf."""
+    repository, name, *_ = source.split()
+    return f'MLPerf, {name}' if repository.startswith('mlcommons') else repository
+
+
+def card_of(point: pd.Series) -> Card:
+    """Return the card on which a point was measured."""
+    return CARDS[f'NVIDIA {point["device"]}']
 
 
 def tested_layouts(points: pd.DataFrame) -> dict[bool | str, dict[tuple[str, int, bool], list[tuple[int, int]]]]:

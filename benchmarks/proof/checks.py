@@ -50,9 +50,11 @@ def machine() -> bool:
         factor = torch.randn(side, side, device=name, dtype=torch.bfloat16)
         source = torch.empty(nbytes, dtype=torch.uint8, device=name)
         target = torch.empty_like(source)
-        product, copy = medians_in_turn(partial(torch.mm, factor, factor), partial(target.copy_, source), runs=20)
-        print(f'{name}: {2 * side ** 3 / product / 1e12:.4g} TFLOP/s in a bf16 matrix product, '
-              f'{2 * nbytes / copy / 1e9:.4g} GB/s in a copy')  # read plus written
+        product_seconds, copy_seconds = medians_in_turn(partial(torch.mm, factor, factor),
+                                                        partial(target.copy_, source), runs=20)
+        teraflops = 2 * side ** 3 / product_seconds / 1e12
+        gigabytes = 2 * nbytes / copy_seconds / 1e9  # read and written per second
+        print(f'{name}: {teraflops:.4g} TFLOP/s in a bf16 matrix product, {gigabytes:.4g} GB/s in a copy')
     return True
 
 

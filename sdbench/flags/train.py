@@ -36,14 +36,15 @@ def power_of_two(number: int) -> int:
 
 
 def divisible_batch_size(batch_size: int, devices: int) -> int:
-    """Return a batch size near `batch_size` that divides evenly over the devices.
+    """Return the batch size to use instead of one that is not divisible by the number of devices.
 
-    The images of a device have a power of two as a factor, because microbatches divide them: 2045 images on 5 devices
-    are 409 each, a prime, which only a microbatch of 1 divides. It is at most an eighth smaller than possible.
+    The batch of a device is rounded down to a multiple of a power of two, by less than an eighth, because a microbatch
+    must divide it. Otherwise 2048 images on 5 devices would become 409 on each, a prime, into which only a microbatch
+    of 1 fits.
     """
-    each = max(1, batch_size // devices)
-    factor = power_of_two(each // 8)
-    return each // factor * factor * devices
+    per_device = max(1, batch_size // devices)
+    factor = power_of_two(per_device // 8)
+    return per_device // factor * factor * devices
 
 
 def pixels(text: str) -> int:

@@ -90,17 +90,17 @@ def too_little_memory(setup: Setup, largest: Card) -> str:
     """Return an error message with the changes that would help on the largest card, which has too little memory."""
     # Try each change alone, and then all of them together.
     changes = changes_that_take_less(setup)
-    enough = [change for change, changed in changes.items() if forecast_or_none(changed, largest)]
-    differing = {}
+    enough_alone = [change for change, changed in changes.items() if forecast_or_none(changed, largest)]
+    all_values = {}  # what the changes set
     for changed in changes.values():
-        differing |= {name: value for name, value in vars(changed).items() if value != getattr(setup, name)}
+        all_values |= {name: value for name, value in vars(changed).items() if value != getattr(setup, name)}
     advice = 'use a GPU with more memory'
-    if enough:
-        advice = f'each of these alone is enough: {"; ".join(enough)}'
-    elif changes and forecast_or_none(replace(setup, **differing), largest):
-        advice = f'none of these alone is enough, but all together are: {"; ".join(changes)}; or {advice}'
+    if enough_alone:
+        advice = f'each of these alone is enough: {"; ".join(enough_alone)}'
+    elif changes and forecast_or_none(replace(setup, **all_values), largest):
+        advice += f', or make all of these changes: {"; ".join(changes)}'
     elif changes:
-        advice = f'not even all of these together are enough: {"; ".join(changes)}; {advice}'
+        advice += f'; these changes together are not enough: {"; ".join(changes)}'
     microbatch = setup.microbatch or 1
     return (f'--gpu: a microbatch of {microbatch} takes {gib_taken(setup, microbatch):.1f} GiB, and the largest GPU '
             f'asked for has {largest.gib:g}; {advice}')

@@ -181,7 +181,7 @@ class Answer:
         command = training_command(plan)
         if command is None:
             page = 'two-phases' if len(self.training.phases) == 2 else 'training'
-            return f'docs/{page}.md says how to train it on {plan.name} with these flags.', []
+            return f'docs/{page}.md says how to train the model on {plan.name}; the flags are listed below.', []
         start = 'If the measurements confirm this, train' if plan.unmeasured else 'Train'
         sentence = (f'{start} it on {plan.name}, with your images in the folder photos and the weights of the encoders '
                     'in MODEL (docs/two-phases.md).')

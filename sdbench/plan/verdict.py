@@ -82,7 +82,7 @@ def lowest_speed(plan: Plan, limits: Sequence[Limit]) -> float | None:
 class Verdict(NamedTuple):
     """What is said of some plans."""
     sentences: list[str]  # the answer first
-    best: list[Plan]  # the best plan, and those that cannot be told apart from it; [] if all are surely outside
+    best: list[Plan]  # the best plan within the limits, and those that may be better; [] if all are surely outside
 
     @property
     def to_measure(self) -> list[Plan]:
@@ -130,7 +130,7 @@ def best_and_ties(inside: Sequence[Plan], rivals: Sequence[Plan], metric: str) -
 
 
 def compare(ties: dict[str, list[Plan]], where: str, labels: dict[str, str], have_prices: bool) -> list[str]:
-    """Return a sentence for each metric, which names the best plan, or those that cannot be told apart from it.
+    """Return a sentence for each metric, which names the best plan, or all plans that may be the best.
 
     The first one also says which of them to measure. `where` names the limits, such as ' within $30,000'.
     """
@@ -142,7 +142,8 @@ def compare(ties: dict[str, list[Plan]], where: str, labels: dict[str, str], hav
             continue
         how = f'cannot be told apart by {COMPARED[metric]}'
         if any(getattr(plan, metric).most < getattr(tied[0], metric).least for plan in tied):
-            how = f'may each be the {BEST[metric].lower()}'  # a plan is surely better, but probably outside the limits
+            # A plan is better, whatever its exact numbers are, but it is probably outside the limits.
+            how = f'may each be the {BEST[metric].lower()}'
         sentence = f'{and_list(plan.name for plan in tied)} {how}{where}{unpriced}'
         if not sentences:
             to_measure = [plan.name for plan in Verdict([], tied).to_measure]

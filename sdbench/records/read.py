@@ -285,7 +285,8 @@ def score_rows(record: dict) -> list[Row]:
 
     notes = []
     if training.get('load_weights'):
-        notes.append(f'batches and costs since --load_weights {one_line_of(str(training["load_weights"]))}')
+        notes.append('batches, images and costs do not include the training of --load_weights '
+                     f'{one_line_of(str(training["load_weights"]))}')
     if record.get('fid_is_biased'):
         notes.append('FID biased by few images')
     if record.get('fid_of_published_weights') is False:

@@ -7,8 +7,7 @@ from pathlib import Path
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'xformers')
 
 
-# The first call decides, when a run begins: both may change on the disk while it runs the code that it has loaded.
-
+# The first call decides: for a training that is its start. The files may change while it runs the code that it loaded.
 @functools.cache
 def git_commit() -> str | None:
     """Return the commit of this program, with '-dirty' if files have changed; None outside a git checkout."""

@@ -157,7 +157,7 @@ def draw_days(table: Table, settings: Report) -> Any:
 
 
 def draw_learned(rows: Sequence[Row], prices: Prices) -> Any:
-    """Draw the loss on --eval_remote over images seen, and over dollars if they are known, with a line per training.
+    """Draw the loss on --eval_remote over images seen, and over dollars if all have a cost, with a line each.
 
     A resumed training is one line. Its dollars grow in proportion to its images. Trainings whose losses cannot be
     compared are in different panels.
@@ -168,7 +168,7 @@ def draw_learned(rows: Sequence[Row], prices: Prices) -> Any:
 
     Raises UserError if no training has evaluations.
     """
-    # Make a row for each loss. A training that ran in several setups has several rows with the same evaluations.
+    # Make a row for each loss.
     losses = {}
     for row in rows:
         dollars = dollars_per_image(row, prices)
@@ -183,13 +183,14 @@ def draw_learned(rows: Sequence[Row], prices: Prices) -> Any:
     if not losses:
         raise UserError('no training in these records was evaluated; --eval_remote evaluates one')
 
-    # Losses that can be compared are in a panel over images, and in one over dollars.
+    # Losses that can be compared are in a panel over images and, if all have a cost, in one over dollars.
     comparable = grouped((tuple(curve[0].settings[key] for key in LOSS_SETTINGS), curve) for curve in losses.values())
     titles = line_labels([curves[0][0] for curves in comparable.values()], LOSS_SETTINGS)
     panels = []
     for curves, title in zip(comparable.values(), titles, strict=True):
         for across, told in (('images_seen', ['cost_usd']), ('cost_usd', ['images_seen'])):
-            if all(across in curve[0].metrics for curve in curves):  # the dollars of some would look like all trainings
+            # Omit the panel over dollars if a training has no cost, because the panel would seem to show all trainings.
+            if all(across in curve[0].metrics for curve in curves):
                 names = line_labels([curve[0] for curve in curves], [*SETTINGS, 'save_folder'])
                 panels.append(Panel(title, across, 'eval_loss', lines_of(curves, names, across, 'eval_loss', told)))
     return draw_panels(panels)

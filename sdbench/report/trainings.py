@@ -74,15 +74,18 @@ def join_trainings(rows: Sequence[Row]) -> list[Row]:
         # The newest record has the result. For each dataset, the newest record of an evaluation on it has the losses.
         last = parts[-1]
         result = {key: last.record[key] for key in RESULT_KEYS if key in last.record}
-        evaluated = [curve for part in parts if {'evaluations', 'eval_loss'} & part.record.keys()
-                     for curve in (*part.record.get(OTHER_CURVES, ()), part.record)]
-        curves = {}  # by the hash of the dataset, the last one evaluated last
+        evaluated = []
+        for part in parts:
+            if {'evaluations', 'eval_loss'} & part.record.keys():
+                evaluated += [*part.record.get(OTHER_CURVES, ()), part.record]
+        curves = {}  # losses by the hash of their dataset; the dataset that was evaluated last is the last one
         for curve in evaluated:
             sha256 = curve.get('eval_sha256')
-            curves.pop(sha256, None)
+            curves.pop(sha256, None)  # or the new curve would have the place of the earlier one
             curves[sha256] = {key: curve[key] for key in CURVE_KEYS if curve.get(key) is not None}
-        *others, curve = curves.values() or [{}]
-        settings = {key: value for key, value in (result | curve).items() if key in LEARNING_SETTINGS}
+        *others, newest = curves.values() or [{}]
+        whole = result | newest
+        learning_settings = {key: value for key, value in whole.items() if key in LEARNING_SETTINGS}
 
         setups = grouped(((*(part.settings[key] for key in (*SPEED_SETTINGS, 'num_nodes')),
                            part.metrics['num_devices']), part) for part in parts)
@@ -90,7 +93,7 @@ def join_trainings(rows: Sequence[Row]) -> list[Row]:
             row = median_row([run for run in runs if run.status == MEASURED] or runs[-1:])
             if len(parts) > 1:
                 has_result = any(run is last for run in runs)
-                row = with_result(row, result | curve if has_result else settings, is_one_run=runs == [last])
+                row = with_result(row, whole if has_result else learning_settings, is_one_run=runs == [last])
                 if not has_result:
                     row.notes = joined_notes(row.notes, CONTINUED)
                 if row.status == MEASURED and last.status not in (*WITH_SPEED, UNRELIABLE):

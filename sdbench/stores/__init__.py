@@ -111,12 +111,12 @@ def read_file(path: str, label: str, retry: Retry = QUICK) -> bytes | None:
     Raises OSError if it cannot be read, and UserError if the address is wrong.
     """
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(path)
+        here = Path(path)
         try:
             if is_url(path):
-                copy = Path(folder, 'copy')
-                download(path, str(copy), label, retry, in_threads=False)
-            return copy.read_bytes()
+                here = Path(folder, 'copy')
+                download(path, str(here), label, retry, in_threads=False)
+            return here.read_bytes()
         except FileNotFoundError:
             return None
 

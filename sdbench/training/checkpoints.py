@@ -267,8 +267,9 @@ class CheckpointSaver:
         dist.barrier()  # the other ranks wait here and not in the next batch, which may be measured
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
-        """Write a checkpoint; then send it to the store, or remove the oldest ones. Raises DataError on a full disk."""
-        self._remove_oldest()  # those of a run that kept more: the disk may be full
+        """Write a checkpoint, and send it to the store or remove the oldest ones. Raises DataError on a full disk."""
+        # Remove first, too: after a full disk, the user resumes with a smaller --save_num_checkpoints_to_keep.
+        self._remove_oldest()
         path = os.path.join(self.folder, name)
         try:
             with atomic_write(path) as file:
@@ -304,11 +305,11 @@ class CheckpointSaver:
         self._remove_oldest()
 
     def _remove_oldest(self) -> None:
-        """Remove the oldest checkpoints of this training, not counting what the user has removed or moved."""
+        """Remove all but the newest `to_keep` checkpoints of this training. What the user moved away does not count."""
         if self.to_keep is None or self.is_store:
             return
-        there = [name for name in self.saved if os.path.exists(os.path.join(self.folder, name))]
-        for name in there[:-self.to_keep]:
+        existing = [name for name in self.saved if os.path.exists(os.path.join(self.folder, name))]
+        for name in existing[:-self.to_keep]:
             os.remove(os.path.join(self.folder, name))
             self.saved.remove(name)
 

@@ -105,7 +105,7 @@ class FiniteSteps(Callback):
         self._skips_in_a_row += 1
         if self._skips_in_a_row > MOST_SKIPS_IN_A_ROW:
             raise DataError(f'{found}, and the {MOST_SKIPS_IN_A_ROW} steps before it were skipped for the same reason; '
-                            'resume from an earlier checkpoint in another precision')
+                            'resume from an earlier checkpoint with another --precision')
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)  # without gradients the optimizer changes nothing
 

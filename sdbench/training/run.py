@@ -97,7 +97,7 @@ def is_recorded(settings: Run, trainer: Trainer, training_id: str) -> bool:
     """
     batch = trainer.state.timestamp.batch.value
     path = os.path.join(settings.save_folder, RECORD.format(batch=batch))
-    content = on_rank_0(partial(read_file, path, f'--save_folder {path}'))
+    content = on_rank_0(partial(read_file, path, f'--save_folder {settings.save_folder}'))
     if content is None:
         return False
     record = parse_json(content, path)

@@ -39,8 +39,8 @@ from sdbench.training.resuming import (
 )
 
 DDP_PREFIX = 'module.'  # of names in Composer's own EMA on several devices
-# What a record says of the cost of a training, and of the weights from which its count begins
-SPENT = ('gpu_hours', 'gpu_hours_by_device', 'dollars', 'device', 'load_weights')
+# Keys of a record about the cost of a training, which does not include the cost of `load_weights`
+COST_KEYS = ('gpu_hours', 'gpu_hours_by_device', 'dollars', 'device', 'load_weights')
 
 
 # Read a checkpoint
@@ -132,7 +132,7 @@ def trained_model_of(state: dict) -> TrainedModel:
 def about_training(trained: TrainedModel, raw_weights: bool = False) -> dict:
     """Return the keys of a record that describe the weights of a training: EMA weights, or raw weights without EMA."""
     weights = 'raw' if raw_weights or trained.ema is None else 'EMA'
-    spent = {key: trained.kept[key] for key in SPENT if key in trained.kept}
+    spent = {key: trained.kept[key] for key in COST_KEYS if key in trained.kept}
     return {'weights': weights, 'trained_batches': trained.kept['batch'], 'images_seen': trained.kept['sample'],
             'training': trained.flags | spent}
 
@@ -194,9 +194,10 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
 
 
 def hashes_of_pipeline(folder: Path, files: ModelFiles, label: str) -> dict[str, str]:
-    """Return the facts about the VAE and the text encoder in a pipeline folder, unless it is the folder of `files`.
+    """Return the hashes of the VAE and the text encoder in a pipeline folder, to compare them with those of `files`.
 
-    Without their weights, or if the model has random ones, nothing can be compared.
+    There are none if the folder is the model's own, if it lacks the weights of a network, or if the networks of the
+    model have random weights.
     """
     has_weights = all(weight_files(folder / part) for part in PRETRAINED_PARTS)
     if not has_weights or not files.pretrained or folder.resolve() == files.folder.resolve():

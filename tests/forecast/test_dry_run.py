@@ -170,9 +170,9 @@ def test_a_run_too_large_for_every_card_is_refused_with_the_changes_that_would_h
     assert line.endswith(': --image_size 4096')
     assert benchmark.main([*argv, '--image_size', '4096'])
     line = refusal(capfd, benchmark.main, [*argv, '--gradient_checkpointing', '--image_size', '100000'])
-    assert 'not even all of these together are enough: --image_size 50000; latents' in line
+    assert 'these changes together are not enough: --image_size 50000; latents' in line
     line = refusal(capfd, benchmark.main, [*argv, '--image_size', '10800'])
-    assert 'but all together are: --gradient_checkpointing; --image_size 5400; latents' in line
+    assert 'make all of these changes: --gradient_checkpointing; --image_size 5400; latents' in line
     together = ['--gradient_checkpointing', '--image_size', '5400', '--use_synth_latents']
     assert benchmark.main([*argv, *together])
 

@@ -68,7 +68,7 @@ def test_a_measurement_prints_its_summary_and_writes_only_its_record(tmp_path, c
 
 
 class UntilTheNextSecond(Callback):
-    """Lets a training wait at its start until the time of a record, which has whole seconds, is another one."""
+    """Waits at the start of a training until the next second, because records have times in whole seconds."""
 
     def fit_start(self, state, logger) -> None:
         self.began = datetime.now(UTC)
