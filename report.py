@@ -113,8 +113,10 @@ def price_notes(rows: Sequence[Row], settings: Report) -> list[str]:
         devices = hours_by_device(training) if training else [row.device]
         prices += [(device, price_of(device, given or row.prices)) for device in devices]
     if prices:
-        source = (f'from the records, or ${DOLLARS_PER_GPU_HOUR:g} as in the published benchmark if a record has none; '
-                  '--dollars_per_gpu_hour replaces these prices')
+        source = 'assumed, as in the published benchmark; --dollars_per_gpu_hour replaces it'
+        if any(row.prices for row in rows):
+            source = (f'from the records, or ${DOLLARS_PER_GPU_HOUR:g} as in the published benchmark if a record has '
+                      'none; --dollars_per_gpu_hour replaces these prices')
         if given:
             source = '--dollars_per_gpu_hour'
         notes.insert(0, f'Costs: {describe_prices(prices)} ({source}).')

@@ -135,7 +135,7 @@ def changes_that_take_less(setup: Setup) -> dict[str, Setup]:
     if setup.microbatch is not None:
         changes[SMALLER_MICROBATCH] = {'microbatch': 1}
     changes['--gradient_checkpointing'] = {'gradient_checkpointing': True}
-    changes['without --use_ema'] = {'use_ema': False}
+    changes['--no-use_ema'] = {'use_ema': False}
     if half >= 64:
         changes[f'--image_size {half}'] = {'image_size': half}
     changes['latents (encode.py)'] = {'latents': True}

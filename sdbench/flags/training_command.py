@@ -64,11 +64,11 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
     text encoder have trained weights.
     """
     # Choose the launcher, the initial weights and the flags that suit them. One GPU needs no launcher, which would end
-    # a run 30 seconds after Ctrl-C, even while it saves a checkpoint. A model that is not on this machine is assumed to
-    # have trained UNet weights.
+    # a run 30 seconds after Ctrl-C, even while it saves a checkpoint. FINE_TUNED may still be downloading, so it is
+    # assumed to have trained UNet weights, as is a model that is not on this machine.
     is_tiny = model_name == TINY_MODEL
     unet = Path(model_name, 'unet')
-    has_unet = not unet.is_dir() or any(unet.glob('diffusion_pytorch_model*'))
+    has_unet = model_name == FINE_TUNED or not unet.is_dir() or any(unet.glob('diffusion_pytorch_model*'))
     launcher = 'python'
     if pretrained and not is_tiny and has_unet and samples < FEWEST_FROM_RANDOM:
         recipe = fine_tuning_recipe(samples)

@@ -96,7 +96,7 @@ def too_little_memory(setup: Setup, largest: Card) -> str:
         all_values |= {name: value for name, value in vars(changed).items() if value != getattr(setup, name)}
     advice = 'use a GPU with more memory'
     if enough_alone:
-        advice = f'each of these alone is enough: {"; ".join(enough_alone)}'
+        advice += f', or make one of these changes: {"; ".join(enough_alone)}'
     elif changes and forecast_or_none(replace(setup, **all_values), largest):
         advice += f', or make all of these changes: {"; ".join(changes)}'
     elif changes:

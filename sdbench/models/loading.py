@@ -113,8 +113,8 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     configs = read_configs(folder, f'--model_name {name}')
     for part in with_weights:
         if not weight_files(folder / part):
-            raise UserError(f'--model_name {name} has no weights in its folder {part}; give --no-pretrained for '
-                            'random weights')
+            raise UserError(f'--model_name {name} has no weights in its folder {part}; complete its download, or give '
+                            '--no-pretrained to measure the speed with random weights')
     return ModelFiles(name, folder, configs, pretrained)
 
 
@@ -192,7 +192,10 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
     Raises UserError, which begins with `label`, if the weights do not load, or if some are missing or unexpected:
     diffusers and transformers would use random numbers for missing weights and ignore unexpected ones.
     """
-    variant = 'fp16' if all('.fp16' in path.name for path in weight_files(Path(folder))) else None
+    files = weight_files(Path(folder))
+    if not files:  # diffusers would name a file that the user has never heard of
+        raise UserError(f'{label}: {folder} holds no {cls.__name__} with weights; complete its download')
+    variant = 'fp16' if all('.fp16' in path.name for path in files) else None
     names = {'key_mapping': OLDER_NAMES} if cls is CLIPTextModel else {}
     try:
         with torch.device('cpu'):  # while a run builds its model, transformers would load to the GPU

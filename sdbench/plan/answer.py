@@ -95,6 +95,11 @@ class Answer:
         if any(plan.price is None for plan in self.plans):
             sentences.append('For a GPU without a price, give --dollars_per_gpu_hour NAME=DOLLARS, or NAME=0 if it is '
                              'your own.')
+        stored = [plan.name for plan in self.plans
+                  if plan.price and plan.storage_dollars.likely > plan.gpu_dollars.likely]
+        if stored:
+            sentences.append(f'Most of the cost of {and_list(stored)} is for storage. If you have disks for the data, '
+                             'give --dollars_per_tb_month 0.')
         if any(plan.price and plan.price.is_old(self.today) for plan in self.plans):
             sentences.append('Ranges are about speeds, not prices: look up each price that is old or has no date.')
         larger = [plan.name for plan in self.plans

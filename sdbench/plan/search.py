@@ -36,7 +36,7 @@ ARITHMETIC = {
     '--no-half_precision_norms, which computes norm layers in float32': {'half_precision_norms': False}}
 # Flags with which a training may be possible on other GPUs
 REMEDIES = {"--training_flags='--precision amp_fp16'": {'precision': 'amp_fp16'},
-            "--training_flags='--no-use_ema', which trains a model without EMA": {'use_ema': False},
+            "--training_flags='--no-use_ema', which plans a model without EMA on all GPUs": {'use_ema': False},
             'no --device_train_microbatch_size, which then is the largest that fits': {'microbatch': None}}
 
 
@@ -128,7 +128,7 @@ def fastest_plan(card: Card, num_devices: int, training: Training, prices: Seque
         if not ways:
             least = min(too_large, key=lambda error: error.gib_needed)
             images = 'one image takes' if least.microbatch == 1 else f'a microbatch of {least.microbatch} takes'
-            reason = f'at {phase.size} px {images} {least.gib_needed:.1f} GiB, more than the GPU has'
+            reason = f'at {phase.size} px {images} {least.gib_needed:.1f} GiB, and the GPU has {card.gib:g}'
             return Impossible(card, num_devices, reason, 'a GPU with more memory')
         parts += min(ways, key=lambda way: sum(part.days.likely for part in way))
     if not all(math.isfinite(part.days.most) for part in parts):

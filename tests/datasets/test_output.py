@@ -60,6 +60,7 @@ def test_an_out_with_other_files_or_a_truncated_claim_is_refused_and_the_files_s
 
 
 @pytest.mark.parametrize('samples, model_name, pretrained, expected', [
+    (120, FINE_TUNED, True, {'batch_size': 4, 'load_weights': FINE_TUNED, 'learning_rate': 1e-5}),
     (7, 'sd', True, {'batch_size': 1, 'max_duration': '400ba', 'load_weights': 'sd', 'learning_rate': 5e-6,
                      'use_ema': False, 'compile': False}),
     (3_000, 'sd', True, {'batch_size': 16, 'max_duration': '9375ba', 'load_weights': 'sd', 'learning_rate': 1e-5,
@@ -70,7 +71,8 @@ def test_an_out_with_other_files_or_a_truncated_claim_is_refused_and_the_files_s
                         'sample_prompts': None, 'compile': True}),
     (1_000_000, 'sd', True, {'batch_size': 512, 'load_weights': None, 'learning_rate': 1e-4, 'compile': True})])
 def test_the_training_command_fits_the_number_of_samples(samples, model_name, pretrained, expected):
-    os.makedirs('own/unet')  # a model without weights of its UNet
+    for model in ('own', FINE_TUNED):  # models without weights of their UNet; one may still be downloading
+        os.makedirs(f'{model}/unet')
     _, program, *argv = shlex.split(training_command('photos-mds', samples, model_name, pretrained))
     settings = parse(Train, '', argv, program)
     for flag, value in expected.items():

@@ -16,7 +16,7 @@ from sdbench.complete import index_of_data
 from sdbench.flags.train import SD2_BASE
 from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.generation import load_pipeline
-from sdbench.models.loading import build_text_encoder, build_vae, find_model
+from sdbench.models.loading import build_text_encoder, build_vae, find_model, load_weights
 from tests.runs import SMALLEST, TINY, assert_equal, change_weights, settings_of
 from tests.samples import picture
 
@@ -146,8 +146,10 @@ def test_weights_of_variants_shards_and_pickled_tensors_load_and_the_vae_is_the_
 
 def test_a_folder_without_weights_or_with_a_broken_configuration_is_a_one_line_error(tmp_path, smallest_model):
     folder = shutil.copytree(smallest_model, tmp_path / 'model', ignore=shutil.ignore_patterns('*.safetensors'))
-    with pytest.raises(ValueError, match='no weights in its folder vae; give --no-pretrained'):
+    with pytest.raises(ValueError, match='no weights in its folder vae; complete its download'):
         find_model(str(folder), pretrained=True)
+    with pytest.raises(ValueError, match='vae holds no AutoencoderKL with weights; complete its download'):
+        load_weights(AutoencoderKL, folder / 'vae', '--load_weights')
     for content in ('', 'null', '{"a":'):
         (folder / 'unet/config.json').write_text(content)
         with pytest.raises(ValueError, match='--model_name .* is not a diffusers model'):

@@ -485,3 +485,9 @@ def test_commands_start_as_many_processes_as_the_plan_has_gpus():
         assert all(command.startswith(launcher) for command in commands[1::2])
     [outcome] = answer_to('--gpu', '20 H100 80GB HBM3', '--training_flags', '--batch_size 2000').outcomes
     assert '3 machines' in outcome.reason
+
+
+def test_a_cost_that_is_mostly_for_storage_says_so():
+    own = [*ON_H200, '--images', 10 ** 9, '--dollars_per_gpu_hour']
+    assert any('8 x H200 is for storage' in sentence for sentence in answer_to(*own, 0).not_within)
+    assert not any('for storage' in sentence for sentence in answer_to(*own, 3).not_within)

@@ -91,7 +91,7 @@ def search_on_a_cpu(patch: pytest.MonkeyPatch, limit: int, where: str = 'backwar
 def test_if_not_even_one_image_fits_the_error_names_the_changes_that_were_not_made(monkeypatch, capfd):
     search_on_a_cpu(monkeypatch, limit=0)
     line = one_error_line(['--use_synth_data', *TINY, '--image_size', '128', '--use_ema'], capfd)
-    for named in ('--image_size 128', '--gradient_checkpointing', '--use_ema', '--image_size 64', 'encode.py'):
+    for named in ('--image_size 128', '--gradient_checkpointing', '--no-use_ema', '--image_size 64', 'encode.py'):
         assert named in line
     made = ['--gradient_checkpointing', '--image_size', '64', '--use_synth_latents']
     assert one_error_line([*TINY, *made], capfd).endswith('use a GPU with more memory')
