@@ -35,16 +35,16 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number.bit_length() - 1)
 
 
-def divisible_batch_size(batch_size: int, devices: int) -> int:
+def divisible_batch_size(batch_size: int, devices: int, microbatch: int | None = None) -> int:
     """Return the batch size to use instead of one that is not divisible by the number of devices.
 
     The batch of a device is rounded down to a multiple of a power of two, by less than an eighth, because a microbatch
-    must divide it. Otherwise 2048 images on 5 devices would become 409 on each, a prime, into which only a microbatch
-    of 1 fits.
+    must divide it: 2048 images on 5 devices would become 409 on each, a prime, into which only a microbatch of 1 fits.
+    If there is a `microbatch`, it is rounded to a multiple of that.
     """
-    per_device = max(1, batch_size // devices)
-    factor = power_of_two(per_device // 8)
-    return per_device // factor * factor * devices
+    per_device = batch_size // devices
+    factor = microbatch or power_of_two(per_device // 8)
+    return max(1, per_device // factor) * factor * devices
 
 
 def pixels(text: str) -> int:
@@ -296,13 +296,14 @@ class Train(TrainingData, TrainingSamples, Model, Encoders, Speed, Measuring, Re
             raise UserError('give one of --remote, --use_synth_data and --use_synth_latents, and only one')
 
         # Every device must get the same number of images, for each GPU count of a dry run.
+        microbatch = self.device_train_microbatch_size
         for devices in self.dry_run or (0,):
             devices = devices or launcher_variable('WORLD_SIZE') or 1
             if self.batch_size % devices:
+                given = None if microbatch == 'auto' else microbatch
                 raise UserError(f'--batch_size {self.batch_size} is not divisible by {devices} devices; use '
-                                f'{divisible_batch_size(self.batch_size, devices)}')
+                                f'{divisible_batch_size(self.batch_size, devices, given)}')
             images = self.batch_size // devices
-            microbatch = self.device_train_microbatch_size
             if microbatch != 'auto' and images % microbatch:
                 largest = max(size for size in divisors(images) if size <= microbatch)
                 raise UserError(f'--device_train_microbatch_size {microbatch} does not divide the per-device batch of '

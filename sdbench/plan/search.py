@@ -110,7 +110,7 @@ def fastest_plan(card: Card, num_devices: int, training: Training, prices: Seque
         return Impossible(card, num_devices, f'its peak in {precision} is not known, so no speed can be forecast',
                           'another GPU')
     if base.batch_size % num_devices:
-        divisible = divisible_batch_size(base.batch_size, num_devices)
+        divisible = divisible_batch_size(base.batch_size, num_devices, base.microbatch)
         return Impossible(card, num_devices, f'a batch of {base.batch_size} images is not divisible by {num_devices} '
                           f"GPUs", f"another GPU count, or --training_flags='--batch_size {divisible}'")
     if num_devices % base.machines:

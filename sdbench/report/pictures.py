@@ -291,7 +291,7 @@ def draw_panel(axes: Any, panel: Panel) -> None:
         axes.grid(alpha=0.3)
     else:
         axes.locator_params(axis='x', nbins=5)  # more ticks may overlap
-        axes.xaxis.set_major_formatter('${x:,g}' if panel.across == 'cost_usd' else EngFormatter())
+        axes.xaxis.set_major_formatter('${x:,.10g}' if panel.across == 'cost_usd' else EngFormatter())
 
 
 def draw_points(axes: Any, points: Sequence[Point], style: str, color: Any, face: Any = None,

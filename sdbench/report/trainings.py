@@ -14,7 +14,6 @@ RESULT_KEYS = ('loss', 'trained_batches', 'trained_epochs', 'gpu_hours', 'gpu_ho
                'max_duration')
 CURVE_KEYS = (*EVAL_DATA, 'eval_loss', 'eval_batch', 'eval_samples', 'eval_held_out', 'evaluations')
 OTHER_CURVES = 'other_evaluations'
-CONTINUED = 'the training went on in another setup, whose row has its result'
 SHARED_ID = 'another training has the same id: a copied --save_folder, or a resume from an older checkpoint'
 
 
@@ -76,14 +75,15 @@ def join_trainings(rows: Sequence[Row]) -> list[Row]:
         result = {key: last.record[key] for key in RESULT_KEYS if key in last.record}
         evaluated = []
         for part in parts:
-            if {'evaluations', 'eval_loss'} & part.record.keys():
-                evaluated += [*part.record.get(OTHER_CURVES, ()), part.record]
+            for curve in (*part.record.get(OTHER_CURVES, ()), part.record):
+                if curve.get('evaluations') or curve.get('eval_loss') is not None:
+                    evaluated.append(curve)
         curves = {}  # losses by the hash of their dataset; the dataset that was evaluated last is the last one
-        for curve in evaluated:
+        for curve in evaluated or [last.record]:  # even without a loss, a record names its dataset
             sha256 = curve.get('eval_sha256')
             curves.pop(sha256, None)  # or the new curve would have the place of the earlier one
             curves[sha256] = {key: curve[key] for key in CURVE_KEYS if curve.get(key) is not None}
-        *others, newest = curves.values() or [{}]
+        *others, newest = curves.values()
         whole = result | newest
         learning_settings = {key: value for key, value in whole.items() if key in LEARNING_SETTINGS}
 
@@ -91,17 +91,17 @@ def join_trainings(rows: Sequence[Row]) -> list[Row]:
                            part.metrics['num_devices']), part) for part in parts)
         for runs in setups.values():
             row = median_row([run for run in runs if run.status == MEASURED] or runs[-1:])
+            has_result = any(run is last for run in runs)
             if len(parts) > 1:
-                has_result = any(run is last for run in runs)
                 row = with_result(row, whole if has_result else learning_settings, is_one_run=runs == [last])
-                if not has_result:
-                    row.notes = joined_notes(row.notes, CONTINUED)
                 if row.status == MEASURED and last.status not in (*WITH_SPEED, UNRELIABLE):
                     row.notes = joined_notes(row.notes, f'last part {last.notes}')
             joined.append(replace(row, training=number))
+            if has_result:
+                row_of_last = row
         if has_training_result(last.record):
             for other in others:
-                row = with_result(joined[-1], result | other | {OTHER_CURVES: []})
+                row = with_result(row_of_last, result | other | {OTHER_CURVES: []})
                 joined.append(replace(row, training=number))
     return sorted(joined, key=lambda row: (row.date == '', row.date))
 

@@ -268,8 +268,9 @@ class CheckpointSaver:
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         """Write a checkpoint, and send it to the store or remove the oldest ones. Raises DataError on a full disk."""
-        # Remove first, too: after a full disk, the user resumes with a smaller --save_num_checkpoints_to_keep.
-        self._remove_oldest()
+        # Remove first, too: after a full disk, the user resumes with a smaller --save_num_checkpoints_to_keep. A file
+        # with the new name may be there already, but be truncated.
+        self._remove_oldest(self.saved[:-1])
         path = os.path.join(self.folder, name)
         try:
             with atomic_write(path) as file:
@@ -302,13 +303,13 @@ class CheckpointSaver:
             self._has_links = False
             tqdm.write(f'warning: {link} cannot be a link to the newest checkpoint ({error.strerror}); the '
                        'checkpoints themselves are complete', file=sys.stderr)
-        self._remove_oldest()
+        self._remove_oldest(self.saved)
 
-    def _remove_oldest(self) -> None:
-        """Remove all but the newest `to_keep` checkpoints of this training. What the user moved away does not count."""
+    def _remove_oldest(self, names: Sequence[str]) -> None:
+        """Remove all but the newest `to_keep` of these checkpoints. What the user has moved away does not count."""
         if self.to_keep is None or self.is_store:
             return
-        existing = [name for name in self.saved if os.path.exists(os.path.join(self.folder, name))]
+        existing = [name for name in names if os.path.exists(os.path.join(self.folder, name))]
         for name in existing[:-self.to_keep]:
             os.remove(os.path.join(self.folder, name))
             self.saved.remove(name)

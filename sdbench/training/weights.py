@@ -14,12 +14,12 @@ from sdbench.inputs.tokenizer import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.generation import build_pipeline
 from sdbench.models.loading import (
     PRETRAINED_PARTS,
+    RANDOM,
     ModelFiles,
     build_text_encoder,
     build_vae,
     find_model,
     load_weights,
-    read_configs,
     require_no_single_file,
     weight_files,
 )
@@ -172,7 +172,7 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         if scheduler.is_file():
             configs['scheduler'] = DDPMScheduler.from_config(parse_json(scheduler.read_bytes(), str(scheduler))).config
         state = {f'unet.{name}': tensor for name, tensor in unet.state_dict().items()}
-        state[EXTRA_STATE] = {'configs': comparable(**configs)} | hashes_of_pipeline(folder.parent, files, label)
+        state[EXTRA_STATE] = {'configs': comparable(**configs)} | hashes_of_pipeline(folder.parent, files)
         ema_state = None
         flags = {}
     # A checkpoint also has facts about the frozen networks, and the tokenizer's hash.
@@ -193,17 +193,20 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
     return ema_state, data_of(flags)
 
 
-def hashes_of_pipeline(folder: Path, files: ModelFiles, label: str) -> dict[str, str]:
+def hashes_of_pipeline(folder: Path, files: ModelFiles) -> dict[str, str]:
     """Return the hashes of the VAE and the text encoder in a pipeline folder, to compare them with those of `files`.
 
-    There are none if the folder is the model's own, if it lacks the weights of a network, or if the networks of the
-    model have random weights.
+    A network is left out if the folder lacks its weights, or if the model has random ones.
     """
-    has_weights = all(weight_files(folder / part) for part in PRETRAINED_PARTS)
-    if not has_weights or not files.pretrained or folder.resolve() == files.folder.resolve():
+    if folder.resolve() == files.folder.resolve():  # hashing takes seconds
         return {}
-    pipeline = ModelFiles(str(folder), folder, read_configs(folder, label), pretrained=True)
-    return {'vae_sha256': pipeline.vae_sha256, 'text_encoder_sha256': pipeline.text_encoder_sha256}
+    pipeline = ModelFiles(str(folder), folder, files.configs, pretrained=True)
+    hashes = {}
+    for part in PRETRAINED_PARTS:
+        name = f'{part}_sha256'
+        if weight_files(folder / part) and getattr(files, name) != RANDOM:
+            hashes[name] = getattr(pipeline, name)
+    return hashes
 
 
 def unet_folder(path: str) -> Path | None:

@@ -120,8 +120,10 @@ def test_only_the_rank_that_writes_the_record_needs_its_file_and_a_dry_run_write
         settings_of(*SYNTHETIC)
 
 
-@given(batch_size=st.integers(1, 10_000), devices=st.integers(1, 300))
-def test_the_batch_size_that_an_error_names_divides_over_the_devices_and_into_microbatches(batch_size, devices):
+@given(batch_size=st.integers(1, 10_000), devices=st.integers(1, 300), microbatch=st.integers(1, 100))
+def test_the_batch_size_that_an_error_names_divides_over_the_devices_and_into_microbatches(
+        batch_size, devices, microbatch):
+    assert divisible_batch_size(batch_size, devices, microbatch) % (devices * microbatch) == 0
     named = divisible_batch_size(batch_size, devices)
     assert named % devices == 0
     assert named >= devices and named >= 7 / 8 * (batch_size // devices) * devices

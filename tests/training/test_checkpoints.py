@@ -160,6 +160,7 @@ def test_a_complete_run_has_nothing_left_to_do_and_a_longer_one_resumes_at_the_e
 def test_a_resume_that_keeps_less_removes_the_oldest_before_it_writes_because_the_disk_may_be_full(monkeypatch):
     argv = ['--use_synth_latents', *TINY, '--save_interval', '1ba', '--autoresume', '--save_folder', 'kept']
     main([*argv, '--max_duration', '3ba'])
+    Path('kept/ep0-ba4-rank0.pt').write_bytes(b'truncated')  # it does not count as one that is kept
     while_writing = []
     save = torch.save
 
@@ -169,7 +170,7 @@ def test_a_resume_that_keeps_less_removes_the_oldest_before_it_writes_because_th
 
     monkeypatch.setattr(torch, 'save', counting)
     main([*argv, '--max_duration', '4ba', '--save_num_checkpoints_to_keep', '1'])
-    assert while_writing == [['ep0-ba3-rank0.pt']]
+    assert while_writing == [['ep0-ba3-rank0.pt', 'ep0-ba4-rank0.pt']]
     assert [Path(path).name for path in checkpoints_in('kept')] == ['ep0-ba4-rank0.pt']
 
 
