@@ -15,7 +15,6 @@ from tests.runs import SMALLEST
 shortcuts.take()
 StableDiffusion(SMALLEST, 16).flops_per_image  # noqa: B018, computes and caches it
 get_composer_env_dict()  # needed for every checkpoint
-shortcuts.git_commit(), shortcuts.package_versions()  # needed for every record
 gc.freeze()
 
 # Let the forked processes use this server as well. Python would start another server, which has imported nothing.

@@ -9,13 +9,10 @@ import benchmark
 import data
 from sdbench.inputs.tokenizer import build_tokenizer, pipeline_tokenizer
 from sdbench.models import flops, loading
-from sdbench.records import record, versions
 from sdbench.training import weights
 
 clip_tokenizer = functools.cache(build_tokenizer)  # CLIP's tokenizer
 clip_pipeline_tokenizer = functools.cache(pipeline_tokenizer)
-git_commit = functools.cache(versions.git_commit)  # for each record
-package_versions = functools.cache(versions.package_versions)
 composer_commit = functools.cache(collect_env.get_composer_commit_hash)  # for each checkpoint
 known_flops: dict[str, dict[str, int]] = {}
 
@@ -47,7 +44,6 @@ def take() -> None:
     clip_tokenizer()  # before the workers of a loader are forked
     data.build_tokenizer = loading.build_tokenizer = known_tokenizer
     weights.pipeline_tokenizer = known_pipeline_tokenizer
-    record.git_commit, record.package_versions = git_commit, package_versions
     collect_env.get_composer_commit_hash = composer_commit
     cpuinfo.get_cpu_info = dict  # empty: looking up the CPU's name is slow
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.1  # not 5 s, which leaving a loader takes for each worker

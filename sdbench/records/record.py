@@ -17,6 +17,10 @@ from sdbench.errors import DataError, redacted
 from sdbench.gpus import machines_for, peak_of
 from sdbench.records.versions import git_commit, package_versions
 
+# Of the code that this process has loaded: the files may change while it runs
+COMMIT = git_commit()
+VERSIONS = package_versions()
+
 
 def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, Any]:
     """Return the record of a run: date, command, machine, all flags, results, and metrics calculated from results.
@@ -31,13 +35,13 @@ def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, A
         'stage': stage,
         'date': process.began_at.isoformat(timespec='seconds'),
         'command': shlex.join(map(redacted, sys.argv)),
-        'git_commit': git_commit(),
+        'git_commit': COMMIT,
         'device': torch.cuda.get_device_name() if on_gpu else processor_name(),
         'device_type': 'cuda' if on_gpu else 'cpu',
         'num_devices': dist.get_world_size(),
         'num_nodes': machines_for(dist.get_world_size(), dist.get_local_world_size()),
         'versions': {'python': platform.python_version(), 'cuda': torch.version.cuda if on_gpu else None,
-                     **package_versions()},
+                     **VERSIONS},
     }
 
     # Results may replace flags: the microbatch that the search found replaces 'auto'.

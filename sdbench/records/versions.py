@@ -1,5 +1,4 @@
 """Find the commit of this program and the versions of its libraries, without importing the libraries."""
-import functools
 import importlib.metadata
 import subprocess
 from pathlib import Path
@@ -7,8 +6,6 @@ from pathlib import Path
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'xformers')
 
 
-# The first call decides: for a training that is its start. The files may change while it runs the code that it loaded.
-@functools.cache
 def git_commit() -> str | None:
     """Return the commit of this program, with '-dirty' if files have changed; None outside a git checkout."""
     command = ['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
@@ -19,7 +16,6 @@ def git_commit() -> str | None:
         return None
 
 
-@functools.cache
 def package_versions() -> dict[str, str | None]:
     """Return the versions of the libraries that affect speed; None for a library that is not installed."""
     found = {}
