@@ -25,7 +25,6 @@ EMPTY_IS_UNSET = (*LAUNCHER_VARIABLES, 'MASTER_ADDR', 'MASTER_PORT', 'OMP_NUM_TH
 SECONDS_BETWEEN_LINES = 60  # between progress lines in a log; shorter work prints none
 LINE = '{desc}{n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}'  # tqdm's bar_format
 
-
 began_at = datetime.datetime.now(datetime.UTC)  # of the import; `begin` sets it to the time at which a command began
 
 

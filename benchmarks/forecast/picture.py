@@ -27,12 +27,7 @@ def draw(points: pd.DataFrame, constants: Constants, path: str) -> None:
     over_microbatch, unseen = figure.subplots(1, 2)
     handles = []
     for (program, device), runs in points.groupby(['program', 'device'], sort=False):
-        # Choose the runs that one line can describe: they have the most frequent image size and GPU count, and all of
-        # them use EMA or none does.
-        comparable = runs
-        for key in ('image_size', 'num_devices'):
-            comparable = comparable[comparable[key] == comparable[key].mode().iloc[0]]
-        comparable = comparable[comparable['use_ema'] == comparable['use_ema'].iloc[0]]
+        comparable = comparable_runs(runs)
         [line] = over_microbatch.plot(*speeds_over_microbatch(comparable[:1], constants),
                                       color=colors[device], linestyle=styles[program], linewidth=1.2)
         [dots] = over_microbatch.plot(comparable['device_train_microbatch_size'], comparable['measured'],
@@ -61,6 +56,13 @@ def draw(points: pd.DataFrame, constants: Constants, path: str) -> None:
     pairs, labels = zip(*handles, strict=True)
     figure.legend(pairs, labels, loc='outside lower center', ncols=3, frameon=False, fontsize=8, handlelength=4)
     figure.savefig(path, dpi=140)
+
+
+def comparable_runs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs that fit on one line: the most frequent image size and GPU count, and with EMA or without."""
+    for key in ('image_size', 'num_devices'):
+        runs = runs[runs[key] == runs[key].mode().iloc[0]]
+    return runs[runs['use_ema'] == runs['use_ema'].iloc[0]]
 
 
 def speeds_over_microbatch(point: pd.DataFrame, constants: Constants) -> tuple[np.ndarray, np.ndarray]:

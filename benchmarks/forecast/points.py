@@ -4,7 +4,6 @@ from pathlib import Path
 import pandas as pd
 
 from sdbench.forecast.speed import IN_GRAPHS
-from sdbench.gpus import CARDS, Card
 
 ROOT = Path(__file__).parents[2]
 # Settings of the original's program that published.csv does not state, because the program had no such flags
@@ -52,11 +51,6 @@ def who_measured(source: str) -> str:
     """Return who measured: the repository of a source, or the submitter of a result of MLPerf."""
     repository, name, *_ = source.split()
     return f'MLPerf, {name}' if repository.startswith('mlcommons') else repository
-
-
-def card_of(point: pd.Series) -> Card:
-    """Return the card on which a point was measured."""
-    return CARDS[f'NVIDIA {point["device"]}']
 
 
 def tested_layouts(points: pd.DataFrame) -> dict[bool | str, dict[tuple[str, int, bool], list[tuple[int, int]]]]:

@@ -130,7 +130,7 @@ class VerifiedDataset(StreamingDataset):
         try:
             with own_shared_memory():
                 super().__init__(streams=[stream], cache_limit=stream.cache_limit, **kwargs)
-        except ValueError as error:  # for a limit below four of the largest shards, or below the least possible use
+        except ValueError as error:  # for a limit below four times the largest shard, or below the index
             if 'cache limit' not in str(error).lower():
                 raise
             raise UserError(f'--cache_limit {stream.cache_limit} bytes: {one_line(error)}') from None

@@ -157,7 +157,7 @@ def draw_days(table: Table, settings: Report) -> Any:
 
 
 def draw_learned(rows: Sequence[Row], prices: Prices) -> Any:
-    """Draw the loss on --eval_remote over images seen, and over dollars if all have a cost, with a line each.
+    """Draw the loss on --eval_remote, with a line per training: over images seen and, if all have a cost, over dollars.
 
     A resumed training is one line. Its dollars grow in proportion to its images. Trainings whose losses cannot be
     compared are in different panels.

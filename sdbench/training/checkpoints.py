@@ -209,7 +209,7 @@ def load_training(state: State, logger: Logger, path: str, label: str, folder: s
         state.model.load_state_dict(checkpoint['model'])
     except (Mismatch, RuntimeError) as error:  # torch lists missing and unexpected keys, and different shapes
         raise UserError(f'--save_folder {folder}: {label} does not fit this run ({one_line(error, 200)}); resume it '
-                        f'as it was made, or give a new --save_folder; to start there from these weights, give '
+                        'as it was made, or give a new --save_folder; to start there from these weights, give '
                         f'--load_weights {label}') from None
     del checkpoint['model']
     with warnings.catch_warnings():  # callbacks had other names in earlier versions; `kept_in` has read their states
@@ -257,6 +257,9 @@ class CheckpointSaver:
 
     def save(self, state: State) -> None:
         """Save a checkpoint. All ranks call this together. Raises DataError if the disk is full."""
+        # Make room first: after a full disk, the user resumes with a smaller --save_num_checkpoints_to_keep.
+        if dist.get_global_rank() == 0:
+            self._remove_oldest()
         name = FILE_NAME.format(epoch=state.timestamp.epoch.value, batch=state.timestamp.batch.value)
         self.saved.append(name)  # before state_dict(), because the saved state must list this file too
         content = state.state_dict()
@@ -268,9 +271,6 @@ class CheckpointSaver:
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         """Write a checkpoint, and send it to the store or remove the oldest ones. Raises DataError on a full disk."""
-        # Remove first, too: after a full disk, the user resumes with a smaller --save_num_checkpoints_to_keep. A file
-        # with the new name may be there already, but be truncated.
-        self._remove_oldest(self.saved[:-1])
         path = os.path.join(self.folder, name)
         try:
             with atomic_write(path) as file:
@@ -303,16 +303,15 @@ class CheckpointSaver:
             self._has_links = False
             tqdm.write(f'warning: {link} cannot be a link to the newest checkpoint ({error.strerror}); the '
                        'checkpoints themselves are complete', file=sys.stderr)
-        self._remove_oldest(self.saved)
+        self._remove_oldest()
 
-    def _remove_oldest(self, names: Sequence[str]) -> None:
-        """Remove all but the newest `to_keep` of these checkpoints. What the user has moved away does not count."""
-        if self.to_keep is None or self.is_store:
+    def _remove_oldest(self) -> None:
+        """Remove the oldest checkpoints of this training in a folder, and forget what the user has removed or moved."""
+        if self.is_store:
             return
-        existing = [name for name in names if os.path.exists(os.path.join(self.folder, name))]
-        for name in existing[:-self.to_keep]:
-            os.remove(os.path.join(self.folder, name))
-            self.saved.remove(name)
+        self.saved = [name for name in self.saved if os.path.exists(os.path.join(self.folder, name))]
+        while self.to_keep is not None and len(self.saved) > self.to_keep:
+            os.remove(os.path.join(self.folder, self.saved.pop(0)))
 
     def _start_upload(self, path: str) -> None:
         """Start to send a file to the store, in a process.

@@ -30,8 +30,8 @@ class Spending:
     """Counts the GPU-hours of a training, including the runs that it resumes, and tells when --budget is spent.
 
     Counting starts when the object is created. Hours and dollars are kept in the checkpoints, so the time between a
-    killed run's last checkpoint and its end is lost. If the resumed run had no price, all earlier hours are
-    counted at the price of this run. `before` is what the checkpoint to resume from has kept, from `kept_in`.
+    killed run's last checkpoint and its end is lost. If the resumed run had no price, all earlier hours are counted at
+    the price of this run. `before` is what the checkpoint to resume from has kept, from `kept_in`.
 
     Raises UserError if there is a budget but no price for this device, or if the resumed runs have spent it.
     """

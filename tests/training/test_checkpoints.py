@@ -174,6 +174,19 @@ def test_a_resume_that_keeps_less_removes_the_oldest_before_it_writes_because_th
     assert [Path(path).name for path in checkpoints_in('kept')] == ['ep0-ba4-rank0.pt']
 
 
+def test_a_checkpoint_that_the_user_has_moved_away_and_back_stays():
+    class User(Callback):
+        def batch_end(self, state, logger):
+            if state.timestamp.batch.value == 2:
+                Path('kept/ep0-ba1-rank0.pt').rename('away.pt')
+            if state.timestamp.batch.value == 3:
+                Path('away.pt').rename('kept/ep0-ba1-rank0.pt')
+
+    main(['--use_synth_latents', *TINY, '--save_interval', '1ba', '--max_duration', '5ba', '--save_folder', 'kept',
+          '--save_num_checkpoints_to_keep', '2'], [User()])
+    assert [Path(path).name for path in checkpoints_in('kept')] == [f'ep0-ba{batch}-rank0.pt' for batch in (1, 4, 5)]
+
+
 def test_a_run_removes_only_files_that_it_or_the_resumed_run_has_written(tmp_path):
     class User(Callback):
         def batch_end(self, state, logger):
